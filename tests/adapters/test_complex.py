@@ -12,9 +12,8 @@ from jax import numpy as jnp  # noqa: E402
 from support import complex_model, dense  # noqa: E402
 from support.jax_models import WIDTH as _SWITCHES_64_BITS_ON  # noqa: E402, F401
 
-from mpipipe import Pipeline, adapters, nn, optim, schedules  # noqa: E402
+from mpipipe import Pipeline, adapters, nn  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
-from mpipipe.job import inprocess  # noqa: E402
 
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-12
@@ -97,77 +96,6 @@ def test_single_precision_stays_single(kind):
     for found, wanted in [*pairs, *((stage.gradients[name], plain.gradients[name]) for name in plain.gradients)]:
         assert found.dtype == np.complex64
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_real_numbers_become_complex_and_real_again(kind):
-    """A transform, a product with real parameters in it, and back: as in an operator on spectra."""
-    rng = np.random.default_rng(0)
-    x, gain, target = rng.normal(size=(4, 8)), rng.normal(size=5), rng.normal(size=(4, 8))
-
-    class Module(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain = torch.nn.Parameter(torch.from_numpy(gain))
-
-        def forward(self, x):
-            return torch.fft.rfft(x) * self.gain
-
-    class Plain:
-        parameters, gradients = (nn.FlatBuffer({"gain": (5,)}, "float64") for _ in range(2))
-
-        def forward(self, x):
-            spectrum = np.fft.rfft(x)
-            return spectrum * self.parameters["gain"], spectrum
-
-        def backward(self, dy, spectrum):
-            gain = self.gradients["gain"]
-            gain += (spectrum.conj() * dy).real.sum(0)
-            return 8 * np.fft.ifft(dy * self.parameters["gain"], 8).real
-
-    class Back:
-        def forward(self, z):
-            return np.fft.irfft(z, 8), None
-
-        def backward(self, dy, saved):
-            return np.fft.rfft(dy) * np.array([1, 2, 2, 2, 1]) / 8
-
-    Plain.parameters["gain"][:] = gain
-    first = {
-        "numpy": Plain,
-        "torch": lambda: adapters.torch_stage(Module()),
-        "jax": lambda: adapters.jax_stage(lambda p, x: jnp.fft.rfft(x) * p["gain"], {"gain": gain}),
-    }[kind]()
-
-    def job(comm):
-        schedule = schedules.interleaved_1f1b(1, 2, 2)
-        with Pipeline([first, Back()], schedule, comm, loss=nn.mean_squared_error) as pipeline:
-            return pipeline.step(x, target)
-
-    def value(gain, x):
-        return jnp.mean((jnp.fft.irfft(jnp.fft.rfft(x) * gain, 8) - target) ** 2)
-
-    (result,) = inprocess.run(1, job)
-    dgain, dx = jax.grad(value, (0, 1))(gain, x)  # of real numbers: no convention comes in
-    near(result.loss, value(gain, x))
-    near(first.gradients["gain"], dgain)
-    near(np.concatenate(result.input_grads), dx)
-
-
-def test_our_adamw_on_complex_parameters_is_that_of_pytorch():
-    theirs, stage = TorchWave(0, (), (), "complex128"), torch_stage(0)
-    groups = [{"params": [theirs.w], "weight_decay": 0.1}, {"params": [theirs.c], "weight_decay": 0.0}]
-    step, ours = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), optim.AdamW([stage], lr=1e-2)
-    for seed in range(4):
-        for name, parameter in theirs.named_parameters():
-            parameter.grad = torch.from_numpy(complex_model.drawn(parameter.shape, seed))
-            stage.gradients[f"0.{name}"][...] = parameter.grad.numpy()
-        step.step()
-        ours.step()
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in theirs.parameters()])
-    assert optim.gradient_norm([stage]) == pytest.approx(norm.item(), rel=1e-13)
-    for name, parameter in theirs.named_parameters():
-        near(stage.parameters[f"0.{name}"], parameter.detach(), name)
 
 
 def test_numbers_of_64_bits_are_told_from_pairs_of_32():

@@ -256,35 +256,3 @@ def test_64_bits_are_refused_where_jax_would_make_32_of_them_and_parameters_of_s
             assert "jax_enable_x64" in caught.value.remedy
     finally:
         jax.config.update("jax_enable_x64", True)
-
-
-def test_functions_hand_data_over_skips():
-    def first(parameters, x):
-        return jnp.tanh(x @ parameters["w"]), jnp.sin(x @ parameters["v"])
-
-    def middle(parameters, x):
-        return jnp.tanh(x @ parameters["w"])
-
-    def last(parameters, x, more):
-        return (x @ parameters["w"]) * (more @ parameters["v"])
-
-    draw = np.random.default_rng(0).normal
-    functions, values = (first, middle, last), [{name: draw(size=(4, 4)) for name in "wv"} for _ in range(3)]
-    x, target = draw(size=(2, 6, 4))
-    schedule = schedules.with_skips(schedules.one_f_one_b(3, 2), {"a": (0, 2)})
-    skips = {"gives": ("a",)}, {}, {"takes": ("a",)}
-    stages = [adapters.jax_stage(*given, **own) for own, *given in zip(skips, functions, values)]
-
-    def whole(values):
-        y, more = first(values[0], x)
-        return jnp.mean((last(values[2], middle(values[1], y), more) - target) ** 2)
-
-    def job(comm):
-        with Pipeline([stages[comm.rank]], schedule, comm, loss=adapters.jax_loss(jax_models.squared_error)) as pipe:
-            return pipe.step(*dense.placed(schedule, comm.rank, x, target)).loss
-
-    loss, gradients = jax.value_and_grad(whole)(values)
-    close(inprocess.run(3, job), loss, "loss")
-    for stage, expected in zip(stages, gradients):
-        for name in "wv":
-            close(stage.gradients[name], expected[name], name)

@@ -36,12 +36,3 @@ def test_a_job_ends_in_order_with_one_thread_on_each_rank(launch, tmp_path):
     job = launch(2, ["-m", "mpipipe", "run", str(script)], timeout=100, env=none)
     assert job.returncode == 0, job.stderr
     assert job.stdout == "threads 1\n" and "Traceback" not in job.stderr
-
-
-def test_an_error_in_a_module_ends_the_job_with_one_report(launch, tmp_path):
-    script = tmp_path / "job.py"
-    call = "pipeline.evaluate(x if comm.rank == 0 else None, x if comm.rank else None)"
-    script.write_text(SCRIPT.format(more=f"stage.module = None\n    {call}"))
-    job = launch(2, ["-m", "mpipipe", "run", str(script)], timeout=100)
-    assert job.returncode != 0
-    assert "rank 0, stage 0, micro-batch 0: forward raised AttributeError" in job.stderr

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import sys
 
 import pytest
 from support.launch import ROOT, run_job
-from support.public_face import main, members, public_face
+from support.public_face import public_face
 
 pytest.importorskip("numpydoc")
 
@@ -151,73 +150,3 @@ def test_incomplete_docstrings_are_found():
 
     codes = [[text.split()[0] for text in wrong_docstring(value)] for value in (no_docstring, wrong_names, Plain, Heir)]
     assert codes == [["GL08"], ["PR01", "PR02", "RT01", "the"], ["PR01"], []]
-
-
-def test_a_field_without_a_value_keeps_its_documented_type():
-    @dataclasses.dataclass
-    class Options:
-        """Options.
-
-        Parameters
-        ----------
-        width : int, optional
-            The width.
-        """
-
-        width: int | None = None
-
-    @dataclasses.dataclass
-    class Untyped:
-        """Options.
-
-        Parameters
-        ----------
-        width
-            The width.
-        """
-
-        width: int | None = None
-
-    assert wrong_docstring(Options) == []
-    assert [text.split()[0] for text in wrong_docstring(Untyped)] == ["PR04"]
-
-
-def test_a_member_is_left_out_only_where_it_inherits_a_docstring():
-    class Base:
-        def documented(self):
-            """Do it."""
-
-        def undocumented(self):
-            pass
-
-    class Heir(Base):
-        def documented(self):
-            pass
-
-        def undocumented(self):
-            pass
-
-        def own(self):
-            pass
-
-    class Changed(Base):
-        def documented(self):
-            """Do it otherwise."""
-
-    for kind in (Base, Heir, Changed):
-        kind.__module__ = "mpipipe.made_up"
-    assert [name for name, _ in members("Base", Base)] == ["Base.documented", "Base.undocumented"]
-    assert [name for name, _ in members("Heir", Heir)] == ["Heir.undocumented", "Heir.own"]
-    assert dict(members("Changed", Changed))["Changed.documented"] is Changed.documented
-
-
-def test_examples_that_fail_are_found(tmp_path, monkeypatch, capsys):
-    text = (
-        'def f():\n    """Give 1.\n\n    >>> from wrong_example import f\n    >>> f()\n    2\n    """\n    return 1\n'
-    )
-    (tmp_path / "wrong_example.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["wrong_example"]) == 1
-    out = capsys.readouterr().out
-    assert "Expected:\n    2\nGot:\n    1" in out and out.endswith("wrong_example: 2 examples\n")
-    del sys.modules["wrong_example"]

@@ -209,22 +209,6 @@ def test_wrong():
 
 
 @pytest.mark.long
-def test_stop_at_first_failure_holds_for_all_ranks(session):
-    job = session("""
-def test_wrong_on_one(comm):
-    assert RANK != 1
-
-def test_never(comm):
-    pass
-
-def test_pure():
-    pass
-""", "-x")  # fmt: skip
-    assert job.returncode == 1, job
-    assert outcomes(job) == {"test_wrong_on_one": ["FAILED"]}
-
-
-@pytest.mark.long
 def test_rank_that_fails_while_its_peers_wait_ends_the_job_with_its_text_and_their_stacks(session):
     job = session("""
 def wait_for_ever(comm):

@@ -15,10 +15,8 @@ pytestmark = pytest.mark.together
 
 SHORTEST = 60  # lines of a file
 FILES, FLOORS = 20, 8  # of a folder
-ARGUMENTS = 5  # by position; fields of a tuple or a dataclass count as arguments of its constructor
 # words that hide what is meant
 WORDS = re.compile(r"\b(behind|beside|whoever|whom|whose turn|none of|of which|so many|likewise)\b")
-METAPHORS = re.compile(r"\b(vigil|letter|crew|remains|hear|heard|tells?|told)\b")
 
 
 @cache

@@ -111,21 +111,6 @@ def test_each_rank_takes_the_coordinates_of_its_own_rows(kind, ranks, of):
         np.testing.assert_allclose(found, right, rtol=0, atol=1e-12 * largest(right))
 
 
-def test_scores_depend_on_differences_of_coordinates_alone_and_have_gradients():
-    x = RANDOM.standard_normal((2, 15, 16))
-    stages = [
-        nn.Stage([nn.SelfAttention(16, 2, attend=attention.Local(False), coordinates=there)], "float64", seed=1)
-        for there in (grid(), grid() + np.array([1.25, -700.0]), grid() * [1, 2], grid()[:, ::-1])
-    ]
-    y, moved, *others = (stage.forward(x)[0] for stage in stages)
-    close(moved, y, *cost(x, y, 1000))
-    assert all(np.abs(other - y).max() > 1e-3 for other in others)
-    small = nn.SelfAttention(
-        8, 2, attend=attention.Local(), coordinates=grid(2, 2), rope_scaling=nn.YarnScaling(4.0, 64)
-    )
-    check_stage(nn.Stage([small], dtype="float64"), RANDOM.standard_normal((2, 4, 8)))
-
-
 @pytest.mark.parametrize(
     "coordinates, options, match",
     [

@@ -571,20 +571,3 @@ def test_sums_of_squares_show_what_is_not_finite_and_do_not_overflow(cuda):
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_waits_for_the_device(cuda, gpu, draw):
-    kind = arrays.dtype("bfloat16")
-    x, _ = device(draw(8, 32), kind)
-    ids = arrays.upload(np.arange(8))
-    gain, _ = device(draw(32), kind)
-    flat, _ = device(draw(64), arrays.dtype("float32"))
-    grad = arrays.zeros((32, 32), flat.dtype, "cuda")
-    gpu.reset()
-    _, y, scale = cuda.norm(x, gain, None, 1e-5)
-    cuda.norm_backward(y, x, scale, gain, False)
-    cuda.softmax_cross_entropy(y, ids)
-    cuda.embed_backward(y, ids, grad)
-    cuda.linear_backward_weight(y, x, grad)
-    cuda.sums_of_squares(flat, [(0, 10), (10, 64)])
-    assert not gpu.synchronisations

@@ -9,9 +9,8 @@ import pytest
 from support.gradcheck import check_stage
 from support.tolerance import close, largest, within
 
-from mpipipe import Pipeline, arrays, nn, schedules
+from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
-from mpipipe.job import inprocess
 
 RANDOM = np.random.default_rng(4)
 
@@ -153,27 +152,6 @@ def test_a_sequence_of_patches_becomes_the_field_again():
         check_stage(back, sequence)
 
 
-def test_an_embedding_of_patches_is_a_convolution_with_steps_of_a_window():
-    conv = made(nn.Conv(3, 5, (2, 4), stride=4, padding="valid"))
-    linear = nn.Stage([nn.Patches((2, 4), (1, 3)), nn.Linear(24, 5)], dtype="float64")
-    linear.parameters["1.weight"][...] = conv.parameters["0.weight"].reshape(5, 24)
-    linear.parameters["1.bias"][...] = conv.parameters["0.bias"]
-    x = RANDOM.standard_normal((2, 2, 12, 3))
-    y, _ = linear.forward(x)
-    close(conv.forward(x)[0].reshape(y.shape), y, 25, 25 * largest(x, conv.parameters["0.weight"]))
-
-
-def test_low_frequencies_do_not_depend_on_the_resolution():
-    """A layer that has learned on a coarse grid does the same to a wave on a fine one."""
-    stage = made(nn.SpectralConv(1, 1, (2, 3)))
-    fields = []
-    for points in (8, 16):
-        along, across = np.meshgrid(*[2 * np.pi * np.arange(points) / points] * 2, indexing="ij")
-        x = 1 + np.cos(along - 2 * across) + np.sin(across)
-        fields.append(stage.forward(x[None, ..., None])[0])
-    close(fields[1][:, ::2, ::2], fields[0], 2 * 256, 8)
-
-
 def test_spectral_weights_start_with_the_spread_that_keeps_the_size_of_a_frequency():
     weight = nn.Stage([nn.SpectralConv(8, 16, (6, 6))], dtype="float64").parameters["0.weight"]
     assert weight.shape == (12, 6, 8, 16, 2)
@@ -207,44 +185,3 @@ def test_mistakes_are_refused_by_name(name):
 
 
 # -- In a pipeline ----------------------------------------------------------------------------------------------------
-
-
-def net():
-    inner = nn.Sequential([nn.Conv(6, 6, (3, 3), padding="periodic"), nn.GroupNorm(2, 6), nn.Gelu()])
-    return [
-        nn.Conv(2, 6, (3, 3), padding=("same", "periodic")),
-        nn.Residual(nn.SpectralConv(6, 6, (2, 2))),
-        nn.Downsample((2, 2)),
-        nn.Recompute(inner),
-        nn.Upsample((2, 2)),
-        nn.Patches((4, 4), (2, 2)),
-        nn.Linear(96, 32),
-        nn.Patches((4, 4), (2, 2), back=True),
-    ]
-
-
-@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble_h1])
-def test_a_pipeline_of_field_layers_is_one_process(make):
-    """Several micro-batches are under way at once, with inputs kept and forwards run again."""
-    x, target = RANDOM.standard_normal((2, 12, 8, 8, 2))
-    whole = nn.Stage(net(), dtype="float64")
-    losses = []
-    for part in range(0, 12, 2):
-        y, saved = whole.forward(x[part : part + 2])
-        loss, dy = nn.mean_squared_error(y, target[part : part + 2], 1 / 6)
-        whole.backward(dy, saved)
-        losses.append(loss)
-
-    def rank(comm):
-        bounds = ((0, 3), (3, 8))[comm.rank]
-        stage = nn.Stage(net()[slice(*bounds)], dtype="float64", first=bounds[0])
-        schedule = make(2, microbatches=6)
-        with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=True) as pipeline:
-            result = pipeline.step(x if comm.rank == 0 else None, target if comm.rank == 1 else None)
-        return result.loss, dict(stage.gradients)
-
-    for loss, gradients in inprocess.run(2, rank):
-        if loss is not None:
-            close(loss, np.mean(losses), 6)
-        for name, gradient in gradients.items():
-            close(gradient, whole.gradients[name], 24, largest(whole.gradients[name]), what=name)

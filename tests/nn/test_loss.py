@@ -55,32 +55,6 @@ def test_cross_entropy_is_its_formula(rows, vocab, size, seed):
     close(gradient, (softmax - one_hot) / (2 * rows), vocab + 6, (softmax * (1 - shifted) + one_hot) / (2 * rows))
 
 
-@pytest.mark.parametrize("vocab", [7, 5000, 70_000])
-def test_cross_entropy_in_pieces_is_the_whole(vocab):
-    logits = RANDOM.standard_normal((40, vocab)).astype(np.float32)
-    target = RANDOM.integers(0, vocab, 40)
-    value, gradient = nn.softmax_cross_entropy(logits, target)
-    wide, wide_gradient = nn.softmax_cross_entropy(logits.astype(np.float64), target)
-    apart = 1 + 2 * largest(logits)  # exponentials are float32, and an error of a logit is a relative one of them
-    close(value, wide, vocab, apart, dtype=np.float32)
-    one_hot = np.arange(vocab) == target[:, None]
-    size = apart * (wide_gradient + one_hot / 40) + one_hot / 40
-    close(gradient, wide_gradient, vocab, size)
-    close(gradient.sum(1, dtype=np.float64), np.zeros(40), vocab, size.sum(1), dtype=np.float32)
-
-
-def test_gradient_of_cross_entropy_agrees_with_finite_differences():
-    logits, target = RANDOM.standard_normal((2, 3, 5)), RANDOM.integers(0, 5, (2, 3))
-    _, gradient = nn.softmax_cross_entropy(logits, target)
-    found = numeric(lambda: nn.softmax_cross_entropy(logits, target)[0], logits)
-    near_numeric(gradient, found, 6 * 5, 1 + largest(logits))
-
-
-def test_equal_logits_cost_the_logarithm_of_the_vocabulary():
-    value, _ = nn.softmax_cross_entropy(np.zeros((3, 256), np.float32), np.zeros(3, np.uint8))
-    close(value, np.log(256), 4)  # a sum of 256 ones is exact, and its logarithm is taken in float64
-
-
 @pytest.mark.parametrize(
     "loss, output, target, match",
     [
@@ -171,23 +145,6 @@ def test_tiles_equal_the_whole_to_rounding(tile, dtype):
         within(stage.gradients[name], gradient, bound(wide, VOCAB * ROWS, size) + halves * size, name)
 
 
-def test_gradients_agree_with_finite_differences():
-    stage, (_, target) = stage_of(), batch()
-    loss = nn.HeadCrossEntropy(stage, tile=3)
-    x, weight = np.random.default_rng(5).standard_normal((ROWS, 1, DIM)), stage.parameters["2.weight"]
-
-    def value():
-        stage.position = nn.Position(training=False)
-        return loss(x, target)[0]
-
-    slopes = numeric(value, x), numeric(value, weight)
-    assert not stage.gradients.flat.any(), "an evaluation has no gradient"
-    stage.position = nn.Position()
-    _, dx = loss(x, target)
-    near_numeric(dx, slopes[0], 100, 1 + largest(x))
-    near_numeric(stage.gradients["2.weight"], slopes[1], 100, 1 + largest(x))
-
-
 def test_logits_never_exist_as_a_whole():
     vocab, rows, tile = 20_000, 512, 16
     stage = nn.Stage([nn.Head(4, vocab)])
@@ -224,26 +181,6 @@ def test_the_same_on_the_device(gpu, dtype, tile):
     assert abs(value - there) <= bound(np.float32, VOCAB * 2, 4.0) + 4 * halves
     size = largest(gradients)
     within(gradients_there, gradients, bound(np.float32, VOCAB * ROWS, size) + halves * size)
-
-
-def test_a_head_in_graphs_gives_features_to_its_loss_and_logits_to_others(comm, gpu, monkeypatch):
-    alone, losses = parts_of(comm, 1), []
-    ids, target = batch(8)
-    for graphs in "01":
-        monkeypatch.setenv("MPIPIPE_GRAPHS", graphs)
-        with arrays.own_stream():
-            stage = stage_of("float32", "cuda")
-            with Pipeline([stage], dense.build("gpipe", 1, 1, 2), alone, loss=nn.HeadCrossEntropy(stage)) as pipeline:
-                for _ in range(4):
-                    losses.append(pipeline.step(ids, target).loss)
-                    assert pipeline.forward(ids).shape == (8, 1, VOCAB)
-                losses.append(arrays.download(stage.gradients.flat).tobytes())
-                if graphs == "1":
-                    recorded = pipeline.engine.partners.stages[0].computes._kinds.values()
-                    actions = {key[0] for kind in recorded for slot in kind.free.values() for key in slot.graphs}
-                    assert {"forward", "backward"} <= actions
-    assert losses[:5] == losses[5:]
-    alone.Free()
 
 
 def test_heads_and_targets_that_do_not_fit_are_refused():

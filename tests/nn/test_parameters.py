@@ -40,13 +40,6 @@ def test_buffers_of_two_dtypes_have_the_offsets_of_the_narrower():
     assert all(array.ctypes.data % 64 == 0 for array in wide.values() if array.size)
 
 
-def test_ranges_of_equal_decay_are_joined_with_the_gaps_behind_them():
-    offsets = {"a": 0, "b": 16, "c": 32, "d": 48}
-    decays = {"a": True, "b": False, "c": False, "d": True}
-    assert decay_ranges(offsets, decays, 64) == [(0, 16, True), (16, 48, False), (48, 64, True)]
-    assert decay_ranges({}, {}, 0) == []
-
-
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=20))
 def test_ranges_cover_the_buffer_once_and_alternate(parameters):
     sizes = [size for size, _ in parameters]

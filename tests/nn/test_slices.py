@@ -12,7 +12,6 @@ from mpipipe.attention import Layout, Local, Ring, Sliced
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.nn.layers.layer import Layer
 
 SEQ, BATCH = 24, 2
@@ -68,18 +67,6 @@ def test_a_model_whose_layers_share_one_attend_object_equals_that_of_whole_seque
     same(run(stage_of(Sliced(Local(), lengths), **options), ids, dy, lengths), expected)
     same(run(stage_of(Sliced(Local(), lengths), **options), ids, dy, lengths, forwards_again=True), expected)
     same(run(stage_of(Sliced(Local(), lengths), nn.Recompute, **options), ids, dy, lengths), expected)
-
-
-def test_documents_of_rows():
-    ids, dy = data()
-    lengths, rng = (11, 8, 5), np.random.default_rng(3)
-    segments = np.cumsum(rng.random((2 * BATCH, SEQ)) < 0.2, axis=1)
-    packing = Packing(2)
-    packing.begin(segments)
-    expected = run(stage_of(PackedAttend(Local(), packing)), ids, dy, (SEQ,))
-    stage = stage_of(PackedAttend(Sliced(Local(), lengths), packing))
-    assert not stage.unsliceable(lengths)
-    same(run(stage, ids, dy, lengths), expected)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])

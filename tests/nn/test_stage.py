@@ -85,19 +85,6 @@ def test_however_many_layers_there_are_ranges_of_decay_are_few():
     assert len(nn.Stage(layers()[1:4] + layers()[2:4]).decay_ranges) == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_dtype_stays_what_it_is(dtype):
-    stage = nn.Stage(layers(), dtype=dtype)
-    y, saved = stage.forward(np.arange(10).reshape(2, 5) % 11)
-    value, dy = nn.softmax_cross_entropy(y, np.arange(10).reshape(2, 5))
-    assert y.dtype == dy.dtype == dtype and isinstance(value, float)
-    assert stage.backward(dy, saved) is None
-    middle = nn.Stage(layers()[1:4], dtype=dtype)
-    x = np.ones((2, 5, 8), dtype)
-    y, saved = middle.forward(x)
-    assert middle.backward(y, saved).dtype == dtype
-
-
 def test_equal_contents_give_equal_bits_wherever_they_lie():
     outcomes = []
     for shift in (0, 1, 3, 8):

@@ -179,17 +179,6 @@ def test_each_parameter_is_updated_by_the_numbers_of_its_group(make):
     }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_groups_with_nothing_of_their_own_change_no_bit(make):
-    stages = [grouped(), grouped()]
-    both = make(stages[:1]), make(stages[1:], groups=[optim.Group("*.bias"), optim.Group("nothing", lr=9)])
-    for step in range(2):
-        for stage, optimizer in zip(stages, both):
-            fill([stage], step)
-            optimizer.step()
-    np.testing.assert_array_equal(stages[0].parameters.flat, stages[1].parameters.flat)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_pieces_on_the_device_are_those_on_the_host(gpu, make, dtype):

@@ -185,36 +185,6 @@ def test_what_places_of_a_shared_parameter_give_up_is_counted(machine, comm):
     alone.Free()
 
 
-JOB = """
-import numpy as np
-import mpipipe
-from mpipipe import Pipeline, nn, schedules
-from mpipipe.job import runtime
-comm = runtime.world()
-mpipipe.select_device("cuda", comm)
-stage = nn.Stage([nn.Linear(64, 64), nn.Gelu(), nn.Linear(64, 64)], first=3 * comm.rank, device="cuda")
-x = np.ones((512, 64), np.float32)
-first, last = comm.rank == 0, comm.rank == comm.size - 1
-with Pipeline([stage], schedules.gpipe(comm.size, 8), comm, loss=nn.mean_squared_error) as pipeline:
-    pipeline.step(x if first else None, x if last else None)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_job_ends_with_one_report(launch, emulated_gpu, tmp_path, ranks):
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    env = {**emulated_gpu.environment, "MPIPIPE_TEST_GPU_MEMORY": str(300_000)}
-    job = launch(ranks, ["-m", "mpipipe", "run", str(script)], env=env)
-    assert job.returncode not in (0, None), job.stdout
-    assert job.stderr.count("mpipipe: stopped:" if ranks == 1 else "job ended by rank") == 1, job.stderr
-    assert re.search(r"rank \d+, stage \d+, micro-batch [1-9]: [a-z ]+ ran out of memory on the GPU", job.stderr), (
-        job.stderr
-    )
-    assert "bytes asked for" in job.stderr and "recompute=True" in job.stderr
-
-
 # -- What the flight recorder tells of a pipeline, while a step runs and after it --------------------------------------
 
 

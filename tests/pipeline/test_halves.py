@@ -135,23 +135,6 @@ def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, we
                 assert pipe.steps_taken == again + 1 and pipe.live_activations == 0
 
 
-@settings(max_examples=30)
-@given(
-    schedule=runnable_schedules(),
-    data=st.integers(1, 3),
-    seed=st.integers(0, 10**6),
-    kind=st.sampled_from(["over batch", "outside"]),
-    scale=st.sampled_from([1.0, 1024.0]),
-    weights=st.booleans(),
-    synchronous=st.booleans(),
-)
-def test_random_schedules_are_refused_or_right(schedule, data, seed, kind, scale, weights, synchronous):
-    def job(comm):
-        check_steps(comm, schedule, data, seed, kind, scale, weights=weights)
-
-    inprocess.run(schedule.ranks * data, job, synchronous=synchronous, seed=seed)
-
-
 @st.composite
 def right_schedules(draw):
     """A random schedule, with the forwards of each rank first: then it is one that can do both."""
@@ -160,9 +143,9 @@ def right_schedules(draw):
     return type(schedule)("random, forwards first", schedule.placement, schedule.microbatches, orders)
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(
-    schedule=right_schedules(),
+    schedule=runnable_schedules() | right_schedules(),
     data=st.integers(1, 3),
     seed=st.integers(0, 10**6),
     kind=st.sampled_from(["over batch", "outside"]),
@@ -170,9 +153,7 @@ def right_schedules(draw):
     weights=st.booleans(),
     synchronous=st.booleans(),
 )
-def test_random_schedules_with_forwards_first_are_right(schedule, data, seed, kind, scale, weights, synchronous):
-    assert is_right(schedule)
-
+def test_random_schedules_are_refused_or_right(schedule, data, seed, kind, scale, weights, synchronous):
     def job(comm):
         check_steps(comm, schedule, data, seed, kind, scale, weights=weights)
 
@@ -421,21 +402,6 @@ def test_outputs_that_lie_in_received_buffers_last_until_the_loss_over_the_batch
         for _ in range(3):
             assert pipe.step(*dense.placed(schedule, comm.rank, x, x)).loss == 0
             assert pipe.evaluate(*dense.placed(schedule, comm.rank, x, x)) == 0
-
-
-def test_check_mode_gives_the_same_bits(comm):
-    schedule = looped_bfs(comm.size, 2, 4)
-    x, target = np.random.default_rng(1).normal(size=(2, 8, WIDTH))
-    found = []
-    for check in (False, True):
-        stages = [tanh(number) for number in schedule.stages_of(comm.rank)]
-        batch = dense.placed(schedule, comm.rank, x, target)
-        with Pipeline(stages, schedule, comm, OverBatch(), check=check) as pipe:
-            pipe.step(*batch)
-            y = pipe.forward_train(batch[0])
-            pipe.backward(y, accumulate=True)
-        found.append([stage.gradient.tobytes() for stage in stages])
-    assert found[0] == found[1]
 
 
 # -- On a device ------------------------------------------------------------------------------------------------------

@@ -128,15 +128,6 @@ def test_an_output_with_names_keeps_them_for_the_loss(comm):
         assert pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM)))).loss == ROWS * DIM / 2
 
 
-def test_buffers_of_messages_are_used_again_though_what_is_handed_out_is_read_only(comm):
-    with Pipeline([Multiplying(None, KINDS[0])], one_f_one_b(comm.size, 2), comm, loss=loss_of) as pipeline:
-        counts = []
-        for _ in range(4):
-            pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM))))
-            counts.append(sum(map(len, pipeline.engine.messages.mailbox.slots.values())))
-        assert counts[1] == counts[3]
-
-
 def memmap(array, folder):
     mapped = np.memmap(folder / "map", array.dtype, "w+", shape=array.shape)
     mapped[...] = array

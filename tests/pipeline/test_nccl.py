@@ -11,7 +11,6 @@ import sys
 import numpy as np
 import pytest
 from support import dense
-from support.device_pipelines import all_aborted
 from support.small_gpt import MODEL, build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
@@ -175,34 +174,6 @@ def test_a_demand_without_gpus_is_refused(comm, monkeypatch):
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
-
-
-class Breaking(nn.Stage):
-    """A stage whose backward raises once it is told so."""
-
-    broken = False
-
-    def backward(self, dy, saved):
-        if self.broken:
-            raise ValueError("broken on purpose")
-        return super().backward(dy, saved)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_replica_that_raises_before_its_sums_ends_all_ranks(own, comm):
-    """The kernel of the other replica's sum is under way, and waits for ever."""
-    if comm.size % 2:
-        pytest.skip("needs an even number of ranks")
-    mesh = Mesh(comm, pipe=comm.size // 2, data=2)
-    schedule = one_f_one_b(mesh.pipe.size, 2)
-    stages = build(schedule, mesh.pipe.rank, kind=Breaking, **SMALL)
-    mine = dense.placed(schedule, mesh.pipe.rank, *text(2))
-    pipeline = Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
-    pipeline.step(*mine)
-    stages[0].broken = comm.rank == comm.size - 1
-    with pytest.raises(MpipipeError, match="broken on purpose"):
-        pipeline.step(*mine)
-    all_aborted(own.machine)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -10,7 +10,7 @@ from support.tolerance import close, within
 
 from mpipipe import Pipeline, nn, tracing
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
-from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
+from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, simulate
 
 
 @pytest.mark.parametrize("synchronous", [0, 1])
@@ -21,31 +21,6 @@ def test_every_schedule_equals_the_dense_model(comm, monkeypatch, name, chunks, 
     schedule = dense.build(name, comm.size, chunks, microbatches)
     peak = dense.check(comm, schedule, rows=11, steps=2).peak_activations
     assert peak == simulate(schedule).peak_activations[comm.rank]
-
-
-@pytest.mark.mpi(min_size=4)
-def test_measured_peaks_are_the_published_ones(subcomm):
-    comm = subcomm(4)
-    if comm is None:
-        return
-    for schedule, peaks in (
-        (one_f_one_b(4, 8), [4, 3, 2, 1]),
-        (interleaved_1f1b(4, 2, 8), [11, 9, 7, 5]),
-        (gpipe(4, 8), [8, 8, 8, 8]),
-    ):
-        assert comm.allgather(dense.check(comm, schedule, rows=8).peak_activations) == peaks
-
-
-@pytest.mark.mpi(min_size=2)
-def test_v_shaped_placement_runs(subcomm):
-    """Rank 0 holds stages 0 and 3, rank 1 stages 1 and 2: neighbours on one rank hand arrays over without MPI."""
-    comm = subcomm(2)
-    if comm is None:
-        return
-    rows = ["0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1", "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1"]
-    schedule = from_csv("\n".join(rows) + "\n")
-    assert schedule.placement == (0, 1, 1, 0)
-    dense.check(comm, schedule, rows=5)
 
 
 @pytest.mark.parametrize("name, chunks", [("interleaved_1f1b", 2), ("zero_bubble_h1", 1)])
@@ -78,16 +53,6 @@ def test_two_pipelines_and_user_traffic_on_one_communicator(comm):
     for request in (*receives, *sends):
         request.Wait()
     np.testing.assert_array_equal(arriving[:, 0], 10.0 * left + np.arange(8))
-
-
-def test_disjoint_subcommunicators_run_different_pipelines(comm):
-    """Even and odd ranks form pipelines of different schedules and sizes at the same time."""
-    half = comm.Split(comm.rank % 2, comm.rank)
-    if comm.rank % 2:
-        dense.check(half, gpipe(half.size, 2), rows=4)
-    else:
-        dense.check(half, interleaved_1f1b(half.size, 2, 3), rows=9)
-    half.Free()
 
 
 def test_replicas_sum_to_the_gradient_of_the_big_batch(comm):

@@ -10,10 +10,9 @@ from support import dense, skip_nets
 from support.random_schedules import runnable_schedules
 
 from mpipipe import Branches, Pipeline, nn, schedules, tracing
-from mpipipe.comm.mailbox import Mailbox
-from mpipipe.errors import ArgumentError, MismatchError, PeerError, ScheduleError, StageError
+from mpipipe.errors import ArgumentError, MismatchError, StageError
 from mpipipe.job import inprocess
-from mpipipe.schedules import Schedule, Skip, simulate, with_frozen, with_recompute, with_skips
+from mpipipe.schedules import simulate, with_frozen, with_recompute, with_skips
 from mpipipe.tracing.records import deliveries
 
 NETS = {  # stages -> skips: side by side, one within the other, crossing, several of one stage
@@ -75,22 +74,6 @@ def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recom
     assert pipeline.peak_activations == simulate(schedule).peak_activations[comm.rank]
 
 
-def test_the_reference_agrees_with_difference_quotients():
-    schedule = built("interleaved_1f1b", 1)
-    inputs, targets = batch(2, 3)
-    _, gradients, of_skips, of_inputs, _ = skip_nets.reference(schedule, inputs, targets)
-    weights = matrices, others = skip_nets.weights_of(schedule.skips, schedule.stages, 3)
-    pairs = [*zip(matrices, gradients), *((others[name], of_skips[name]) for name in others), (inputs, of_inputs)]
-    for array, gradient in pairs:
-        for place in ((0, 0), (1, 2)):
-            values = []
-            for change in (1e-6, -2e-6):
-                array[place] += change
-                values.append(skip_nets.loss_of(weights, schedule.skips, inputs, targets)[0])
-            array[place] += 1e-6
-            assert (values[0] - values[1]) / 2e-6 == pytest.approx(gradient[place], rel=1e-5, abs=1e-9)
-
-
 def test_bytes_go_over_skips_between_ranks_and_over_none_within_one(comm):
     schedule = built("zero_bubble_v", comm.size)
     if schedule is None:
@@ -127,21 +110,6 @@ def test_every_network_runs_by_every_schedule(schedule, synchronous, seed):
     for stages, result, *_ in found:
         skip_nets.assert_equal_to(expected, stages)
         skip_nets.near(result.loss, expected[0])
-
-
-@pytest.mark.parametrize("skips", [[Skip("a", 0, 4)], [Skip("a", 0, 2), Skip("a", 1, 3)], [Skip("a b", 0, 2)]])
-def test_wrong_skips_are_refused_before_a_message(skips, monkeypatch):
-    good = schedules.interleaved_1f1b(2, 2, 3)
-    schedule = Schedule(good.name, good.placement, 3, good.orders, skips=skips)
-    made, make = [], Mailbox.__init__
-    monkeypatch.setattr(Mailbox, "__init__", lambda *given, **options: made.append(given) or make(*given, **options))
-
-    def job(comm):
-        with pytest.raises(ScheduleError):
-            Pipeline(skip_nets.model(good, comm.rank, 3), schedule, comm, loss=dense.mean_squared)
-
-    inprocess.run(2, job)
-    assert not made
 
 
 @pytest.mark.parametrize("ranks, kind, match", [(2, MismatchError, "schedule"), (1, ArgumentError, "knows nothing of")])
@@ -391,34 +359,3 @@ def test_all_buffers_of_messages_over_skips_are_used_again(name):
         return made
 
     assert inprocess.run(2, job) == [[], []]
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("synchronous", [0, 1])
-@pytest.mark.parametrize("method", ["forward", "backward"])
-def test_a_failure_at_an_end_of_a_skip_ends_all_ranks(comm, monkeypatch, method, synchronous):
-    """Messages over skips are under way then, some of them large; nobody waits for them."""
-    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
-    schedule = built("interleaved_1f1b", comm.size)
-    if schedule is None:
-        return
-    inputs, targets = batch(128 * schedule.microbatches)
-    stages, last = skip_nets.model(schedule, comm.rank, WIDTH), schedule.stages - 1
-    for stage in stages:
-        if stage.number == (0 if method == "forward" else last):
-            before = getattr(stage, method)
-            count = iter(range(100))
-
-            def fails_late(*given, before=before, count=count):
-                found = before(*given)
-                late = next(count) == schedule.microbatches + 1  # in the second step
-                return (missing(found) if method == "backward" else (missing(found[0]), found[1])) if late else found
-
-            setattr(stage, method, fails_late)
-    own = dense.placed(schedule, comm.rank, inputs, targets)
-    with (
-        pytest.raises((StageError, PeerError), match="does not give what its skips want"),
-        Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline,
-    ):
-        for _ in range(2):
-            pipeline.step(*own)

@@ -11,7 +11,7 @@ from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, StageError
 from mpipipe.job import inprocess
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.schedules import gpipe, one_f_one_b, simulate
@@ -94,7 +94,7 @@ def test_packed_documents_evaluation_and_replicas(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_slices_of_sequences_that_are_sharded_over_a_ring(comm, kind):
     alone = parts_of(comm, 1)
     expected, loss = gradients(alone, gpipe(1, 3))
@@ -167,15 +167,17 @@ def test_the_peak_is_the_one_that_a_simulation_counts():
 
 
 @pytest.mark.parametrize(
-    "attend, lengths, says",
+    "attend, lengths, slices, says",
     [
-        (Local(causal=True), None, r"layer 1\.\S+ \(SelfAttention\)"),
-        (Local(causal=False), None, r"layer 1\.\S+ \(SelfAttention\)"),
-        (Sliced(Local(), (6, 6)), (7, 5), "of lengths 7, 5"),
+        (Local(causal=True), None, 2, r"layer 1\.\S+ \(SelfAttention\)"),
+        (Sliced(Local(), (6, 6)), (7, 5), 2, "of lengths 7, 5"),
+        # where the lengths fit by chance, slices of several sequences would be those of one
+        (Sliced(Local(), (4, 4, 4)), None, 2, "Sliced of 2 slices"),
+        (Sliced(Local(), (4, 4, 4)), None, 1, "the schedule has whole ones"),
     ],
 )
-def test_attention_that_does_not_take_the_slices_is_refused_on_all_ranks(attend, lengths, says):
-    schedule = one_f_one_b(2, 1, slices=2)
+def test_attention_that_does_not_take_the_slices_is_refused_on_all_ranks(attend, lengths, slices, says):
+    schedule = one_f_one_b(2, 3, slices=slices)
 
     def job(comm):
         stages = build(schedule, comm.rank, attend=attend)
@@ -184,3 +186,35 @@ def test_attention_that_does_not_take_the_slices_is_refused_on_all_ranks(attend,
         return str(caught.value)
 
     assert len({*inprocess.run(2, job)}) == 1
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_a_step_that_has_failed_half_way_is_repeated_by_another_pipeline(rows):
+    lengths, schedule, calls = (5, 4, 3), one_f_one_b(1, 2, slices=3), []
+    x, target = text(4)
+
+    def loss(output, target):
+        calls.append(target)
+        if len(calls) == 5:  # backwards of the first sequence have been
+            raise RuntimeError("once")
+        return nn.softmax_cross_entropy(output, target)
+
+    loss.mean_over_entries = True
+
+    def job(comm):
+        found = []
+        for fails in (False, True):
+            stages = build(schedule, 0, attend=Sliced(Local(), lengths))
+            if fails:
+                calls.clear()
+                with (
+                    pytest.raises(StageError, match="once"),
+                    Pipeline(stages, schedule, comm, loss, slice_lengths=lengths) as pipeline,
+                ):
+                    pipeline.step(x, target)
+            with Pipeline(stages, schedule, comm, nn.softmax_cross_entropy, slice_lengths=lengths) as pipeline:
+                pipeline.step(x[:rows], target[:rows])
+            found.append(stages[0].gradients.flat)
+        np.testing.assert_array_equal(*found)
+
+    inprocess.run(1, job)

@@ -17,7 +17,7 @@ from mpipipe import Pipeline, nn
 from mpipipe.adapters import ForeignLayer
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, StageError
 from mpipipe.job import inprocess
-from mpipipe.schedules import before_backwards, by_name, gpipe, names
+from mpipipe.schedules import before_backwards, by_name, gpipe
 
 WIDTH, POSITIONS, ROWS = 3, 11, 5
 
@@ -349,11 +349,6 @@ def test_ranks_with_other_lengths_are_refused():
             Pipeline([Running(comm.rank, 2)], schedule, comm, loss=squared, slice_lengths=(5, 6)[:: 1 - 2 * comm.rank])
 
     inprocess.run(2, job)
-
-
-@pytest.mark.parametrize("name, chunks", [(name, chunks) for chunks in (1, 2) for name in names(chunks)])
-def test_every_generator_cuts_orders_that_give_the_gradients_of_whole_sequences(name, chunks):
-    gives_those_of_whole_sequences(by_name(name, ranks=2, chunks=chunks, microbatches=2, slices=3))
 
 
 @settings(max_examples=25)

@@ -57,14 +57,6 @@ def test_a_gpt(comm, monkeypatch, sizes, dtype):
     for_all_threads(monkeypatch, lambda: trained(comm, model.build(Local(causal=True)), dtype, text))
 
 
-def test_low_rank_adapters(comm, monkeypatch):
-    text = np.random.default_rng(1).integers(0, 40, (2, 4, SIZES["seq"]))
-    adapters = nn.LoRA(8, 16.0, ["q_proj", "v_proj", "up_proj", "down_proj"])
-    for_all_threads(
-        monkeypatch, lambda: trained(comm, adapters.apply(GPT(**SIZES).build(Local(causal=True))), "float32", text)
-    )
-
-
 @pytest.mark.parametrize("group", [1, 2])
 def test_a_ring(comm, monkeypatch, group):
     """Forward and backward of attention whose sequence lies on all ranks."""
@@ -114,51 +106,3 @@ def test_slices_that_share_keys_add_in_their_order(monkeypatch):
     expected = run()
     new_pool(monkeypatch, 4)
     assert all(run() == expected for _ in range(10))
-
-
-JOB = """
-import os, signal, threading, time
-import numpy as np
-import mpipipe
-from mpipipe import Pipeline, nn, processor, schedules
-from mpipipe.nn.kernels import host
-
-comm = mpipipe.world()
-host.ELEMENTS = 1 << 12
-stage = nn.Stage([nn.Linear(256, 256), nn.Gelu(), nn.LayerNorm(256)])
-x = np.ones((256, 256), np.float32)
-threads = set()
-
-def fail():
-    while len(threads) < 2:
-        time.sleep(0.01)
-    if {case!r} == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
-    else:
-        failing.append(True)
-
-failing = []
-help_ = processor._Job.help
-
-def help(job):
-    threads.add(threading.get_ident())
-    if failing:
-        job.errors.append(ValueError("in a piece"))
-    help_(job)
-
-processor._Job.help = help
-if comm.rank == 1:
-    threads.add(threading.get_ident())
-    threading.Thread(target=fail, daemon=True).start()
-with Pipeline([stage], schedules.one_f_one_b(2, 4), comm, loss=nn.mean_squared_error) as pipeline:
-    while True:
-        pipeline.step(x if comm.rank == 0 else None, x if comm.rank else None)
-"""
-
-
-@pytest.mark.parametrize(("case", "words"), [("interrupt", "KeyboardInterrupt"), ("error", "ValueError: in a piece")])
-def test_a_job_ends_while_the_pools_of_its_ranks_are_at_work(launch, tmp_path, case, words):
-    script = tmp_path / "job.py"
-    script.write_text(JOB.format(case=case))
-    job = launch(2, ["-m", "mpipipe", "run", str(script)], env={"MPIPIPE_THREADS": "2"})
-    assert job.returncode != 0 and words in job.stderr and "rank 1" in job.stderr, job.stderr

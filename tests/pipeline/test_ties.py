@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from faults.fault import HEADING
 from gpu_emulator.fixture import own_gpus
 from support import dense, small_gpt
 from support.small_gpt import MODEL, parts_of, text
@@ -336,60 +335,3 @@ def test_an_error_in_mid_exchange_reaches_all_ranks(comm, monkeypatch, device, g
             for _ in range(2 - (comm.rank in places)):
                 pipeline.step(*mine)
         assert comm.rank == guilty or isinstance(caught.value, PeerError)
-
-
-# of three ranks or more one has no place of the parameter, and is in its next step by then; a part is 1 MB
-JOB = """
-import os, signal, sys
-import numpy as np
-from mpi4py import MPI
-from mpipipe import Pipeline, nn
-from mpipipe.job.exit import run_or_abort
-from mpipipe.pipeline.ties import TiedParameter
-from mpipipe.schedules import one_f_one_b
-
-comm = MPI.COMM_WORLD
-rank, last = comm.rank, comm.size - 1
-pipeline, send = None, TiedParameter._send
-
-def breaks(parameter, *given):
-    request = send(parameter, *given)
-    if pipeline is not None and pipeline.engine.steps_taken == 2:
-        print("in mid-exchange", flush=True)
-        {act}
-    return request
-
-def main():
-    global pipeline
-    tied = dict(bias=False, tie="w") if rank in (0, 1, last) else dict()
-    stage = nn.Stage([nn.Linear(512, 512, **tied)], first=rank)
-    if rank == {guilty}:
-        TiedParameter._send = breaks
-    x = np.ones((8, 512), np.float32)
-    with Pipeline([stage], one_f_one_b(comm.size, 4), comm, loss=nn.mean_squared_error) as pipeline:
-        for step in range(5):
-            pipeline.step(x if rank == 0 else None, x if rank == last else None)
-    print("finished", flush=True)
-
-sys.exit(run_or_abort(main))
-"""
-KILL, LEAVE, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)", "raise ValueError('wet paint')"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    "act, guilty, says",
-    [(KILL, "0", None), (KILL, "last", None), (RAISE, "last", "wet paint"), (LEAVE, "last", "os._exit(3) was called")],
-    ids=["the first is killed", "the last is killed", "raise", "leave"],
-)
-def test_a_rank_that_ends_in_mid_exchange_ends_the_job(launch, ranks, act, guilty, says):
-    """With one report, unless it is killed: then the launcher may be faster than a report."""
-    job = launch(ranks, JOB.format(act=act, guilty=guilty), timeout=60)
-    assert job.returncode not in (0, None) and "finished" not in job.stdout
-    assert job.stdout.count("in mid-exchange") == 1, job.stderr
-    if says is None:
-        assert job.stderr.count(HEADING) <= 1
-    else:
-        assert job.stderr.count(HEADING) == 1, job.stderr
-        assert f"{HEADING} rank {ranks - 1}" in job.stderr and says in job.stderr, job.stderr

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import dense, skip_nets
+from support import dense
 from support.random_schedules import runnable_schedules
 from support.small_gpt import MODEL, build, parts_of, text
 
@@ -16,7 +16,7 @@ from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.attention import Layout, Ring
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, with_frozen, with_skips
+from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, with_frozen
 
 WIDTH = 3
 
@@ -180,34 +180,6 @@ def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_nor
     near(found, losses)
     for name, array in parameters.items():
         near(array, expected[name])
-
-
-class Shown(skip_nets.SkipStage):
-    """With its gradients in one array."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        names, count = list(self.other_gradients), self.weight.size
-        self.gradients = SimpleNamespace(flat=np.zeros(count * (1 + len(names))))
-        views = self.gradients.flat.reshape(-1, *self.weight.shape)
-        self.gradient, self.other_gradients = views[0], dict(zip(names, views[1:]))
-
-
-@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1"])
-def test_micro_batches_of_unequal_rows_with_skips(comm, name):
-    def counted(output, target):
-        return (*dense.mean_squared(output, target), output.size)
-
-    plain = dense.build(name, comm.size, 1, 3)
-    schedule = with_skips(plain, {"far": (0, comm.size - 1)}) if comm.size > 2 else plain
-    pieces = [np.random.default_rng(rows).normal(size=(2, rows, WIDTH)) for rows in (1, 5, 2)]
-    inputs, targets = ([piece[part] for piece in pieces] for part in (0, 1))
-    expected = skip_nets.reference(schedule, np.concatenate(inputs), np.concatenate(targets))
-    stages = [Shown(schedule, number, WIDTH) for number in schedule.stages_of(comm.rank)]
-    with Pipeline(stages, schedule, comm, loss=counted) as pipeline:
-        result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
-    skip_nets.assert_equal_to(expected, stages)
-    near(result.loss, expected[0])
 
 
 def test_frozen_stages_below_what_is_trained(comm):
