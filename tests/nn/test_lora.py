@@ -92,7 +92,7 @@ def test_matrices_stay_as_they_are_and_layers_follow_the_adapters(dtype):
     before = {name: array.copy() for name, array in stage.parameters.items()}
     optimizer = optim.AdamW([stage], 1e-2)
     stage.optimizer_writes_compute()
-    for _ in range(100):
+    for _ in range(20):
         y, saved = stage.forward(IDS)
         stage.gradients.flat.fill(0)
         stage.backward(y, saved)

@@ -127,7 +127,7 @@ def test_a_training_leaves_frozen_parameters_as_they_are(make, dtype):
     before = {name: array.copy() for name, array in stage.parameters.items()}
     optimizer = make([stage], 1e-2)
     assert set(optimizer.named_state()[next(iter(optimizer.named_state()))]) == set(stage.gradients)
-    for _ in range(100):
+    for _ in range(20):
         stage.gradients.flat.fill(0)
         gradients(stage)
         optim.clip_by_global_norm([stage], 1.0)

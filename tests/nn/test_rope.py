@@ -106,18 +106,6 @@ def test_tables_of_coordinates_are_those_of_each_axis_side_by_side(gpu):
         close(found.view(np.float64).reshape(3, 12), expected.view(np.float64), 2, 1)
 
 
-def test_turning_back_is_the_adjoint_though_the_amplitude_is_not_one():
-    """<turned x, y> = <x, y turned back>, which a backward needs."""
-    table = nn.kernels.of("cpu").rope_table(*rope.angles(POSITIONS, 8, 100.0, SCALINGS[4]), np.dtype(np.float64))
-    x, y = np.random.default_rng(0).standard_normal((2, 2, 5, 3, 8))
-    there, back = np.empty_like(x), np.empty_like(y)
-    kernels = nn.kernels.of("cpu")
-    kernels.apply_rope(x, table, there)
-    kernels.apply_rope(y, table, back, inverse=True)
-    close((there * y).sum(), (x * back).sum(), x.size, np.abs(x * back).sum())
-    close((there**2).sum(), 1.25**2 * (x**2).sum(), x.size)
-
-
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_a_scaling_comes_back_from_its_numbers(scaling):
     assert scaling_of(asdict(scaling)) == scaling

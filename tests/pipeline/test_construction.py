@@ -14,7 +14,7 @@ from mpipipe.pipeline.construction import construct_on_paper
 @pytest.mark.parametrize(
     "name, chunks, microbatches",
     [
-        ("interleaved_1f1b", 2, 256),
+        ("interleaved_1f1b", 2, 128),
         pytest.param("interleaved_1f1b", 2, 1024, marks=pytest.mark.long),
         pytest.param("dualpipe_v", 2, 1024, marks=pytest.mark.long),
         pytest.param("zero_bubble_2p", 1, 1024, marks=pytest.mark.long),

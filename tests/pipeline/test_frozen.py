@@ -37,7 +37,7 @@ def patterns_of(parts, frozen):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1", "interleaved_1f1b", "looped_bfs", "zero_bubble_v"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "looped_bfs", "zero_bubble_v"])
 def test_gradients_of_trained_stages_have_the_bits_they_have_without_frozen_ones(comm, name, recompute):
     ranks = min(comm.size, 4)
     group = parts_of(comm, ranks)

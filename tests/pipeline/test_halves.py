@@ -161,7 +161,7 @@ def test_random_schedules_are_refused_or_right(schedule, data, seed, kind, scale
 
 
 @pytest.mark.parametrize("kind", ["over batch", "outside"])
-@pytest.mark.parametrize("name", ["gpipe", "looped_bfs", "recompute", "one_f_one_b", "zero_bubble_h1"])
+@pytest.mark.parametrize("name", ["looped_bfs", "recompute", "zero_bubble_h1"])
 @pytest.mark.parametrize("data", [1, 2])
 def test_over_mpi(comm, kind, name, data):
     if comm.size % data:
@@ -180,10 +180,8 @@ def flats(stages):
     return [flat.copy() for stage in stages for flat in (stage.gradients.flat,)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zero_bubble_h1"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tied, data, weighted", [(False, 1, True), (True, 2, False), (True, 2, True)])
+@pytest.mark.parametrize("name", ["gpipe", "zero_bubble_h1"])
 def test_an_accumulated_step_adds_what_a_step_gives(comm, name, tied, data, weighted):
     """To the bit: the sum of the gradients of both steps, with replicas, ties, weights and a scale."""
     if comm.size % data:

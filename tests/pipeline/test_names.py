@@ -138,7 +138,7 @@ CASES = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_zero_bubble", "zero_bubble_v"])
 @pytest.mark.parametrize("how", ["plain", "recompute", "layers again"])
 def test_gradients_are_those_of_the_whole_network(comm, name, how):
     if comm.size != 2:

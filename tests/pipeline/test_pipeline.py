@@ -13,8 +13,7 @@ from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, simulate
 
 
-@pytest.mark.parametrize("synchronous", [0, 1])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("microbatches, synchronous", [(1, 1), (3, 0), (8, 1)])
 @pytest.mark.parametrize("name, chunks", dense.CASES)
 def test_every_schedule_equals_the_dense_model(comm, monkeypatch, name, chunks, microbatches, synchronous):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
@@ -53,29 +52,6 @@ def test_two_pipelines_and_user_traffic_on_one_communicator(comm):
     for request in (*receives, *sends):
         request.Wait()
     np.testing.assert_array_equal(arriving[:, 0], 10.0 * left + np.arange(8))
-
-
-def test_replicas_sum_to_the_gradient_of_the_big_batch(comm):
-    """Every rank is a replica with a batch of its own size; rows weigh equally wherever they are."""
-
-    class Flat:
-        def __init__(self, array):
-            self.flat = array.reshape(-1)
-
-    rows = 2 + comm.rank
-    inputs, targets = dense.batch(sum(2 + rank for rank in range(comm.size)), 1)
-    start = sum(2 + rank for rank in range(comm.rank))
-    loss, gradients, _, _ = dense.reference(1, inputs, targets)
-    alone = comm.Split(comm.rank, 0)
-    schedule = gpipe(1, 2)
-    stages = dense.model(schedule, 0)
-    stages[0].gradients = Flat(stages[0].gradient)
-    with Pipeline(stages, schedule, alone, loss=dense.mean_squared, replicas=comm) as pipeline:
-        result = pipeline.step(inputs[start : start + rows], targets[start : start + rows])
-    allowed = dense.bounds(1, inputs, targets)
-    within(result.loss, loss, allowed[0], "loss")
-    within(stages[0].gradient, gradients[0], allowed[1][0], "gradient")
-    alone.Free()
 
 
 def test_all_reduce_starts_while_other_stages_still_compute(comm):

@@ -1,15 +1,15 @@
-"""The plan of one rank: its steps by hand, messages that both ends name alike, and the window of receives by search."""
+"""The plan of one rank: messages that both ends name alike, and the window of receives by search."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipipe import schedules
-from mpipipe.comm.tags import BACKWARD, FORWARD, Tags
+from mpipipe.comm.tags import Tags
 from mpipipe.pipeline.plan import ActionPlan, receive_window
 
 any_schedule = st.builds(
@@ -28,40 +28,7 @@ def plan_of(schedule, rank):
     return ActionPlan(schedule, rank, Tags(schedule.placement, schedule.microbatches, 32767, schedule.skip_ends))
 
 
-def names(envelope):
-    """(peer, edge, micro-batch, direction) of a message, None for none."""
-    return envelope and (envelope.peer, envelope.edge, envelope.microbatch, envelope.direction)
-
-
-def test_the_steps_of_the_first_and_the_last_stage():
-    schedule = schedules.one_f_one_b(2, 2)
-    first, last = (plan_of(schedule, rank).steps for rank in range(2))
-    assert [str(step) for step in first] == ["0F0", "0F1", "0B0", "0B1"]
-    assert [str(step) for step in last] == ["1F0", "1B0", "1F1", "1B1"]
-    to, back = [(1, 1, m, FORWARD) for m in range(2)], [(1, 1, m, BACKWARD) for m in range(2)]
-    assert [names(step.send) for step in first] == [*to, None, None]
-    assert [names(step.receive) for step in first] == [None, None, *back]
-    assert [names(step.receive) for step in last] == [(0, 1, 0, FORWARD), None, (0, 1, 1, FORWARD), None]
-    assert [names(step.send) for step in last] == [None, (0, 1, 0, BACKWARD), None, (0, 1, 1, BACKWARD)]
-    assert all(step.first and not step.last for step in first) and all(step.last and not step.first for step in last)
-    assert [step.completes for step in first] == [False, False, False, True]
-
-
-def test_a_split_backward_sends_after_the_input_gradient_and_completes_with_the_weight_gradient():
-    steps = plan_of(schedules.zero_bubble_h1(2, 1), 1).steps
-    assert [str(step) for step in steps] == ["1F0", "1I0", "1W0"]
-    assert [names(step.send) for step in steps] == [None, (0, 1, 0, BACKWARD), None]
-    assert [step.completes for step in steps] == [False, False, True]
-
-
-def test_chunks_are_counted_on_their_rank_and_data_that_stays_there_makes_no_message():
-    steps = plan_of(schedules.interleaved_1f1b(1, 3, 1), 0).steps
-    assert [(step.stage, step.chunk) for step in steps if step.op == "F"] == [(0, 0), (1, 1), (2, 2)]
-    assert all(step.receive is None and step.send is None for step in steps)
-    looped = plan_of(schedules.interleaved_1f1b(2, 2, 1), 1).steps
-    assert [(step.stage, step.chunk) for step in looped if step.op == "F"] == [(1, 0), (3, 1)]
-
-
+@settings(max_examples=50)
 @given(schedule=any_schedule, data=st.data())
 def test_every_message_is_sent_once_and_received_once_under_the_same_name(schedule, data):
     pairs = [(a, b) for a in range(schedule.stages) for b in range(a + 2, schedule.stages)]
@@ -82,6 +49,7 @@ def test_every_message_is_sent_once_and_received_once_under_the_same_name(schedu
     assert len(sent) == edges * schedule.microbatches * directions
 
 
+@settings(max_examples=50)
 @given(schedule=any_schedule)
 def test_the_last_gradient_of_each_stage_completes_it(schedule):
     for rank in range(schedule.ranks):
@@ -104,6 +72,7 @@ def test_known_windows(schedule, windows):
     assert [plan_of(schedule, rank).window for rank in range(schedule.ranks)] == windows
 
 
+@settings(max_examples=50)
 @given(schedule=any_schedule)
 def test_the_window_is_the_smallest_with_which_each_receive_is_posted_before_its_message_is_sent(schedule):
     spans = schedules.simulate(schedule).spans

@@ -17,11 +17,7 @@ from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.schedules import Action, Costs, from_csv, one_f_one_b, simulate, with_recompute
 
 CASES = [  # schedule, chunks, memory limit as a share of its peak; None: all are run again
-    ("gpipe", 1, 0.5),
-    ("one_f_one_b", 1, None),
     ("one_f_one_b", 1, 0.75),
-    ("interleaved_1f1b", 2, 0.7),
-    ("zero_bubble_h1", 1, None),
     ("interleaved_zero_bubble", 2, 0.8),
     ("zero_bubble_v", 2, 0.9),
     ("v_half", 2, None),

@@ -21,7 +21,7 @@ NETS = {  # stages -> skips: side by side, one within the other, crossing, sever
     8: {"outer": (0, 7), "inner": (1, 6), "short": (2, 4), "wide": (0, 5), "last": (4, 7)},
 }
 WIDTH = 64  # 128 rows of a micro-batch are 64 kB
-CASES = ["gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_h1", "interleaved_zero_bubble", "zero_bubble_v"]
+CASES = ["one_f_one_b", "interleaved_zero_bubble", "zero_bubble_v"]
 
 
 def built(name, ranks, microbatches=4):
@@ -50,7 +50,7 @@ def run(comm, schedule, inputs, targets, recompute=False, steps=2):
     return stages, result, pipeline, (evaluated, output)
 
 
-@pytest.mark.parametrize("recomputed, synchronous", [("no", 0), ("no", 1), ("some", 1), ("all", 0)])
+@pytest.mark.parametrize("recomputed, synchronous", [("no", 1), ("some", 1), ("all", 0)])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recomputed, synchronous):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))

@@ -91,10 +91,10 @@ def test_training_gives_the_same_bits_with_one_array_and_with_many(comm, before)
 
 def test_training_on_a_device_has_the_same_bits_with_one_array_and_with_many(gpu, comm):
     alone = parts_of(comm, 1)
-    expected, _ = trained(alone, gpipe(1, 3), device="cuda", dtype="bfloat16")
-    chunked, _ = trained(alone, two_chunks()[0], device="cuda", dtype="bfloat16")
+    expected, _ = trained(alone, gpipe(1, 3), device="cuda", dtype="bfloat16", layers=1)
+    chunked, _ = trained(alone, two_chunks()[0], device="cuda", dtype="bfloat16", layers=1)
     alone.Free()
-    found, _ = trained(comm, dense.build("one_f_one_b", comm.size, 1, 3), device="cuda", dtype="bfloat16")
+    found, _ = trained(comm, dense.build("one_f_one_b", comm.size, 1, 3), device="cuda", dtype="bfloat16", layers=1)
     for others in (chunked, found):
         assert all(array.tobytes() == expected[name].tobytes() for name, array in others.items())
 
@@ -104,7 +104,7 @@ def test_nothing_touches_what_places_have_given_up(gpu, alone, make):
     """Neither optimizer, norm, clipping, cast nor the start of a step: what is there stays, and comes into nothing."""
     found = []
     for spoilt in (False, True):
-        schedule, stages = make(dtype="float16", device="cuda")
+        schedule, stages = make(dtype="float16", device="cuda", layers=1)
         optimizer = optim.AdamW(stages, lr=1e-2)
         with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
             buffers = (stages[-1].parameters, stages[-1].compute)

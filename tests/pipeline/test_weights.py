@@ -206,8 +206,7 @@ def test_frozen_stages_below_what_is_trained(comm):
             near(stage.gradients[name], whole.gradients[name])
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("extra", [1, 3])
+@pytest.mark.parametrize("layout, extra", [("contiguous", 1), ("zigzag", 3), ("striped", 1)])
 def test_shards_of_unequal_length_need_no_weight_with_the_losses_of_nn(comm, layout, extra):
     """The mean is over positions, not over the means of the ranks: target entries count."""
     length = 2 * comm.size + extra
@@ -294,7 +293,7 @@ class SomeWeights:
         return (1.0, output, 2.0) if self.calls % 2 else (1.0, output)
 
 
-NO_WEIGHTS = [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones(2), 1j]
+NO_WEIGHTS = [-0.5, np.nan, 10**400, None, "3", True, np.ones(2), 1j]
 
 
 @pytest.mark.parametrize(
