@@ -391,6 +391,3 @@ def test_a_rank_that_raises_within_attention_ends_the_job(launch, tmp_path, case
     assert job.returncode != 0
     assert "TypeError: 'NoneType' object is not callable" in job.stderr
     assert ("job ended by rank 1" in job.stderr) == (case != "jax, compiled")
-
-
-# -- The gradients of stages of both, compared with their forwards ----------------------------------------------------

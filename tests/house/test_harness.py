@@ -43,32 +43,8 @@ def outcomes(job):
     return {name: [outcome for outcome, other in lines if other == name] for _, name in lines}
 
 
-@pytest.mark.long
-def test_all_ranks_passing_make_one_green_report(session):
-    job = session("""
-def test_sum(comm):
-    assert comm.allreduce(1) == comm.size
-
-def test_part(subcomm):
-    part = subcomm(2)
-    assert (part is None) == (RANK >= 2)
-    assert part is None or part.allreduce(1) == 2
-
-def test_too_many(subcomm):
-    subcomm(99)
-
-@given(st.integers(0, 2**40), st.data())
-def test_same_examples(comm, n, data):
-    more = data.draw(st.integers())
-    assert comm.allgather((n, more)) == [(n, more)] * comm.size
-""")
-    assert job.returncode == 0, job
-    assert job.stdout.count("test session starts") == 1
-    assert outcomes(job) == {"test_sum": ["PASSED"], "test_part": ["PASSED"], "test_same_examples": ["PASSED"]}
-    assert "needs 99 ranks, here are 3" in job.stdout
-
-
-def test_failure_on_one_rank_fails_all_with_its_text_and_the_session_goes_on(session):
+def test_verdicts_are_those_of_all_ranks_and_the_session_goes_on(session):
+    """One report: what fails on one rank fails, with its text; messages that are left fail the test that sent them."""
     job = session("""
 def test_call(comm):
     print("printed by", RANK)
@@ -103,29 +79,6 @@ def odd(request):
 def test_odd(odd, comm):
     pass
 
-def test_next(comm):
-    assert comm.allreduce(1) == comm.size
-""")
-    assert job.returncode == 1, job
-    assert outcomes(job) == {
-        "test_odd": ["ERROR"],
-        "test_call": ["FAILED"],
-        "test_two_reasons": ["FAILED"],
-        "test_set_up": ["ERROR"],
-        "test_tear_down": ["PASSED", "ERROR"],
-        "test_next": ["PASSED"],
-    }
-    for text in ("E       AssertionError: wrong on the last rank", "printed by 2", "RuntimeError: broken set-up",
-                 "RuntimeError: broken parameter", "RuntimeError: broken tear-down", "reason of 1",
-                 "reason of 2"):  # fmt: skip
-        assert text in job.stdout, text
-    assert job.stdout.count("failed on rank(s) 2 of 3; above: rank 2") == 2
-    assert "failed on rank(s) 1, 2 of 3; above: rank 1" in job.stdout
-
-
-@pytest.mark.long
-def test_leaked_message_fails_the_test_that_sent_it_and_no_other(session):
-    job = session("""
 def test_leak(comm):
     if RANK == 0:
         comm.send("lost", dest=1, tag=7)
@@ -135,58 +88,77 @@ def test_leak_in_a_part(subcomm):
     if RANK == 1:
         part.send("lost", dest=0, tag=8)
 
-def test_next(comm):
-    assert not comm.iprobe()
-""")
-    assert job.returncode == 1, job
-    assert outcomes(job) == {
-        "test_leak": ["PASSED", "ERROR"],
-        "test_leak_in_a_part": ["PASSED", "ERROR"],
-        "test_next": ["PASSED"],
-    }
-    assert "rank 1: unreceived message from rank 0 with tag 7" in job.stdout
-    assert "rank 0: unreceived message from rank 1 with tag 8" in job.stdout
-
-
-@pytest.mark.long
-def test_skip_and_expected_failure_must_be_agreed(session):
-    job = session("""
 def test_skipped_by_one(comm):
     if RANK == 1:
         pytest.skip("not here")
-
-def test_skipped_by_all(comm):
-    pytest.skip("nowhere")
 
 @pytest.mark.mpi(min_size=99)
 def test_too_small():
     pass
 
+def test_too_many(subcomm):
+    subcomm(99)
+
 @pytest.mark.xfail
 def test_expected_on_one(comm):
     assert RANK != 1
-""")
-    assert job.returncode == 1, job
-    assert outcomes(job) == {"test_skipped_by_one": ["FAILED"], "test_expected_on_one": ["XFAIL"]}
-    assert "rank(s) 1 skipped (Skipped: not here), rank(s) 0, 2 did not" in job.stdout
-    assert "2 skipped" in job.stdout
 
-
-@pytest.mark.long
-def test_failing_example_stops_all_ranks_alike(session):
-    job = session("""
 @given(st.integers(0, 1000))
 def test_example(comm, n):
     got = comm.sendrecv(n, (RANK + 1) % comm.size, source=(RANK - 1) % comm.size)
     assert RANK != 1 or n < 500, "too large here"
     assert got == n
 
+@given(st.integers(0, 2**40), st.data())
+def test_same_examples(comm, n, data):
+    more = data.draw(st.integers())
+    assert comm.allgather((n, more)) == [(n, more)] * comm.size
+
+def test_part(subcomm):
+    part = subcomm(2)
+    assert (part is None) == (RANK >= 2)
+    assert part is None or part.allreduce(1) == 2
+
 def test_next(comm):
+    assert not comm.iprobe()
     assert comm.allreduce(1) == comm.size
 """)
     assert job.returncode == 1, job
-    assert outcomes(job) == {"test_example": ["FAILED"], "test_next": ["PASSED"]}
-    assert "too large here" in job.stdout and "Flaky" not in job.stdout
+    assert job.stdout.count("test session starts") == 1
+    assert outcomes(job) == {
+        "test_odd": ["ERROR"],
+        "test_call": ["FAILED"],
+        "test_two_reasons": ["FAILED"],
+        "test_set_up": ["ERROR"],
+        "test_tear_down": ["PASSED", "ERROR"],
+        "test_leak": ["PASSED", "ERROR"],
+        "test_leak_in_a_part": ["PASSED", "ERROR"],
+        "test_skipped_by_one": ["FAILED"],
+        "test_expected_on_one": ["XFAIL"],
+        "test_example": ["FAILED"],
+        "test_same_examples": ["PASSED"],
+        "test_part": ["PASSED"],
+        "test_next": ["PASSED"],
+    }
+    for text in (
+        "E       AssertionError: wrong on the last rank",
+        "printed by 2",
+        "RuntimeError: broken set-up",
+        "RuntimeError: broken parameter",
+        "RuntimeError: broken tear-down",
+        "reason of 1",
+        "reason of 2",
+        "failed on rank(s) 1, 2 of 3; above: rank 1",
+        "rank 1: unreceived message from rank 0 with tag 7",
+        "rank 0: unreceived message from rank 1 with tag 8",
+        "rank(s) 1 skipped (Skipped: not here), rank(s) 0, 2 did not",
+        "needs 99 ranks, here are 3",
+        "2 skipped",
+        "too large here",
+    ):
+        assert text in job.stdout, text
+    assert job.stdout.count("failed on rank(s) 2 of 3; above: rank 2") == 2
+    assert "Flaky" not in job.stdout
 
 
 @pytest.mark.long

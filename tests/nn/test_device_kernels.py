@@ -568,6 +568,3 @@ def test_sums_of_squares_show_what_is_not_finite_and_do_not_overflow(cuda):
     close(found[0], 100 * float(values[0]) ** 2, 100)
     assert np.isnan(found[1]) and np.isinf(found[2])
     assert cuda.sums_of_squares(arrays.upload(values), []).shape == (0,)
-
-
-# -- all of them ------------------------------------------------------------------------------------------------------

@@ -124,34 +124,6 @@ def test_a_layer_is_the_same_on_the_device(gpu, make, shape, dtype):
     np.testing.assert_array_equal(arrays.download(dy_there), dy)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("make, shape", SHAPED, ids=NAMED)
-def test_the_split_backward_has_the_bits_of_the_whole_and_accumulates(gpu, make, shape, dtype):
-    _, device = twins(make, dtype)
-    y, saved = device.forward(numbers(shape, dtype, 1))
-    dy = arrays.upload(numbers(y.shape, dtype, 2))
-    dx = arrays.download(device.backward(dy, saved))
-    whole = arrays.download(device.gradients.flat)
-    arrays.set_zero(device.gradients.flat)
-    again, pending = device.backward_input(dy, saved)
-    assert not arrays.download(device.gradients.flat).any()
-    device.backward_weight(pending)
-    np.testing.assert_array_equal(arrays.download(again), dx)
-    np.testing.assert_array_equal(arrays.download(device.gradients.flat), whole)
-    device.backward(dy, saved)
-    close(arrays.download(device.gradients.flat), 2 * whole, OPERATIONS, largest(whole))
-
-
-@pytest.mark.parametrize(
-    "name", ["Linear", "RMSNorm", "LayerNorm", "Gelu", "SwiGLU", "Dropout", "Residual", "FeedForward"]
-)
-def test_no_rows_are_no_problem(gpu, name):
-    _, device = twins(LAYERS[name], "float32")
-    y, saved = device.forward(np.empty((0, DIM), np.float32))
-    assert device.backward(y, saved).shape == (0, DIM)
-    assert not arrays.download(device.gradients.flat).any()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["uint8", "int32", "int64"])
 def test_embedding_takes_ids_from_either_side(gpu, kind, dtype):

@@ -182,6 +182,3 @@ def test_mistakes_are_refused_by_name(name):
         stage = nn.Stage([make()], first=3)
         stage.forward(np.zeros(shape, np.float32))
     assert shape is None or "layer 3 (" in str(caught.value)
-
-
-# -- In a pipeline ----------------------------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ def test_the_host_asks_for_the_step_before_it_knows_the_norm(own, comm):
 # -- gradients that are not finite -------------------------------------------------------------------------------------
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_an_overflow_on_one_rank_changes_nothing_on_any(own, comm, value):
     stages = made(comm.rank, "float16")
@@ -163,17 +164,7 @@ def test_all_ranks_let_mpi_gather_where_nccl_cannot_be_used(own, comm, monkeypat
         assert optim.clip_by_global_norm(stages, math.inf, over=over) == expected
 
 
-def test_threads_and_single_ranks_need_no_nccl(gpu):
-    def alone(comm):
-        stages = [nn.Stage([nn.Linear(3, 4)], device="cuda")]
-        fill(stages, 0)
-        with optim.GlobalNorm(stages, comm) as over, optim.GlobalNorm(stages) as here:
-            assert over.on_device and here.on_device
-            assert optim.clip_by_global_norm(stages, math.inf, over=over) == optim.gradient_norm(stages)
-            assert optim.clip_by_global_norm(stages, math.inf, over=here) == optim.gradient_norm(stages)
-
-    inprocess.run(1, alone)
-
+def test_threads_of_a_process_need_no_nccl():
     def shared(comm):
         stage = nn.Stage([nn.RMSNorm(2)], first=comm.rank)
         stage.gradients[f"{comm.rank}.gain"][...] = 1

@@ -209,9 +209,6 @@ def test_a_communicator_of_one_rank_is_no_reason_to_wait(gpu):
     assert waits == []
 
 
-# -- clipping alone
-
-
 # -- the kernels, on the host and on the device
 
 CUTS = {"none": [0, 203], "one": [0, 64, 203], "odd": [0, 7, 64, 65, 190, 203], "many": [*range(0, 203, 16), 203]}

@@ -62,9 +62,10 @@ def model(schedule, rank, width):
     return [SkipStage(schedule, number, width) for number in schedule.stages_of(rank)]
 
 
-def loss_of(weights, skips, inputs, targets):
-    """(loss, output of each stage) of the whole batch at once."""
-    matrices, others = weights
+def reference(schedule, inputs, targets):
+    """(loss, gradients of the matrices of stages, of those of skips, of the inputs, output), for all rows at once."""
+    skips = schedule.skips
+    matrices, others = weights_of(skips, schedule.stages, inputs.shape[1])
     outputs = []
     for stage, weight in enumerate(matrices):
         z = (outputs[-1] if outputs else inputs) @ weight
@@ -72,14 +73,7 @@ def loss_of(weights, skips, inputs, targets):
             if skip.target == stage:
                 z = z + outputs[skip.source] @ others[skip.name]
         outputs.append(np.tanh(z))
-    return float(np.mean((outputs[-1] - targets) ** 2)), outputs
-
-
-def reference(schedule, inputs, targets):
-    """(loss, gradients of the matrices of stages, of those of skips, of the inputs, output), for all rows at once."""
-    skips = schedule.skips
-    weights = matrices, others = weights_of(skips, schedule.stages, inputs.shape[1])
-    loss, outputs = loss_of(weights, skips, inputs, targets)
+    loss = float(np.mean((outputs[-1] - targets) ** 2))
     to_come = [np.zeros_like(inputs) for _ in matrices]
     to_come[-1] = 2 * (outputs[-1] - targets) / targets.size
     gradients, of_skips, of_inputs = [None] * len(matrices), {}, None
