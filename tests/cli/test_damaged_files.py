@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from support.command_line import invoke
 from support.damaged_files import KINDS, NO_FILES, TEXTS, WAYS, damaged
-from support.token_files import write_tokens
 
 from mpipipe.cli import train
 from mpipipe.errors import DataError, MpipipeError
@@ -128,7 +127,6 @@ def refused(monkeypatch):
 COMMANDS = [
     ("simulate", "--csv"), ("simulate", "--schedule"), ("draw", "timeline", "--out", "new.svg", "--schedule"),
     ("train", "--dry-run", "--schedule"), ("train", "--dry-run", "--config"), ("train", "--dry-run", "--data"),
-    ("draw", "trace", "--out", "new.svg", "--trace"),
 ]  # fmt: skip
 
 
@@ -142,15 +140,6 @@ def test_a_command_waits_for_no_fifo_and_reads_no_device(refused, tmp_path, comm
     elif what == "device":
         path.symlink_to("/dev/zero")
     assert str(path) in refused(*command, path)
-
-
-def test_a_file_of_tokens_whose_index_lies_is_refused_by_a_training(refused, tmp_path):
-    starts = np.array([0, 400])
-    path = write_tokens(tmp_path / "tokens", np.arange(800) % 50, starts, [700, 800])
-    for position in (2**60, 0):
-        np.save((tmp_path / "tokens.documents").open("wb"), np.array([[0, position], [0, 700]], "<u8"))
-        report = refused("train", "--dry-run", "--data", path, "--packing", "segments")
-        assert "a file of tokens is damaged" in report and str(path) in report
 
 
 def test_names_and_numbers_that_cannot_be_are_refused_in_words(refused, tmp_path):

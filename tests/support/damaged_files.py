@@ -60,11 +60,6 @@ def _read_data(path):
     return whole.nbytes
 
 
-def _npy(folder):
-    np.save(folder / "ids.npy", np.arange(3000, dtype=np.uint16) % 50)
-    return folder / "ids.npy"
-
-
 def _megatron(folder):
     rng = np.random.default_rng(1)
     write_megatron(folder / "pair", [rng.integers(0, 50, size) for size in (5, 9, 1, 30, 8)], [0, 2, 3, 5])
@@ -110,14 +105,12 @@ def _prompts(folder):
 KINDS = {
     "tokens": Kind(_tokens(), _read_data),
     "facts of tokens": Kind(_tokens(".json"), _read_data, json_facts),
-    "documents of tokens": Kind(_tokens(".documents"), _read_data, lambda content: content[128:]),
-    "npy": Kind(_npy, _read_data),
     "megatron": Kind(_megatron, _read_data),
     "csv": Kind(_csv, from_file),
     "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
     "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
     "tokenizer": Kind(_tokenizer, _read_tokenizer),
-    "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None, None)),
+    "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None)),
 }
 VALUES = [
     None, True, -1, 0, 2**31, 2**62, 2**80, -(2**70), 1e308, float("nan"), float("inf"), "", "x" * 5000, "9" * 5000,

@@ -11,8 +11,6 @@ tokenize.py             text to a file of tokens, with text_chunks and tokenizer
 from mpipipe.language.data.file_bytes import glance
 from mpipipe.language.data.listing import DataListing, find, find_files
 from mpipipe.language.data.source import Array, Source, Tokens
-from mpipipe.language.data.text_chunks import TextReader, chunks_of
-from mpipipe.language.data.tokenize import THREADS, batches_of, list_texts, share_threads, tokenize
-from mpipipe.language.data.tokenizer import open_tokenizer
+from mpipipe.language.data.tokenize import tokenize
 
 __all__ = ["Array", "DataListing", "Source", "Tokens", "find", "find_files", "glance"]

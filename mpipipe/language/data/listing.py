@@ -173,8 +173,6 @@ def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]
 
 def _by_documents(file: TokenFile) -> list[TokenPart]:
     """Return what is held out of a file, between starts of documents; nothing if that cannot be about 5 %."""
-    if file.documents is None:
-        return []
     starts = file.documents.starts
     count = max(1, min(SECTIONS, len(starts) // DOCUMENTS))
     held = []
@@ -202,9 +200,9 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
         raise DataError(
             "a binary file without a header that is known",
             found=f"a NUL byte in the first {SNIFFED} bytes of {path}",
-            expected="text, tokens that `mpipipe tokenize` wrote, a .npy file, or Megatron's .bin beside its .idx",
-            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE; save bare token ids "
-            "with numpy.save; text in UTF-16 must become UTF-8 first",
+            expected="text, tokens that `mpipipe tokenize` wrote, or Megatron's .bin beside its .idx",
+            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE; text in UTF-16 must "
+            "become UTF-8 first",
         )
     if not any(size for _, size in listed):
         expected = "a text file, or a folder with one"

@@ -1,9 +1,8 @@
 """Tokens in files, read by position, in every format: integers one after the other, and where documents begin.
 
     text               its bytes; the file is one document
-    ids.npy            one axis of integers (numpy.lib.format)
-    tokens             such a .npy file that `mpipipe tokenize` wrote, with two files next to it
-    tokens.json        its vocabulary, tokenizer, numbers of tokens, documents and bytes of text, and checksums
+    tokens             a .npy file of unsigned integers that `mpipipe tokenize` wrote, with two files next to it
+    tokens.json        its vocabulary, tokenizer, numbers of tokens, documents and bytes of text, and a checksum
     tokens.documents   a .npy file (2, documents), u64: the first token of each document, bytes of text before each
     name.bin, .idx     Megatron's pair, see below
 
@@ -12,16 +11,14 @@ Files are not mapped into memory; `file_bytes.py` says why.
 
 from __future__ import annotations
 
-import io
 import json
+import math
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,11 +79,11 @@ class Documents:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The tokens of one file: `ids` from 0 to below `vocab`, and its documents, if known."""
+    """The tokens of one file: `ids` from 0 to below `vocab`, and its documents."""
 
     ids: FileIntegers
     vocab: int
-    documents: Documents | None = None
+    documents: Documents
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -99,10 +96,8 @@ class TokenFile:
             raise out_of_range(int(ids[place]), self.vocab, start + place, str(self.ids.path))
         return ids
 
-    def starts(self, start: int, stop: int) -> np.ndarray | None:
+    def starts(self, start: int, stop: int) -> np.ndarray:
         """As `Tokens.starts`; raises DataError where the index is damaged."""
-        if self.documents is None:
-            return None
         rows = self.documents.starts
         starts = np.array(rows[bisect_left(rows, start) : bisect_left(rows, stop)], np.int64)
         if starts.size and (starts[0] < start or starts[-1] >= stop or (np.diff(starts) < 0).any()):
@@ -116,7 +111,7 @@ class TokenFile:
 
     def bytes_before(self, position: int) -> int | None:
         """Return the bytes of text before a token; within a document all tokens count as equally long."""
-        if self.documents is None or self.documents.before is None:
+        if self.documents.before is None:
             return None
         starts, before = self.documents.starts, self.documents.before
         number = bisect_right(starts, position) - 1  # the document that holds it, the last of several that begin here
@@ -137,7 +132,7 @@ class TokenPart(NamedTuple):
 
 
 class FileTokens(Tokens):
-    """Parts of files, joined in this order. Each part begins a document, where documents are known."""
+    """Parts of files, joined in this order. Each part begins a document."""
 
     def __init__(self, parts: Iterable[TokenPart]) -> None:
         self.parts = [part for part in parts if part.start < part.stop]
@@ -162,12 +157,10 @@ class FileTokens(Tokens):
         pieces = [part.file.read(first, last - first) for part, first, last, _ in self._within(start, start + count)]
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
 
-    def starts(self, start: int, stop: int) -> np.ndarray | None:
+    def starts(self, start: int, stop: int) -> np.ndarray:
         rows = [np.zeros(0, np.int64)]
         for part, first, last, shift in self._within(start, stop):
             inside = part.file.starts(first, last)
-            if inside is None:
-                return None
             if first == part.start and part.start not in inside[:1]:
                 inside = np.concatenate([[first], inside])
             rows.append(inside + shift)
@@ -187,14 +180,13 @@ class FileTokens(Tokens):
 
 
 NPY_MAGIC = b"\x93NUMPY"
-NPY_HEADER_BYTES = 1 << 16  # read for a header; NumPy takes 10 000 by default
 FACTS, DOCUMENTS = ".json", ".documents"  # ends of the names of the files beside a file of tokens
 MOST_FACTS = 1 << 20  # bytes of the first
 
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What the .json next to a file of tokens says; `tokenizer` and `index` are hashes, `end` the end-of-text token."""
+    """What the .json next to a file of tokens says: `tokenizer` is its hash, `end` the end-of-text token."""
 
     vocab: int
     end: int | None
@@ -202,7 +194,6 @@ class TokenFacts:
     documents: int
     nbytes: int
     tokenizer: str
-    index: str
 
 
 def beside(path: Path, end: str) -> Path:
@@ -228,73 +219,23 @@ class OpenedTokens(NamedTuple):
     """A file of tokens; `facts` are what `mpipipe tokenize` has said of it, `paths` all its files."""
 
     ids: FileIntegers
-    documents: Documents | None
+    documents: Documents
     facts: TokenFacts | None
     paths: tuple[Path, ...]
 
 
 def open_tokens(path: Path) -> OpenedTokens:
-    """Open what `is_token_file` accepts. Raises DataError if it is damaged or holds no tokens."""
+    """Open what `is_token_file` accepts. Raises DataError if it is damaged or was written by another program."""
     pair = megatron_pair(path)
     if pair is not None:
         return OpenedTokens(*_open_megatron(pair), None, pair)
-    if any(files.exists(beside(path, end)) for end in (FACTS, DOCUMENTS)):  # a copy may lack one of them
-        facts, documents = _open_facts(path)
-        ids, _ = _open_npy(path, axes=1, exact=True)
-        found, wanted = (len(ids), ids.dtype), (facts.tokens, dtype_for(facts.vocab))
-        if found != wanted:
-            raise _damaged(path, f"{found[0]} ids {found[1]}", f"{wanted[0]} ids {wanted[1]}")
-        return OpenedTokens(ids, documents, facts, (path, beside(path, DOCUMENTS)))
-    return OpenedTokens(_open_npy(path, axes=1, exact=False)[0], None, None, (path,))
-
-
-def largest_id(ids: FileIntegers) -> int:
-    """The largest of all ids; -1 where there are none."""
-    return max((int(values.max()) for _, values in ids.blocks()), default=-1)
-
-
-def _open_npy(path: Path, axes: int, exact: bool) -> tuple[FileIntegers, tuple[int, ...]]:
-    """Return the integers of a .npy file, and their shape; if `exact`, nothing may follow them."""
-    size = size_of(path)
-    head = io.BytesIO(read_bytes(path, 0, min(size, NPY_HEADER_BYTES)))  # a header may say that it has gigabytes
-    try:
-        version = np.lib.format.read_magic(head)
-        if version not in ((1, 0), (2, 0), (3, 0)):
-            raise ValueError(f"version {version}")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(head)
-    except (ValueError, EOFError, TokenError, RecursionError, MemoryError) as error:  # the parser raises the last ones
-        text = f"{type(error).__name__}: {error}"[:200]
-        raise DataError(f"the .npy file cannot be read: {text}", found=str(path), remedy=REMEDY) from error
-    if len(shape) != axes or dtype.kind not in "iu" or min(shape, default=0) < 0:
-        raise DataError(
-            "the .npy file holds no tokens",
-            found=f"{dtype}{list(shape)} in {path}",
-            expected="one axis of integers",
-            remedy="save the token ids one after the other: numpy.save(path, ids.reshape(-1))",
-        )
-    count, offset = int(np.prod(shape, dtype=object)), head.tell()
-    needed = offset + count * dtype.itemsize
-    if size < needed:
-        raise DataError(
-            "the .npy file is cut short",
-            found=f"{size} bytes in {path}",
-            expected=f"{needed} for {count} integers",
-            remedy=REMEDY,
-        )
-    if exact and size > needed:
-        raise _damaged(path, f"{size} bytes", f"{needed}")
-    return FileIntegers(path, dtype.str, count, offset), shape
-
-
-def _open_facts(path: Path) -> tuple[TokenFacts, Documents]:
-    """Read the two files next to a file of tokens, and compare their checksums."""
     place, rows = beside(path, FACTS), beside(path, DOCUMENTS)
     with files.reading(
         "what is said of a file of tokens",
         place,
         DataError,
-        remedy=f"{REMEDY}; move the .json away if `mpipipe tokenize` did not write it",
+        expected="the .json that `mpipipe tokenize` writes beside it",
+        remedy=f"{REMEDY}; give ids of your own as Megatron's pair of files, or to train(..., data=)",
         also=(ValueError, TypeError, RecursionError),
     ):
         values = dict(json.loads(files.read_text(place, MOST_FACTS)))
@@ -302,18 +243,31 @@ def _open_facts(path: Path) -> tuple[TokenFacts, Documents]:
         facts = TokenFacts(**values)
     if written != checksum:
         raise _damaged(place, f"checksum {checksum}", f"{written!r:.80}")
-    numbers = facts.vocab, facts.tokens, facts.documents, facts.nbytes, 0 if facts.end is None else facts.end
-    if not all(isinstance(number, int) and number >= 0 for number in numbers) or numbers[-1] >= facts.vocab:
-        raise _damaged(place, f"{values!r:.300}", "numbers of at least 0, and an end that is an id of the vocabulary")
-    index, shape = _open_npy(rows, axes=2, exact=True)
-    content = blake2b(digest_size=16)
-    for _, block in index.blocks():
-        content.update(block.data)
-    if shape != (2, facts.documents) or content.hexdigest() != facts.index:
-        raise _damaged(rows, f"{list(shape)} integers with checksum {content.hexdigest()}", facts.index)
+    ids = _open_npy(path, dtype_for(facts.vocab), (facts.tokens,))
+    index = _open_npy(rows, "<u8", (2, facts.documents))
     starts = FileIntegers(rows, index.dtype, facts.documents, index.offset)
     before = FileIntegers(rows, index.dtype, facts.documents, index.offset + 8 * facts.documents)
-    return facts, Documents(rows, starts, before, facts.nbytes)
+    return OpenedTokens(ids, Documents(rows, starts, before, facts.nbytes), facts, (path, rows))
+
+
+def largest_id(ids: FileIntegers) -> int:
+    """The largest of all ids; -1 where there are none."""
+    return max((int(values.max()) for _, values in ids.blocks()), default=-1)
+
+
+def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the first 128 bytes of a .npy file, version 1.0."""
+    facts = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
+    return NPY_MAGIC + b"\x01\x00\x76\x00" + facts.ljust(117).encode() + b"\n"
+
+
+def _open_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> FileIntegers:
+    """Return the integers of a .npy file of this shape. Raises DataError for others."""
+    header, count = npy_header(dtype, shape), math.prod(shape)
+    size, needed = size_of(path), len(header) + count * np.dtype(dtype).itemsize
+    if size != needed or read_bytes(path, 0, len(header)) != header:
+        raise _damaged(path, f"{size} bytes", f"{needed}, which are a .npy file of {dtype}{list(shape)}")
+    return FileIntegers(path, dtype, count, len(header))
 
 
 def _damaged(path: Path, found: str, expected: str, what: str = "a file of tokens is damaged") -> DataError:

@@ -64,11 +64,9 @@ def texts(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Many chunks in small texts."""
+    """Many chunks in small files of lines."""
     monkeypatch.setattr(text_chunks, "CHUNK", 1500)
-    monkeypatch.setattr(text_chunks, "SEARCHED", 800)
     monkeypatch.setattr(tokenize, "BATCH", 4000)
-    monkeypatch.setattr(tokenize, "ROUND", 2)
 
 
 def run(ranks, *arguments, **options):
@@ -102,19 +100,8 @@ def test_tokens_are_those_of_the_library_for_any_number_of_ranks(folder, texts, 
     assert before == [sizes[0], sizes[0] + sizes[1]]
 
 
-def test_a_long_text_is_cut_into_chunks(folder, texts, small):
-    """Else the test above would not try what happens at cuts."""
-    tokenizer, path = open_tokenizer(folder), Path(texts[0], "a.txt")
-    reader = text_chunks.TextReader(tokenizer)
-    chunks = text_chunks.chunks_of([(path, path.stat().st_size)])
-    pieces = [passage for chunk in chunks for passage in reader.passages(chunk)]
-    assert len(pieces) > 8 and "".join(piece.text for piece in pieces) == path.read_text()
-    assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert [piece.closes for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-
-
-def test_a_tokenizer_that_allows_no_cut_gets_texts_in_one_piece(tmp_path, texts, small, monkeypatch):
-    """As those of SentencePiece, which put a space before each text."""
+def test_what_the_tokenizer_puts_around_a_text_stands_around_each_document(tmp_path, texts):
+    """As those of SentencePiece, which put a space before each text, too."""
     made = library.Tokenizer(library.models.WordLevel({"▁": 1, "<s>": 0, "</s>": 3, "<unk>": 2}, unk_token="<unk>"))
     made.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     made.post_processor = library.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -124,10 +111,13 @@ def test_a_tokenizer_that_allows_no_cut_gets_texts_in_one_piece(tmp_path, texts,
     whole = data.find([tmp_path / "tokens"]).whole()
     assert whole.read(0, len(whole)).tolist() == [*made.encode(path.read_text()).ids, 3]
     assert whole.read(0, 1).tolist() == [0]
+
+
+def test_a_text_file_that_is_too_long_is_refused_by_name(folder, texts, monkeypatch):
     monkeypatch.setattr(text_chunks, "MOST", 4000)
-    with pytest.raises(DataError, match="too long for this tokenizer") as caught:
-        run(1, [str(path)], str(tmp_path), str(tmp_path / "other"))
-    assert str(path) in caught.value.found
+    with pytest.raises(DataError, match="too long for one document") as caught:
+        run(1, [texts[0]], str(folder), str(folder / "other"))
+    assert "a.txt" in caught.value.found and "JSON lines" in caught.value.remedy
 
 
 BAD_LINES = {
@@ -161,7 +151,7 @@ def test_text_that_is_no_utf8_is_one_error_with_file_and_position(tmp_path, fold
     assert caught.value.found == f"byte 0xe4 at position 6300 of {path}"
 
 
-@pytest.mark.parametrize("broken", ["_copy", "_column", "TokenFacts"])
+@pytest.mark.parametrize("broken", ["npy_header", "write_facts"])
 def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folder, texts, small, monkeypatch, broken):
     def fail(*arguments):
         raise OSError(28, "No space left on device")

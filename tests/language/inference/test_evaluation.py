@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+from support.token_files import write_tokens
 from support.tolerance import close, close_norm
 from support.training_tolerance import path, roundings
 
@@ -84,12 +86,12 @@ def test_data_are_looked_for_in_the_working_folder_of_rank_0_alone(comm, mpi_tmp
     own.mkdir()
     monkeypatch.chdir(own)
     if comm.rank == 0:
-        np.save("tokens.npy", TOKENS)
+        write_tokens(Path("tokens"), TOKENS, [0], [99], MODEL.vocab)
     else:
         own.rmdir()
     found = open_on_all(comm, str(mpi_tmp_path))
     with Mesh(comm, pipe=comm.size) as mesh:
-        tokens, unit = open_tokens(found, ["tokens.npy"], mesh)
+        tokens, unit = open_tokens(found, ["tokens"], mesh)
     assert unit == "tokens"
     np.testing.assert_array_equal(tokens.read(0, len(tokens)), TOKENS)
 
