@@ -10,7 +10,6 @@ models", arXiv:2309.14509. A rank sends (q + k + v + out) (N - 1) / N of its sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,6 @@ from mpipipe.attention.ring import Ring
 from mpipipe.attention.ring_plan import RingSaved, described
 from mpipipe.comm import PartMove, Transfer, all_to_all, exchange_on
 from mpipipe.errors import ArgumentError
-from mpipipe.even_split import even_split
 from mpipipe.job import raise_on_all
 from mpipipe.text import counted
 
@@ -44,9 +42,8 @@ class UlyssesSaved(NamedTuple):
 class Ulysses(Ring):
     """Exact attention over a sequence that is sharded over ranks, which divide its heads; in place of `Ring`.
 
-    It takes what `Ring` takes, and gives the same to rounding; errors say "a ring" for its ranks. Each rank has one
-    head of queries or more; where ranks do not divide the heads, some have more than others. Ranks that share a head of
-    keys have a copy each, and their gradients for it are added. Work does not depend on the layout.
+    It takes what `Ring` takes, and gives the same to rounding; errors say "a ring" for its ranks. The ranks must divide
+    the heads of queries and those of keys. Work does not depend on the layout.
 
     Parameters
     ----------
@@ -80,18 +77,20 @@ class Ulysses(Ring):
         # a Ring with the same options is another call
         plan, _, call = self._agreed(q, k, v, segments, " all-to-all")
         size, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
-        if heads < size:
-            message = "Ulysses divides heads over ranks, and there are more ranks"
-            expected = "at least a head for each rank"
-            found = f"{counted(heads, 'head')}, {counted(size, 'rank')}"
-            problem = ArgumentError(message, found=found, expected=expected, remedy="use Ring, or fewer ranks of seq")
+        if kv_heads % size:
+            problem = ArgumentError(
+                "Ulysses divides heads over ranks, and the heads of keys are not a multiple of the ranks",
+                found=f"{counted(kv_heads, 'head')} of keys, {counted(size, 'rank')}",
+                expected=f"a multiple of {size}",
+                remedy="use Ring, or other ranks of seq",
+            )
             raise_on_all(0, problem, self.group)
         with self.group.failing("the forward of Ulysses"):
             self._check_expected(plan, segments)
             layouts = [plan.layout, plan.keys]  # which may be another sequence
-            parts = heads_of_ranks(heads, kv_heads, size)
-            of_q, of_kv = (self._moves(*each) for each in zip(layouts, parts))
-            queries, keys = ((layout.seq_len, len(part[self.group.rank])) for layout, part in zip(layouts, parts))
+            counts = [heads // size, kv_heads // size]
+            of_q, of_kv = (self._moves(*each) for each in zip(layouts, counts))
+            queries, keys = ((layout.seq_len, count) for layout, count in zip(layouts, counts))
             like = (q, of_q, queries), (k, of_kv, keys), (v, of_kv, keys)
             wholes = [_empty((x.shape[0], *span, x.shape[3]), x) for x, _, span in like]
             self._transfer(*((x, whole, moves) for (x, moves, _), whole in zip(like, wholes)))
@@ -108,14 +107,10 @@ class Ulysses(Ring):
             whole = _empty(saved.whole, dout)
             self._transfer((dout, whole, saved.of_q))
             of_wholes = self._attend().backward(whole, saved.local)
-            copies = saved.shapes[1][2] < self.group.size  # of heads of keys, whose gradients are added
-            sums: Sequence[Array] = room or [_empty(shape, dout) for shape in saved.shapes]
-            if copies:
-                device, dtype = arrays.device_of(dout), arrays.accumulator(dout.dtype)
-                sums = [arrays.zeros(shape, dtype, device) for shape in saved.shapes]
+            gradients = Gradients(*(room or [_empty(shape, dout) for shape in saved.shapes]))
             moves = saved.of_q, saved.of_kv, saved.of_kv
-            self._transfer(*zip(of_wholes, sums, moves), transposed=True, add=copies)
-            return Gradients(*(arrays.cast(x, dout.dtype) for x in sums))
+            self._transfer(*zip(of_wholes, gradients, moves), transposed=True)
+            return gradients
 
     def _attend(self) -> Local:
         """What attends for the heads of this rank."""
@@ -125,21 +120,24 @@ class Ulysses(Ring):
         self._local.poll = self.poll
         return self._local
 
-    def _moves(self, layout: Layout, parts: list[range]) -> list[PartMove]:
-        """The moves from a shard of all heads to the whole sequence of this rank's heads."""
+    def _moves(self, layout: Layout, heads: int) -> list[PartMove]:
+        """The moves from a shard of all heads to the whole sequence of this rank's heads, `heads` of them."""
         everything, rank = slice(None), self.group.rank
         rows = [slice(part.start, part.start + part.rows) for part in layout._ranges[rank]]
-        gives = [[(everything, each, slice(part.start, part.stop)) for each in rows] for part in parts]
+        gives = [
+            [(everything, each, slice(other * heads, (other + 1) * heads)) for each in rows]
+            for other in range(layout.ranks)
+        ]
         takes = [
             [(everything, slice(each.first, each.first + each.stride * each.rows, each.stride)) for each in ranges]
             for ranges in layout._ranges
         ]
         return all_to_all(rank, gives, takes)
 
-    def _transfer(self, *parts: tuple[Array, Array, list[PartMove]], **options: bool) -> None:
+    def _transfer(self, *parts: tuple[Array, Array, list[PartMove]], transposed: bool = False) -> None:
         """Run transfers (x, y, moves) at the same time, or one after the other."""
         exchange = exchange_on(self._comm, arrays.device_of(parts[0][0]))
-        transfers = (Transfer(exchange, moves, x, y, **options) for x, y, moves in parts)
+        transfers = (Transfer(exchange, moves, x, y, transposed=transposed) for x, y, moves in parts)
         for transfer in transfers if self.options.rotation == "sendrecv" else [*transfers]:
             transfer.finish()
             self.bytes_sent += transfer.bytes_sent
@@ -147,20 +145,3 @@ class Ulysses(Ring):
 
 def _empty(shape: Shape, like: Array) -> Array:
     return arrays.empty(shape, like.dtype, arrays.device_of(like))
-
-
-def heads_of_ranks(heads: int, kv_heads: int, ranks: int) -> tuple[list[range], list[range]]:
-    """Return the heads of queries of each rank, of at most as many ranks as heads, and the heads of keys they see.
-
-    A rank has whole groups, of a head of keys and the queries that see it, or a part of one group.
-    """
-    group = heads // kv_heads
-    if kv_heads >= ranks:
-        keys = even_split(kv_heads, ranks)
-        return [range(part.start * group, part.stop * group) for part in keys], keys
-    queries, keys = [], []
-    for head, sharing in enumerate(even_split(ranks, kv_heads)):
-        for part in even_split(group, len(sharing)):
-            queries.append(range(head * group + part.start, head * group + part.stop))
-            keys.append(range(head, head + 1))
-    return queries, keys
