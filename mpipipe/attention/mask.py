@@ -11,7 +11,6 @@ So a pair of ranges needs a band of its matrix of scores. Documents cut ranges i
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -135,12 +134,6 @@ def covers_once(ranges: Sequence[tuple[int, int]], length: int) -> bool:
             return False
         end = stop
     return end == length
-
-
-def disjoint(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether no number lies in two of the ranges (start, stop)."""
-    ordered = sorted(ranges)
-    return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ordered))
 
 
 def each_row_once(slices: Sequence[Slice], rows: int) -> bool:

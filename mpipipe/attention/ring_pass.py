@@ -31,7 +31,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse, no_poll
-from mpipipe.attention.kernels.interface import attend_once
+from mpipipe.attention.kernels.interface import attend_once, block_gradients, new_result
 from mpipipe.attention.layout import ring_hops
 from mpipipe.attention.ring_plan import (
     Agreed,
@@ -87,7 +87,7 @@ class RingPass:
         dout, packing = like(dout, saved.out), self.plan.message
         dq = arrays.zeros(saved.q.shape, packing.sum_dtype, packing.shapes.device)
         if self.exchange is None:
-            return Gradients(dq, *self.kernel.block_gradients(block, dout, result, dq))
+            return Gradients(dq, *block_gradients(self.kernel, block, dout, result, dq))
         assert saved.message is not None
         return self._back_around(self.exchange, block, dout, result, dq, saved.message)
 
@@ -98,18 +98,19 @@ class RingPass:
     def _around(self, exchange: RingExchange, scale: float, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
         """Return the result, and the message with the keys and values of the last step."""
         plan, packing = self.plan, self.plan.message
-        accumulator = self.kernel.make_accumulator(q, v, plan.overwrite)
+        result = new_result(q, v, packing.sum_dtype, plan.overwrite)
         message = packing.pack(k, v, plan.rank)
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps):
             if dest is not None:
                 incoming = packing.empty(packing.nbytes(owner - 1))
                 self._start(message, dest, incoming, source)
             keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
-            accumulator.attend(self.block(scale, q, keys, values, step))
+            overwrite = step == 0 and plan.overwrite
+            self.kernel.forward(self.block(scale, q, keys, values, step), result, overwrite)
             exchange.finish()
             if dest is not None:
                 message = incoming
-        return accumulator.end(), message
+        return result._replace(out=arrays.cast(result.out, q.dtype)), message
 
     def _back_around(
         self, exchange: RingExchange, own: KVBlock, dout: Array, result: OutLse, dq: Array, message: Array
@@ -129,7 +130,7 @@ class RingPass:
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
             k, v = (own.k, own.v) if step == plan.steps - 1 else packing.unpack(message[behind:], owner)
             block = self.block(own.scale, own.q, k, v, plan.steps - 1 - step)
-            parts = self.kernel.block_gradients(block, dout, result, dq)
+            parts = block_gradients(self.kernel, block, dout, result, dq)
             exchange.finish()
             for sums, part in zip(packing.unpack(incoming, owner, packing.sum_dtype), parts):
                 arrays.strided_copy(part, sums, add=step > 0)

@@ -17,7 +17,7 @@ from mpipipe.attention import kernels, mask
 from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, cudnn, cudnn_graph, host
 from mpipipe.attention.kernels import cupy as cupy_kernel
 from mpipipe.attention.kernels.cudnn_graph import GraphRequest
-from mpipipe.attention.kernels.interface import empty_result
+from mpipipe.attention.kernels.interface import new_result
 from mpipipe.errors import ArgumentError, BackendError
 
 HALVES = ["float16", "bfloat16"]
@@ -71,7 +71,7 @@ def test_any_band_of_a_slice(gpu, library, low, high, seq, keys):
     part = mask.Slice(3, 3 + seq, 5, 5 + keys, low, high)
     cut = [x[:, 3 : 3 + seq] if n in (0, 3) else x[:, 5 : 5 + keys] for n, x in enumerate(whole)]
     expected = banded(*cut, low, high)
-    result, block = empty_result(q, v, np.dtype(np.float32)), KVBlock(q, k, v, 0.5, [part])
+    result, block = new_result(q, v, np.dtype(np.float32), False), KVBlock(q, k, v, 0.5, [part])
     cudnn.forward(block, result, False)
     found, found_lse = arrays.download(*result)
     bounds = expected.bounds("bfloat16")
@@ -142,10 +142,10 @@ def test_documents_of_a_block_are_merged_together(gpu, library):
     q, k, v, _ = (arrays.upload(x) for x in whole)
     rows = [mask.PositionRange(0, 24, 0, 1)]
     slices = mask.mask_slices(rows, rows, True, None, range(0, 25, 3))
-    result = cudnn.make_accumulator(q, v, False)
+    result = new_result(q, v, np.dtype(np.float32), overwrite=False)
     gpu.reset()
-    result.attend(KVBlock(q, k, v, 8**-0.5, slices[::-1]))
-    out, lse = arrays.download(*result.end())
+    cudnn.forward(KVBlock(q, k, v, 8**-0.5, slices[::-1]), result, False)
+    out, lse = arrays.download(*result)
     assert gpu.launches.count("sdpa") == 8 and gpu.launches.count("merge") == 1
     expected = reference(whole, segments=[3] * 8)
     for name, one, other, allowed in zip(("out", "lse"), (out, lse), expected, expected.bounds("bfloat16")):
@@ -164,7 +164,7 @@ def test_plans_are_kept_but_only_a_few(gpu, library, monkeypatch):
     q, k, v, _ = (arrays.upload(x) for x in make("bfloat16", seq=40))
     for start in (0, 8, 24):  # where a slice lies is no part of a plan
         part = mask.Slice(start, start + 16, 24 - start, 40 - start, None, 0)
-        cudnn.forward(KVBlock(q, k, v, 0.5, [part]), empty_result(q, v, np.dtype(np.float32)), False)
+        cudnn.forward(KVBlock(q, k, v, 0.5, [part]), new_result(q, v, np.dtype(np.float32), False), False)
     assert counts() == (4, 3, 3)
     attention.Local(scale=0.1).forward(*(arrays.upload(x) for x in whole[:3]))
     assert counts()[1] == 4
@@ -281,30 +281,6 @@ def test_the_emulated_library_has_that_error(gpu, library, monkeypatch):
     assert np.isnan(through_local(whole, gpu, causal=False)[0][2].astype(float)).any()
 
 
-def test_deterministic_backward(gpu, library, monkeypatch):
-    """It holds all scores of the heads that it does, so few heads are done at a time."""
-    monkeypatch.setenv("MPIPIPE_DETERMINISTIC", "1")
-    asked = []
-    plan = cudnn_graph.plan
-
-    def noting(request):
-        asked.append(request)
-        return plan(request)
-
-    monkeypatch.setattr(cudnn_graph, "plan", noting)
-    whole = make("bfloat16", seq=12, heads=8, kv_heads=4)
-    found, _ = through_local(whole, gpu)
-    agrees(found, reference(whole), "bfloat16")
-    assert [(request.direction, request.deterministic) for request in asked] == [("forward", False), ("backward", True)]
-    asked.clear()
-    monkeypatch.setattr(cudnn, "DETERMINISTIC_BYTES", 3 * 2 * 2 * 2 * 12 * 12)  # 3 key heads of 2 query heads, batch 2
-    found, launched = through_local(whole, gpu)
-    agrees(found, reference(whole), "bfloat16")
-    assert gpu.real or launched.count("sdpa_backward") == 2
-    heads = [dict((name, dims) for name, dims, _ in request.shapes)["dk"][1] for request in asked[1:]]
-    assert heads == [3, 1]
-
-
 # -- sizes of models
 
 
@@ -347,9 +323,7 @@ def requests():
                         for name, dims in (("dout", out), ("dq", q), ("dk", k), ("dv", v)):
                             shapes.append((name, dims, strides(dims, (dims[2], dims[1]))))
                     padded = direction == "backward" and (keys % 128 != 0 or seq < 128)
-                    for deterministic in {False, direction == "backward"}:
-                        options = low, high, padded, deterministic
-                        yield GraphRequest(direction, "bfloat16", tuple(shapes), 0.125, *options)
+                    yield GraphRequest(direction, "bfloat16", tuple(shapes), 0.125, low, high, padded)
 
 
 @pytest.fixture

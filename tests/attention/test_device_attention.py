@@ -17,6 +17,7 @@ from mpipipe import arrays, attention
 from mpipipe.arrays import strided
 from mpipipe.attention import kernels, mask
 from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, cudnn, cupy
+from mpipipe.attention.kernels.interface import new_result
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.errors import ArgumentError, MismatchError
@@ -279,21 +280,23 @@ def test_partial_results_become_one(gpu, dtype, count, dim):
     kind = arrays.dtype(dtype)
     rng = np.random.default_rng(count)
     q = arrays.empty((2, 6, 3, dim), kind, "cuda")
-    result = cudnn.PendingBlocks(q, q)
+    result, blocks = new_result(q, q, arrays.accumulator(kind), overwrite=False), []
     weights, total, size, scores = np.zeros((2, 6, 3, dim)), np.zeros((2, 6, 3, 1)), np.zeros((2, 6, 3, dim)), 0.0
     for number in range(count):
         start = number % 3
         out, lse = (rng.normal(size=shape) for shape in ((2, 5 - start, 3, dim), (2, 3, 5 - start)))
         lse *= 30
         out = out.astype(kind)
-        for target, values in zip(result.block(start, 5), (out, lse.astype(arrays.accumulator(kind)))):
-            arrays.copy_into(target, arrays.upload(values))
+        values = arrays.upload(out), arrays.upload(lse.astype(arrays.accumulator(kind)))
+        blocks.append(cudnn.PendingRows(*values, np.int32(start), np.int32(5)))
         share = np.exp(lse).transpose(0, 2, 1)[..., None]
         weights[:, start:5] += share * out.astype(float)
         total[:, start:5] += share
         size[:, start:5] += share * np.abs(out.astype(float))
         scores = max(scores, largest(lse))
-    found, lse = arrays.download(*result.end())
+    for first in range(0, count, cudnn.BLOCKS):
+        cudnn.merge(blocks[first : first + cudnn.BLOCKS], result)
+    found, lse = arrays.download(*result)
     with np.errstate(divide="ignore"):
         close(lse, np.log(total[..., 0]).transpose(0, 2, 1), count + 4, 1 + scores)
     once = np.where(total == 0, 1, total)  # a log-sum-exp enters an exponential: its size is that of the weights' error

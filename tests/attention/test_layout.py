@@ -247,21 +247,13 @@ class Recording:
     def __init__(self):
         self.blocks = []
 
-    def make_accumulator(self, q, v, overwrite):
-        inner, outer = host.make_accumulator(q, v, overwrite), self
-
-        class Accumulator:
-            end = inner.end
-
-            def attend(self, block):
-                outer.note(block)
-                inner.attend(block)
-
-        return Accumulator()
-
-    def block_gradients(self, block, *rest):
+    def forward(self, block, *rest):
         self.note(block)
-        return host.block_gradients(block, *rest)
+        host.forward(block, *rest)
+
+    def backward(self, block, *rest):
+        self.note(block)
+        host.backward(block, *rest)
 
     def note(self, block):
         self.blocks.append((int(block.k.flat[0]), seen(block.slices, block.q.shape[1], block.k.shape[1])))

@@ -134,7 +134,7 @@ class pygraph:
 
     def _attention(self, backward, outputs, *, attn_scale=None, use_padding_mask=False, seq_len_q=None,
                    seq_len_kv=None, use_causal_mask=False, diagonal_alignment=diagonal_alignment.TOP_LEFT,
-                   diagonal_band_left_bound=None, diagonal_band_right_bound=None, deterministic=False,
+                   diagonal_band_left_bound=None, diagonal_band_right_bound=None,
                    compute_data_type=None, name="", **inputs):  # fmt: skip
         if self._facts:
             raise NotImplementedError("one operation in a graph")
@@ -148,7 +148,7 @@ class pygraph:
         self._facts = dict(
             inputs, **made, backward=backward, scale=1.0 if attn_scale is None else float(attn_scale),
             padding=use_padding_mask, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, left=_bound(diagonal_band_left_bound),
-            right=right, alignment=diagonal_alignment, deterministic=deterministic,
+            right=right, alignment=diagonal_alignment,
         )  # fmt: skip
         return made
 
@@ -160,9 +160,9 @@ class pygraph:
         made = self._attention(False, outputs, attn_scale=attn_scale, q=q, k=k, v=v, **options)
         return [made["o"], made.get("stats")]
 
-    def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale=None, use_deterministic_algorithm=False, **options):
+    def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale=None, **options):
         made = self._attention(True, ("dq", "dk", "dv"), attn_scale=attn_scale, q=q, k=k, v=v, o=o, dO=dO, stats=stats,
-                               deterministic=use_deterministic_algorithm, **options)  # fmt: skip
+                               **options)  # fmt: skip
         return [made["dq"], made["dk"], made["dv"]]
 
     # -- from description to plan, in this order
@@ -244,10 +244,7 @@ class pygraph:
         if "build_plans" not in self._done:
             raise RuntimeError("Plan index -1 is invalid.")
         batch, heads, seq, dim = self._facts["q"].dim
-        keys = self._facts["k"].dim[2]
-        if not self._facts["backward"]:
-            return 0
-        return batch * heads * seq * (2 * keys if self._facts["deterministic"] else 4 * dim)
+        return batch * heads * seq * 4 * dim if self._facts["backward"] else 0
 
     def execute(self, tensor_to_device_buffer, workspace, handle=None, **unknown):
         if "build_plans" not in self._done:

@@ -11,5 +11,5 @@ MPIPIPE_ATTENTION chooses one of the two, whenever attention is computed.
 from mpipipe.attention.kernels.choose import NAMES, VARIABLE, check_choice, chosen, describe, load
 
 # isort: off
-from mpipipe.attention.kernels.interface import AttentionAccumulator, AttentionKernel, Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import AttentionKernel, Gradients, KVBlock, OutLse
 from mpipipe.attention.kernels.interface import check_arrays, no_poll

@@ -35,7 +35,6 @@ class GraphRequest(NamedTuple):
     low: int | None  # row i sees key j if low <= j - i <= high; None is no bound
     high: int | None
     padded: bool = False  # with a mask of padding and all lengths full: the graph then needs q_lengths and k_lengths
-    deterministic: bool = False  # of a backward: repeated calls must give the same bits
 
 
 def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any) -> Any:
@@ -78,7 +77,6 @@ def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any)
         result(lse, "lse", single)
     else:
         given = dict(q=inputs["q"], k=inputs["k"], v=inputs["v"], o=inputs["out"], dO=inputs["dout"])
-        asked["use_deterministic_algorithm"] = request.deterministic
         gradients = graph.sdpa_backward(**given, stats=tensor("lse", single), **asked)
         for array, name in zip(gradients, ("dq", "dk", "dv")):
             result(array, name)
@@ -225,7 +223,6 @@ def handle() -> Any:
 # -- What cuDNN's attention does, and how it is asked -----------------------------------------------------------------
 
 
-DETERMINISTIC = "MPIPIPE_DETERMINISTIC"
 TILE = 128  # rows and columns of cuDNN's tiles
 WIDEST, WIDEST_MIXED = 256, 128  # head dimension; the second if values have another one than keys
 HOPPER, WIDEST_BACK, WIDEST_BACK_ELSEWHERE = 9, 256, 128  # of backwards, by the major number of the compute capability
@@ -267,11 +264,6 @@ def fits(x: DeviceArray) -> bool:
     return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
 
 
-def deterministic() -> bool:
-    """Whether MPIPIPE_DETERMINISTIC asks for the same bits in every run."""
-    return os.environ.get(DETERMINISTIC, "") not in ("", "0")
-
-
 def request_for(direction: str, given: dict[str, DeviceArray], scale: float, part: Slice) -> GraphRequest | None:
     """What to ask of cuDNN for one slice; None if cuDNN is known not to do it."""
     seq, keys = given["q"].shape[1], given["k"].shape[1]
@@ -292,7 +284,7 @@ def request_for(direction: str, given: dict[str, DeviceArray], scale: float, par
     shapes = tuple((name, *_described(name, x)) for name, x in given.items())
     low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
     what = direction, given["q"].dtype.name, shapes, float(scale)
-    return GraphRequest(*what, low, high, padded=padded, deterministic=back and deterministic())
+    return GraphRequest(*what, low, high, padded=padded)
 
 
 def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:

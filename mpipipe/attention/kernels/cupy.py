@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from mpipipe.arrays import (
     element_strides,
     strided_copy_views,
 )
-from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
+from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse
 from mpipipe.attention.mask import Slice
 
 
@@ -83,9 +82,6 @@ def backward(block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, 
     for each, target in zip(sums, gradients):
         shape, source_steps, target_steps = problem.steps(each, target)
         strided_copy_views(each, source_steps, target, target_steps, shape, add=not overwrite)
-
-
-make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
 def _backward_tiles(

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from mpipipe.arrays import float32_like, is_half, round_into, upcast
-from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
+from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse
 from mpipipe.attention.mask import Slice, in_one_band
 from mpipipe.attention.merge import merge
 from mpipipe.processor import each, on_this_thread
@@ -166,9 +166,6 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
         _backward_heads(factors, problems.part, block.scale, sums, poll)
 
     _each_problem(block, solve)
-
-
-make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
 # queries, gradients of the output, keys and values of some problems, as rows with one more column

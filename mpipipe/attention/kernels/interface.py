@@ -52,16 +52,6 @@ class Gradients(NamedTuple):
     dv: Array
 
 
-class AttentionAccumulator(Protocol):
-    """Attention over several blocks of keys: call `attend` once per block, then `end`."""
-
-    def attend(self, block: KVBlock) -> None:
-        """Add one block. All blocks have the same queries."""
-
-    def end(self) -> OutLse:
-        """Return the result over all blocks, out in the dtype of the queries."""
-
-
 class AttentionKernel(Protocol):
     """Attention by one library. Results in half precision are summed in float32 and rounded once."""
 
@@ -83,15 +73,6 @@ class AttentionKernel(Protocol):
         `result` is over all blocks, `out` in the dtype of q. With `overwrite` this is the only block, and the gradients
         are set: their memory holds nothing yet, and may be of the dtype of q.
         """
-
-    def make_accumulator(self, q: Array, v: Array, overwrite: bool) -> AttentionAccumulator:
-        """Return an accumulator for queries like `q` and values like `v`.
-
-        `overwrite` promises that each row lies in exactly one slice of the first block.
-        """
-
-    def block_gradients(self, block: KVBlock, dout: Array, result: OutLse, dq: Array) -> tuple[Array, Array]:
-        """Add what one of several blocks gives to `dq`, and return its own (dk, dv), in any dtype."""
 
 
 def check_arrays(q: Array, k: Array, v: Array) -> None:
@@ -125,59 +106,33 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
 # -- Results and gradients that are made block by block, in place ------------------------------------------------------
 
 
-def uninitialised_result(q: Array, v: Array, dtype: np.dtype) -> OutLse:
-    """Memory for the result of queries like `q` with values like `v`, `out` in `dtype`."""
+def new_result(q: Array, v: Array, dtype: np.dtype, overwrite: bool) -> OutLse:
+    """Memory for the result of queries like `q` with values like `v`, `out` in `dtype`.
+
+    It holds nothing yet where the first block overwrites it, else the result over no keys at all.
+    """
     batch, seq, heads, _ = q.shape
     device = arrays.device_of(q)
     out = arrays.empty((batch, seq, heads, v.shape[3]), dtype, device)
-    return OutLse(out, arrays.empty((batch, heads, seq), arrays.accumulator(q.dtype), device))
-
-
-def empty_result(q: Array, v: Array, dtype: np.dtype) -> OutLse:
-    """The result over no keys at all: zeros in `dtype`, and -inf."""
-    result = uninitialised_result(q, v, dtype)
-    arrays.set_zero(result.out)
-    arrays.fill(result.lse, -np.inf)
-    return result
-
-
-class InPlaceAccumulator:
-    """An `AttentionAccumulator` that merges each block into one result, by a kernel's `forward`."""
-
-    def __init__(self, forward: Callable[[KVBlock, OutLse, bool], None], q: Array, v: Array, overwrite: bool) -> None:
-        self._forward, self._dtype, self._overwrite = forward, q.dtype, overwrite
-        make = uninitialised_result if overwrite else empty_result
-        self._result = make(q, v, arrays.accumulator(q.dtype))
-
-    def attend(self, block: KVBlock) -> None:
-        self._forward(block, self._result, self._overwrite)
-        self._overwrite = False
-
-    def end(self) -> OutLse:
-        return self._result._replace(out=arrays.cast(self._result.out, self._dtype))
-
-
-def gradients_from_zeros(
-    backward: Callable[[KVBlock, Array, OutLse, Gradients], None],
-    block: KVBlock,
-    dout: Array,
-    result: OutLse,
-    dq: Array,
-) -> tuple[Array, Array]:
-    """`AttentionKernel.block_gradients` by the kernel's `backward`, from zeros."""
-    dtype = result.lse.dtype
-    dk, dv = (arrays.zeros(x.shape, dtype, arrays.device_of(x)) for x in (block.k, block.v))
-    backward(block, dout, result, Gradients(dq, dk, dv))
-    return dk, dv
+    lse = arrays.empty((batch, heads, seq), arrays.accumulator(q.dtype), device)
+    if not overwrite:
+        arrays.set_zero(out)
+        arrays.fill(lse, -np.inf)
+    return OutLse(out, lse)
 
 
 def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> OutLse:
     """Attend to a single block of keys; `overwrite` promises that each row lies in exactly one of its slices."""
-    q, v = block.q, block.v
-    if overwrite:
-        result = uninitialised_result(q, v, q.dtype)
-        kernel.forward(block, result, True)
-        return result
-    accumulator = kernel.make_accumulator(q, v, overwrite=False)
-    accumulator.attend(block)
-    return accumulator.end()
+    dtype = block.q.dtype
+    result = new_result(block.q, block.v, dtype if overwrite else arrays.accumulator(dtype), overwrite)
+    kernel.forward(block, result, overwrite)
+    return result._replace(out=arrays.cast(result.out, dtype))
+
+
+def block_gradients(
+    kernel: AttentionKernel, block: KVBlock, dout: Array, result: OutLse, dq: Array
+) -> tuple[Array, Array]:
+    """Add what one of several blocks gives to `dq`, and return its own (dk, dv), in the dtype of `lse`."""
+    dk, dv = (arrays.zeros(x.shape, result.lse.dtype, arrays.device_of(x)) for x in (block.k, block.v))
+    kernel.backward(block, dout, result, Gradients(dq, dk, dv))
+    return dk, dv
