@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import traceback
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
@@ -27,8 +26,6 @@ from mpipipe.job import RankGroup, ThreadTask, wait_locally
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-
-WATCHED = 4  # batches of which it is found out whether the next one overwrites them
 
 
 def place_of(task: Task, method: str) -> str:
@@ -176,7 +173,10 @@ def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | 
 
 
 def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
-    """Return a batch in the dtype of the training; DataError for another number of rows, and what is not finite."""
+    """Return a batch in the dtype of the training; DataError for another number of rows, and what is not finite.
+
+    Arrays of the host are copied: the task may fill the same ones again while a step computes with these.
+    """
     try:
         leaves, structure = arrays.flatten(tree)
     except MpipipeError as error:
@@ -199,13 +199,11 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
                     remedy="look at the data of this row; where values are missing, give numbers and a mask as a tuple "
                     "of targets, and let the loss use it",
                 )
-    cast = [leaf.astype(shard.dtype if leaf.dtype.kind == "f" else leaf.dtype, "C", copy=False) for leaf in leaves]
+    cast = []
+    for leaf in leaves:
+        dtype = shard.dtype if leaf.dtype.kind == "f" else leaf.dtype
+        cast.append(leaf.astype(dtype, "C", copy=not arrays.is_device(leaf)))
     return arrays.unflatten(cast, structure)
-
-
-def checksum(leaf: np.ndarray) -> int:
-    """Return a number that changes with the bytes of an array."""
-    return zlib.crc32(leaf.reshape(-1).view(np.uint8).data)
 
 
 class Reader:
@@ -221,8 +219,6 @@ class Reader:
         self.number = -1  # the step that is being read
         self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None  # the thread that reads it
         self.rank, self.kinds = mesh.rank, ""  # shapes and dtypes of the rows that this rank reads
-        self.watched: list[tuple[np.ndarray, int]] = []  # arrays of the last batch, with their checksums
-        self.to_watch = WATCHED
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step, and begin to read that of the next one."""
@@ -260,25 +256,7 @@ class Reader:
                 expected=self.kinds,
                 remedy="pad what varies to one length, and let the loss count what is valid",
             )
-        if self.to_watch:
-            self._watch(step, found[:2])
         return found
-
-    def _watch(self, step: int, pair: Pair) -> None:
-        """Raise DataError where this batch lies in the arrays of the one before, which a step reads meanwhile."""
-        before, self.to_watch = self.watched, self.to_watch - 1
-        leaves = [leaf for tree in pair if tree is not None for leaf in arrays.flatten(tree)[0]]
-        leaves = [leaf for leaf in leaves if not arrays.is_device(leaf)]
-        self.watched = [(leaf, checksum(leaf)) for leaf in leaves if self.to_watch]
-        if any(
-            checksum(old) != known and any(np.may_share_memory(old, new) for new in leaves) for old, known in before
-        ):
-            raise DataError(
-                f"{place_of(self.task, 'batch')}{where('batch', step, self.rows)} overwrites the batch before it",
-                found=f"other numbers in the arrays of step {step - 1} than it had returned",
-                expected="arrays that stay as they are: it is called one step ahead, while a step computes with them",
-                remedy="return new arrays for each step, such as copies of a buffer that is filled again",
-            )
 
     def validation(self, index: int) -> Pair:
         if not self.reads:

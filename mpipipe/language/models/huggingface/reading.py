@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, check_finite, opened
 from mpipipe.language.models.huggingface.names import Tensor, heads_of, parts_of, shape_of, tied_to, view
 
-PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
-LINE_BYTES = 64  # of a cache
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -89,17 +87,10 @@ def read_part(file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.nda
             remedy=NOT_THESE,
         )
     views = [view(tensor, array, model) for array in ours]
-    for first, stop, piece in _pieces(file, name, views[0].shape, tensor.first, tensor.total):
-        check_finite(piece, f"the tensor {name}", file.path, COPY_AGAIN)
-        for each in views:
-            _set(each[first:stop], piece, tensor.form)
-
-
-def _set(target: np.ndarray, piece: np.ndarray, form: str) -> None:
-    """Copy a piece; into rows of a transposed array a line of the processor's cache at a time, six times as fast."""
-    step = LINE_BYTES // target.itemsize if form == "transposed" else len(piece)
-    for first in range(0, len(piece), step):
-        target[first : first + step] = piece[first : first + step]
+    values = _values(file, name, views[0].shape, tensor.first, tensor.total)
+    check_finite(values, f"the tensor {name}", file.path, COPY_AGAIN)
+    for each in views:
+        each[...] = values
 
 
 def _entry(file: TensorFile, name: str) -> TensorEntry:
@@ -113,24 +104,13 @@ def _entry(file: TensorFile, name: str) -> TensorEntry:
     return file.arrays[name]
 
 
-def _pieces(
-    file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0
-) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (start, stop, values) along the first axis; halves as float32. A piece is gone when the next one comes.
-
-    `shape` is that of the tensor, or of its rows from `skip` on, of `total` in all.
-    """
+def _values(file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0) -> np.ndarray:
+    """Return a tensor of this shape, or its rows from `skip` on, of `total` in all; halves as float32."""
     entry = file.arrays[name]
-    row = max(1, entry.nbytes // max(1, total or shape[0]))
-    step = max(1, PIECE_BYTES // row)
-    buffer = np.empty((min(step, shape[0]), *shape[1:]), entry.kind)
-    wide = np.empty(buffer.shape, np.float32) if arrays.is_half(entry.kind) else buffer
-    for first in range(0, shape[0], step):
-        stop = min(first + step, shape[0])
-        file.read_into(name, buffer[: stop - first], (skip + first) * row)
-        if wide is not buffer:
-            wide[: stop - first] = buffer[: stop - first]
-        yield first, stop, wide[: stop - first]
+    row = entry.nbytes // max(1, total or shape[0])
+    values = np.empty(shape, entry.kind)
+    file.read_into(name, values, skip * row)
+    return values.astype(np.float32) if arrays.is_half(entry.kind) else values
 
 
 def _compare_head(folder: Folder, embedding: np.ndarray, start: int) -> int:
@@ -142,11 +122,10 @@ def _compare_head(folder: Folder, embedding: np.ndarray, start: int) -> int:
     place, name = folder.spare_head
     with opened(folder.path / place) as file:
         shape = folder.model.vocab, *embedding.shape[1:]
-        same = _entry(file, name).shape == shape and all(
-            np.array_equal(embedding[first:stop], piece.astype(embedding.dtype))
-            for first, stop, piece in _pieces(file, name, embedding.shape, start, shape[0])
-        )
-        if not same:
+        same = _entry(file, name).shape == shape
+        if not same or not np.array_equal(
+            embedding, _values(file, name, embedding.shape, start, shape[0]).astype(embedding.dtype)
+        ):
             raise ArgumentError(
                 "embedding and head of the model folder are two matrices",
                 found=f"{name} in {file.path} differs from the embedding",
