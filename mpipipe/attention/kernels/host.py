@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, wraps
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,41 +30,6 @@ from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse
 from mpipipe.attention.mask import Slice, in_one_band
 from mpipipe.attention.merge import merge
 from mpipipe.processor import each, on_this_thread
-
-Function = TypeVar("Function", bound=Callable[..., None])
-
-
-def upcast_forward(forward: Function) -> Function:
-    """Let a kernel's `forward` for host arrays take half precision: it upcasts once and rounds once."""
-
-    @wraps(forward)
-    def wide(block: KVBlock, result: OutLse, overwrite: bool) -> None:
-        if not is_half(block.q.dtype):
-            return forward(block, result, overwrite)
-        out = float32_like(result.out)
-        forward(_wide_block(block), result._replace(out=out), overwrite)
-        round_into(result.out, out)
-
-    return cast(Function, wide)
-
-
-def upcast_backward(backward: Callable[[KVBlock, np.ndarray, OutLse, Gradients], None]) -> Callable[..., None]:
-    """Make a kernel's `backward` for host arrays, half precision included, of one that adds to gradients."""
-
-    @wraps(backward)
-    def wide(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
-        half = is_half(block.q.dtype)
-        sums = Gradients(*map(float32_like, gradients)) if half else gradients
-        if overwrite:
-            for total in sums:
-                total.fill(0)
-        if not half:
-            return backward(block, dout, result, gradients)
-        backward(_wide_block(block), upcast(dout), result._replace(out=upcast(result.out)), sums)
-        for values, target in zip(sums, gradients):
-            round_into(target, values)
-
-    return wide
 
 
 def _wide_block(block: KVBlock) -> KVBlock:
@@ -129,9 +94,13 @@ def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]
     ]
 
 
-@upcast_forward
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
-    """As `AttentionKernel.forward`."""
+    """As `AttentionKernel.forward`; halves are upcast once, and rounded once."""
+    if is_half(block.q.dtype):
+        out = float32_like(result.out)
+        forward(_wide_block(block), result._replace(out=out), overwrite)
+        round_into(result.out, out)
+        return
     poll, by_rows = on_this_thread(block.poll), result.lse.swapaxes(1, 2)
 
     def solve(problems: _Problems) -> None:
@@ -146,9 +115,18 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     _each_problem(block, solve)
 
 
-@upcast_backward
-def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
+    if is_half(block.q.dtype):
+        sums = Gradients(*map(float32_like, gradients))
+        wide = result._replace(out=upcast(result.out))
+        backward(_wide_block(block), upcast(dout), wide, sums, overwrite)
+        for values, target in zip(sums, gradients):
+            round_into(target, values)
+        return
+    if overwrite:
+        for total in gradients:
+            total.fill(0)
     poll, by_rows = on_this_thread(block.poll), result.lse.swapaxes(1, 2)
 
     def solve(problems: _Problems) -> None:
