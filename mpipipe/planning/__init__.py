@@ -1,6 +1,6 @@
 """Which plan of a training is the fastest: predictions from measured costs, and a search. No MPI, no arrays."""
 
-from mpipipe.planning.cutting import Cut, CutStage, cut, measured_costs
+from mpipipe.planning.cutting import Cut, CutStage, cut
 from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds, table
 from mpipipe.planning.layer_plan import LayerPlan, name_ends
 from mpipipe.planning.memory import check_memory, peak
@@ -23,7 +23,6 @@ __all__ = [
     "Sizes",
     "Space",
     "find_plans",
-    "measured_costs",
     "parse_bytes",
     "predict",
 ]

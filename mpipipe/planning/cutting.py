@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
 from typing import Any
 
-from mpipipe import arrays, nn, schedules
-from mpipipe.adapters import as_layer
-from mpipipe.arrays import Tree
+from mpipipe import nn, schedules
 from mpipipe.errors import ArgumentError
-from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.schedules import Schedule
 from mpipipe.text import counted, text_table
-
-TURNS = 5  # in which a layer is measured
 
 
 @dataclass(frozen=True)
@@ -122,8 +115,8 @@ def cut(
     rank : int
         The rank in the communicator of the pipeline.
     costs : sequence of float, optional
-        One number for each layer, in any unit and the same on every rank, such as seconds of `planning.measured_costs`;
-        the most expensive stage is made as cheap as it can be. By default all layers are alike.
+        One number for each layer, in any unit and the same on every rank, such as seconds; the most expensive
+        stage is made as cheap as it can be. By default all layers are alike.
     dtype, seed, device, frozen : str, int, str, sequence of str
         As for `nn.Stage`. Names and initial values of parameters are the same however the model is cut.
 
@@ -149,43 +142,3 @@ def cut(
         )
     plan = LayerPlan(schedule, schedules.partition(each, schedule.stages), rows=0).with_names(layers)
     return Cut(plan, rank, plan.stages(rank, layers, dtype, seed, device, frozen))
-
-
-def measured_costs(
-    layers: Sequence[Any], x: Tree, comm: Communicator | None = None, *, dtype: str = "float32", device: str = "cpu"
-) -> list[float]:
-    """Measure what each layer costs, on rank 0, for the costs of `cut`; collective.
-
-    The seconds of its forward and backward, the median of five turns, are returned on every rank. Raises an error of a
-    layer, and ArgumentError for what is no layer, on every rank.
-
-    Parameters
-    ----------
-    layers : sequence
-        As for `cut`. Rank 0 makes all of them, one after the other.
-    x : array, or tuple or dict of arrays
-        An input of the model as a micro-batch has it, on rank 0.
-    comm : communicator, optional
-        The ranks that are to know, COMM_WORLD by default.
-    dtype, device : str
-        As for `nn.Stage`.
-    """
-
-    def measured(y: Tree) -> list[float]:
-        seconds: list[float] = []
-        values: dict[str, Tree] = {}
-        for place, given in enumerate(layers):
-            stage = nn.Stage([as_layer(given, place)], dtype, device=device, first=place)
-            stage.hand_on(stage.gives)
-            own, turns = nn.handed(y, values, stage.takes), []
-            for _ in range(TURNS):
-                start = perf_counter()
-                y, saved = stage.forward(own)
-                stage.backward(y, saved)
-                if device == "cuda":
-                    arrays.stream().synchronize()
-                turns.append(perf_counter() - start)
-            seconds.append(median(turns))
-        return seconds
-
-    return group_of(runtime.resolve(comm)).from_one("measured_costs", lambda: measured(x))

@@ -36,7 +36,7 @@ def measure_action(measured: MeasuredRanks) -> float:
     group = group_of(measured.mesh.comm)
     alone = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
     array = np.zeros(1)
-    one, many = (_seconds(alone, schedules.gpipe(1, count), array) for count in (1, MANY))
+    one, many = (step_seconds(alone, schedules.gpipe(1, count), array) for count in (1, MANY))
     group.agree("plan: all ranks have measured their actions")
     alone.Free()
     return max(0.0, many - one) / (2 * (MANY - 1))
@@ -67,7 +67,7 @@ def measure_step(measured: MeasuredRanks, action: float, links: dict[int, tuple[
     """Return what a step of the pipeline has besides its actions and messages; collective over all ranks."""
     size = min(links)
     ranks = measured.mesh.pipe.size
-    seconds = _seconds(measured.mesh.pipe, schedules.gpipe(ranks, 1), _array(measured, size))
+    seconds = step_seconds(measured.mesh.pipe, schedules.gpipe(ranks, 1), _array(measured, size))
     on_the_way = sum(2 * (2 * link.message + link.transfer) for link in links[size][: ranks - 1])
     return max(0.0, seconds - 2 * ranks * action - on_the_way)
 
@@ -87,25 +87,31 @@ def _array(measured: MeasuredRanks, size: int) -> np.ndarray:
 
 
 def _link(pair: Communicator, array: np.ndarray, action: float) -> Link:
-    one, many = (_seconds(pair, schedules.gpipe(2, count), array) for count in (1, MANY))
-    twice = _seconds(pair, schedules.looped_bfs(2, 2, 1), array)
+    one, many = (step_seconds(pair, schedules.gpipe(2, count), array) for count in (1, MANY))
+    twice = step_seconds(pair, schedules.looped_bfs(2, 2, 1), array)
     message = max(0.0, (many - one) / (2 * (MANY - 1)) - action)
     return Link(message, max(0.0, (twice - one - 4 * action - 8 * message) / 4))
 
 
-def _seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float:
-    """Return the median seconds of a step; collective."""
+def step_seconds(
+    comm: Communicator,
+    schedule: Schedule,
+    array: np.ndarray,
+    gradients: Any = None,
+    replicas: Communicator | None = None,
+) -> float:
+    """Return the median seconds of a step of stages that compute nothing; collective."""
 
     def loss(output: Any, target: Any, factor: float = 1.0) -> tuple[float, np.ndarray]:
         return 0.0, array
 
     group = group_of(comm)
     hollow: dict[str, Any] = {"forward": lambda x: (array, None), "backward": lambda dy, saved: array}
-    stages = [SimpleNamespace(**hollow) for _ in schedule.stages_of(comm.rank)]
+    stages = [SimpleNamespace(**hollow, gradients=gradients) for _ in schedule.stages_of(comm.rank)]
     batch = [array] * schedule.microbatches
     inputs = batch if schedule.placement[0] == comm.rank else None
     targets = batch if schedule.placement[-1] == comm.rank else None
-    with Pipeline(stages, schedule, comm, loss=loss) as pipeline:
+    with Pipeline(stages, schedule, comm, loss=loss, replicas=replicas) as pipeline:
         for _ in range(REPEATS[0]):
             pipeline.step(inputs, targets)
         seconds = max(group.gather("plan: the seconds of a message", pipeline.elapsed))
@@ -142,7 +148,7 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice, reads: bool) -> tuple
         ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as over,
     ):
-        optimizer, scaler = measured.optimizer(pipeline, mesh), measured.scaler()
+        optimizer, scaler = measured.optimizer(stages, mesh), measured.scaler()
         inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
         placement, rank = plan.schedule.placement, mesh.pipe.rank
         batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpipipe import arrays, nn, optim, processor
-from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import group_of, oversubscribed, own_cores
 from mpipipe.nn import Parameter
-from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Choice
 from mpipipe.planning.search import Space
@@ -163,7 +161,6 @@ class MeasuredRanks:
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
     optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
     lr, clip, seed : of the training
-    inputs : an input of each layer, for one row, where they are not all alike
     """
 
     problem: PlanningProblem
@@ -172,14 +169,13 @@ class MeasuredRanks:
     loss_for: Callable[[nn.Stage, int], Callable[..., Any]]
     example: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     message_shape: Callable[[int], tuple[int, ...]]
-    optimizer: Callable[[Pipeline, Mesh | None], Optimizer]
+    optimizer: Callable[[Sequence[nn.Stage], Mesh | None], Optimizer]
     scaler: Callable[[], optim.LossScaler]
     batches: Callable[[LayerPlan, int], Any] | None
     lr: float
     clip: float
     seed: int
     frozen: Sequence[str] = ()
-    inputs: Sequence[Tree] = ()
 
     def check_place(self, place: str) -> None:
         """Refuse a GPU, on which the host's clock says nothing of a layer."""

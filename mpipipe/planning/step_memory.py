@@ -6,9 +6,9 @@ What is kept is counted array by array; what an action takes on top is the most 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -96,42 +96,76 @@ def layer_bytes(
 ) -> tuple[list[StageBytes], dict[str, int]]:
     """Return the bytes of each layer of a model, and of what layers give and take by its names.
 
-    Layers of one kind whose inputs have the same shapes are measured once. `layers` are unbound, and taken out of the
-    list, `loss_for` makes the loss after the last one, and `example` are inputs and targets of a micro-batch.
+    `layers` are unbound, and taken out of the list, `loss_for` makes the loss after the last one, and `example` are
+    inputs and targets of a micro-batch.
     """
     x, targets = zeros_of(shapes_of(example[0])), example[1]  # a loss may divide by what is in its targets
-    values: dict[str, Tree] = {}
-    known: dict[tuple, tuple[StageBytes, Shapes, bool]] = {}
-    found: list[StageBytes] = []
-    below, wide = True, arrays.accumulator(arrays.dtype(problem.dtype)).itemsize  # below all that is trained
 
-    def measured(layer: nn.Layer) -> tuple[StageBytes, Shapes, bool]:
-        needs = {f"{parameters_of([layer]):,} parameters and their gradients": 2 * wide * parameters_of([layer])}
-        check_memory("measuring a layer", needs, "run it on a machine with more memory")
-        taken = taking()
-        stage = nn.Stage([layer], problem.dtype, first=len(found), frozen=frozen)
-        drawing = max(0, taken() - stage.buffers.nbytes)
-        stage.optimizer_writes_compute()
-        still = below and layer.frozen
-        stage.end_backward(below and not still)
-        stage.hand_on(stage.gives)
-        loss = None if layers else Loss(loss_for(stage))
-        with np.errstate(all="ignore"), counting(), nullcontext() if loss is None else loss.taking_head():
-            each, shapes = _micro_batch(stage, loss, x, targets, not still)
-        return replace(each, drawing=drawing), shapes, still
+    def measured(lone: LoneLayer, drawing: int) -> tuple[StageBytes, Shapes]:
+        with np.errstate(all="ignore"), counting(), lone.taking_head():
+            found, shapes = _micro_batch(lone.stage, lone.loss, lone.x, targets, lone.trained)
+        return replace(found, drawing=drawing), shapes
 
     with tracing():
-        while layers:
-            layer = layers.pop(0)
-            takes, gives, _ = nn.names_of([layer])
-            x = nn.handed(x, values, takes)
-            key = problem.kinds[len(found)], shapes_of(x), gives, below, bool(layers)
-            if key not in known:
-                known[key] = measured(layer)
-            each, shapes, below = known[key]
-            found.append(each)
-            x = zeros_of(shapes)
+        found, values = each_layer(problem, layers, loss_for, x, frozen, measured)
     return found, {name: bytes_of(value) for name, value in values.items()}
+
+
+@dataclass(eq=False)
+class LoneLayer:
+    """A layer in a stage by itself, an input of it, whether it has a backward, and the loss after it if it is last."""
+
+    stage: nn.Stage
+    x: Tree
+    trained: bool
+    loss: Loss | None
+
+    def taking_head(self) -> AbstractContextManager[None]:
+        """Let the loss compute the product of the head within this context, if it does so in a pipeline."""
+        return nullcontext() if self.loss is None else self.loss.taking_head()
+
+
+Measured = TypeVar("Measured")
+
+
+def each_layer(
+    problem: PlanningProblem,
+    layers: list[nn.Layer],
+    loss_for: Callable[[nn.Stage], Callable[..., Any]],
+    x: Tree,
+    frozen: Sequence[str],
+    measure: Callable[[LoneLayer, int], tuple[Measured, Shapes]],
+) -> tuple[list[Measured], dict[str, Tree]]:
+    """Measure each layer of a model; return the results, and what layers give and take by its names.
+
+    Layers of one kind whose inputs have the same shapes are measured once. `x` is the input of the first one, and
+    `measure` takes the bytes for drawing parameters, too, and returns its result and the shapes of the output.
+    """
+    values: dict[str, Tree] = {}
+    known: dict[tuple, tuple[Measured, Shapes, bool]] = {}
+    results: list[Measured] = []
+    below, wide = True, arrays.accumulator(arrays.dtype(problem.dtype)).itemsize  # below all that is trained
+    while layers:
+        layer = layers.pop(0)
+        takes, gives, _ = nn.names_of([layer])
+        x = nn.handed(x, values, takes)
+        key = problem.kinds[len(results)], shapes_of(x), gives, below, bool(layers)
+        if key not in known:
+            needs = {f"{parameters_of([layer]):,} parameters and their gradients": 2 * wide * parameters_of([layer])}
+            check_memory("measuring a layer", needs, "run it on a machine with more memory")
+            taken = taking()
+            stage = nn.Stage([layer], problem.dtype, first=len(results), frozen=frozen)
+            drawing = max(0, taken() - stage.buffers.nbytes)
+            stage.optimizer_writes_compute()
+            still = below and layer.frozen
+            stage.end_backward(below and not still)
+            stage.hand_on(stage.gives)
+            loss = None if layers else Loss(loss_for(stage))
+            known[key] = (*measure(LoneLayer(stage, x, not still, loss), drawing), still)
+        result, shapes, below = known[key]
+        results.append(result)
+        x = zeros_of(shapes)
+    return results, values
 
 
 def _micro_batch(

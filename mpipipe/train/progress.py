@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mpipipe import checkpoint, optim
+from mpipipe import checkpoint, nn, optim
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
@@ -26,7 +26,7 @@ class Progress:
 
     def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
         self.pipeline, self.mesh = pipeline, mesh
-        self.optimizer = make_optimizer(config, pipeline, task, mesh)
+        self.optimizer = make_optimizer(config, pipeline.stages, task, mesh)
         self.scaler = make_scaler(config)
         self.step, self.record = 0, Record(0)  # number of steps made, and the last record
         self.rows: Mapping[str, Any] = {}  # what is known of row 0 of the first batches, to find other data at a resume
@@ -83,10 +83,10 @@ def _count(value: Any) -> int:
     return value
 
 
-def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task, mesh: Mesh | None) -> Any:
+def make_optimizer(config: TrainingOptions, stages: Sequence[nn.Stage], task: Task, mesh: Mesh | None) -> Any:
     """Return the optimizer of a task's own, or the one that a configuration asks for; collective over a mesh."""
     with nullcontext() if mesh is None else group_of(mesh.comm).raise_together("train: the optimizer of the task"):
-        own = task.optimizer(pipeline.stages, config)
+        own = task.optimizer(stages, config)
         if own is not None and config.shard_optimizer:
             raise ConfigError(
                 "shard_optimizer, and a task with an optimizer of its own",
@@ -99,8 +99,8 @@ def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task, mesh
     replicas = mesh.replicas if mesh is not None and config.shard_optimizer else None
     common: Any = {"weight_decay": config.weight_decay, "groups": task.groups, "replicas": replicas}
     if config.optimizer == "adamw":
-        return optim.AdamW(pipeline.stages, config.lr, **common)
-    return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, **common)
+        return optim.AdamW(stages, config.lr, **common)
+    return optim.SGD(stages, config.lr, momentum=config.momentum, **common)
 
 
 def make_scaler(config: TrainingOptions) -> optim.LossScaler:

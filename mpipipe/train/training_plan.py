@@ -189,13 +189,12 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
     largest = max((sum(leaf.size for leaf in arrays.flatten(x)[0]) for x in inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
-        inputs=inputs,
         mesh=mesh,
         layers=lambda: layers_of(task, shard, config.seed),
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
         example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
         message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
-        optimizer=lambda pipeline, mesh: make_optimizer(config, pipeline, task, mesh),
+        optimizer=lambda stages, mesh: make_optimizer(config, stages, task, mesh),
         scaler=lambda: make_scaler(config),
         batches=None
         if has_example(task)

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 
 from mpipipe import Pipeline, cut, nn, schedules
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import inprocess
-from mpipipe.planning import measured_costs
 
 WIDTH = 6
-
-
-class Slow(nn.Layer):
-    def forward(self, x):
-        time.sleep(0.01)
-        return x, None
-
-    def backward_input(self, dy, saved):
-        return dy, None
 
 
 SHARED = nn.Linear(WIDTH, WIDTH)
@@ -62,21 +49,6 @@ def test_a_rank_makes_its_own_layers_alone_and_costs_move_the_cut():
     stages = cut(layers, schedules.one_f_one_b(2, 4), 1, costs=[1, 1, 1, 1, 1, 5])
     assert made == [5] and [each.layers for each in stages.stages] == [range(5, 6)]
     assert str(stages).splitlines()[-1].split() == ["1", "5-5", "0", "0"]
-
-
-def test_costs_are_measured_where_a_name_is_taken_in_the_entry_that_gives_it_and_later():
-    layers = [nn.Sequential([nn.Keep("a"), nn.Linear(8, 8), nn.Join("a", None)]), nn.Join("a"), nn.Linear(16, 1)]
-    x = np.ones((4, 8), np.float32)
-    assert min(inprocess.run(1, lambda comm: measured_costs(layers, x, comm))[0]) > 0
-
-
-def test_measured_costs_are_those_of_rank_0_on_every_rank():
-    layers = [nn.Gelu, Slow, lambda: nn.Linear(WIDTH, WIDTH)]
-    x = np.ones((4, WIDTH), np.float32)
-    first, second = inprocess.run(2, lambda comm: measured_costs(layers, x if comm.rank == 0 else None, comm))
-    assert first == second and first[1] > 0.01 and len(first) == 3
-    with pytest.raises(ArgumentError, match=r"layers\[0\] is not a layer"):
-        inprocess.run(2, lambda comm: measured_costs([3], x, comm))
 
 
 def test_ranks_that_cut_in_different_ways_are_refused_before_a_message():

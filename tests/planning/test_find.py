@@ -20,7 +20,6 @@ from mpipipe.planning import Choice, links, predict, probe, step_memory
 from mpipipe.planning import find as finding
 from mpipipe.planning.find import find_plan
 from mpipipe.planning.memory import array_bytes
-from mpipipe.planning.probe import METHODS, Stopwatch
 from mpipipe.train import Task, TaskConfig, TrainConfig, train
 from mpipipe.train.config import read_keys
 from mpipipe.train.training_plan import measured_ranks
@@ -132,7 +131,6 @@ def test_a_step_counts_what_reading_the_next_batch_adds_as_in_the_training(monke
 def test_the_kinds_of_layers():
     (found,) = inprocess.run(1, lambda comm: measured_on(comm).problem.kinds)
     assert found == (0, 1, 2, 1, 2, 3)
-    assert probe._picked((0, 1, 2, 1, 2, 1, 2, 3)) == [0, 1, 2, 3, 4, 7]
 
 
 def test_frozen_parameters_make_another_kind_and_have_no_state():
@@ -186,38 +184,6 @@ def test_buffers_count_memory_once():
     assert sorted(array_bytes(thing).values()) == [12, 80]
 
 
-def test_the_stopwatch_counts_the_outer_call_alone():
-    class Thing(nn.Layer):
-        def forward(self, x):
-            return x, None
-
-        def backward_input(self, dy, saved):
-            return dy, None
-
-    thing, watch = Thing(), Stopwatch()
-    watch.watch("thing", thing, METHODS)
-    thing.forward(1)
-    thing.backward(1, None)  # which calls backward_input and backward_weight
-    assert {key: len(seconds) for key, seconds in watch.seconds.items()} == {("thing", "F"): 1, ("thing", "B"): 1}
-    assert watch.median("thing", "W") == 0
-
-
-def test_delays_by_other_processes_are_no_cost_of_an_action():
-    """Two of three forwards met a delay, each in another layer, so that no layer but most stages met one."""
-
-    def on_each_rank(comm):
-        tried = probe.Probe(measured_on(comm), comm, [0, 1], 4)
-        first, second = [1.0, 50.0, 1.0], [2.0, 2.0, 50.0]
-        whole = [a + b + 0.25 for a, b in zip(first, second)]
-        tried.watches["whole"].seconds.update({(0, "F"): first, (1, "F"): second, ("stage", "F"): whole})
-        tried.watches["again"].seconds.update({(place, "F"): [0.0] * 4 for place in (0, 1)})
-        return tried.costs()
-
-    (costs,) = inprocess.run(1, on_each_rank)
-    assert [layer.forward for layer in costs.layers] == [1.0, 2.0]
-    assert costs.action == 0.25
-
-
 @pytest.mark.parametrize("ranks", range(1, 8))
 def test_the_phases_have_all_links_of_the_ring_and_no_rank_twice(ranks):
     phases = links._phases(ranks)
@@ -240,7 +206,7 @@ def test_links_are_found_from_the_three_chains(monkeypatch):
             return step + 6 * action + 8 * message + 4 * transfer
         return step + 2 * (schedule.microbatches + 1) * (action + message) + 2 * transfer
 
-    monkeypatch.setattr(links, "_seconds", seconds)
+    monkeypatch.setattr(links, "step_seconds", seconds)
 
     def on_each_rank(comm):
         measured = measured_on(comm)
