@@ -15,7 +15,6 @@ from mpipipe.arrays import DeviceArray, Shape
 from mpipipe.cli import show
 from mpipipe.job import Communicator, group_of
 from mpipipe.options import Option
-from mpipipe.text import text_table
 
 Call: TypeAlias = "Callable[[], object]"  # what is measured
 Repeats = Annotated[int, Option("measured turns of each candidate; medians are shown", least=1)]
@@ -76,16 +75,6 @@ class Row:
     def __str__(self) -> str:
         beside = "" if self.ratio is None else f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
         return f"{self.what}: {self.value:.4g} {self.unit}".rstrip() + beside + (f" ({self.goal})" if self.goal else "")
-
-
-def show_rows(title: str, rows: list[Row], notes: list[str]) -> None:
-    """Print the rows as a table, and below it a line for each note."""
-    cells = []
-    for row in rows:
-        beside = ("", "") if row.ratio is None else (f"{row.peer_value:.4g}", f"{row.ratio:.3f}")
-        cells.append((row.what, f"{row.value:.4g} {row.unit}", row.peer, *beside, row.goal))
-    heads = ("measured", "value", "beside", "value", "ratio", "goal")
-    show("\n".join([title, *text_table(heads, cells, left=(0, 2, 5)), *notes]) + "\n")
 
 
 # -- Times on the device, between events ------------------------------------------------------------------------------

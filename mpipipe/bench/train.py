@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mpipipe import Pipeline, arrays, cut, nn, processor, schedules
+from mpipipe import Pipeline, cut, nn, processor, schedules
 from mpipipe.attention import Local, Sliced, slice_lengths
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.job import Communicator, group_of, runtime
-from mpipipe.language.models import GPT, balanced_slices
+from mpipipe.language.models import GPT
 from mpipipe.options import Option
 from mpipipe.text import counted
 
@@ -66,17 +66,6 @@ def step(
             whole[0] / seconds,
             f"at least 1.7 on 2 ranks: {even:.2f} without any cost of slices",
         )
-    vocabulary = GPT(vocab=128_000, dim=256, layers=4, heads=8, seq=128)
-    over_all = replace(vocabulary, head_slices=balanced_slices(vocabulary, comm.size))
-    schedule = schedules.one_f_one_b(comm.size, microbatches)
-    whole, over = _measure(comm, [(each, schedule) for each in (vocabulary, over_all)], 2 * microbatches, repeats)
-    report(
-        comm,
-        f"train with {vocabulary.vocab:,} tokens, the head in {counted(over_all.head_slices, 'slice')}",
-        f"{over[0]:.3f} s a step, simulated {over[1]:.3f} s, the best cut of whole layers {whole[0]:.3f} s",
-        whole[0] / over[0],
-        "at least 1.25",
-    )
     if find_spec("torch"):
         beside_torch(comm, model, rows, repeats)
 
@@ -113,29 +102,25 @@ def _measure(
         made = [_pipeline(comm, model, schedule, rows, pipelines) for model, schedule in plans]
         times: list[list[float]] = [[] for _ in made]
         for turn in range(WARMUP + repeats):
-            for (pipeline, batch, _), own in zip(made, times):
+            for (pipeline, batch), own in zip(made, times):
                 if turn == WARMUP:
                     pipeline.engine.executor.clock.settle()
                     pipeline.engine.executor.clock.totals.clear()
                 group.agree("bench: the start of a step")
                 pipeline.step(*batch)
                 own.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
-        simulated = [schedules.simulate(cut_to, pipeline.durations()).makespan for pipeline, _, cut_to in made]
+        simulated = [schedules.simulate(pipeline.schedule, pipeline.durations()).makespan for pipeline, _ in made]
     return [(median(own[WARMUP:]), span) for own, span in zip(times, simulated)]
 
 
 def _pipeline(
     comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, pipelines: ExitStack
-) -> tuple[Pipeline, tuple[Any, Any], schedules.Schedule]:
-    """Return a pipeline, its batch on this rank, and its schedule."""
+) -> tuple[Pipeline, tuple[Any, Any]]:
+    """Return a pipeline, and its batch on this rank."""
     lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32) if schedule.slices > 1 else None
     attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
-    of_labels = model.head_slices > 1
-    stages = cut(model.build(attend, labels=of_labels), schedule, comm.rank, costs=model.costs())
-    tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
-    inputs = None
-    if stages.is_first:
-        inputs = arrays.Branches(tokens[0], labels=tokens[1]) if of_labels else tokens[0]
-    loss = nn.mean_of_losses if of_labels else nn.softmax_cross_entropy
-    pipeline = Pipeline(stages, stages.schedule, comm, loss=loss, slice_lengths=lengths)
-    return pipelines.enter_context(pipeline), (inputs, tokens[1] if stages.is_last else None), stages.schedule
+    stages = cut(model.build(attend), schedule, comm.rank, costs=model.costs())
+    inputs, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
+    pipeline = Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths)
+    batch = inputs if stages.is_first else None, targets if stages.is_last else None
+    return pipelines.enter_context(pipeline), batch

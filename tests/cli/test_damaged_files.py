@@ -125,7 +125,7 @@ def refused(monkeypatch):
 
 
 COMMANDS = [
-    ("simulate", "--csv"), ("simulate", "--schedule"), ("draw", "timeline", "--out", "new.svg", "--schedule"),
+    ("simulate", "--schedule"), ("draw", "timeline", "--out", "new.svg", "--schedule"),
     ("train", "--dry-run", "--schedule"), ("train", "--dry-run", "--config"), ("train", "--dry-run", "--data"),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 from mpipipe import arrays, files, processor
 from mpipipe.bench.gpu import kernels, steps
-from mpipipe.bench.timing import Row, on_ranks, show_rows
+from mpipipe.bench.timing import Row, on_ranks
 from mpipipe.cli import refusing
 from mpipipe.comm import select_device
 from mpipipe.environment import versions
@@ -73,7 +73,7 @@ def run(
     quick: bool = False,
     comm: Communicator | None = None,
 ) -> NoReturn:
-    """Measure, print a line for each row and a table, and write JSON to `path`; exits with 1 where a part failed.
+    """Measure, print a line for each row, and write JSON to `path`; exits with 1 where a part failed.
 
     No `parts` are all of them. Without `comm` it is COMM_WORLD, which has one rank.
     """
@@ -83,8 +83,7 @@ def run(
     select_device("cuda", comm)
     rows: list[Row] = []
     failed: list[str] = []
-    gpus = arrays.describe_gpus()
-    facts: dict[str, Any] = {"gpus": gpus, "versions": versions(), "mpi": with_mpi, "quick": quick}
+    facts: dict[str, Any] = {"gpus": arrays.describe_gpus(), "versions": versions(), "mpi": with_mpi, "quick": quick}
 
     def publish(line: Row | str) -> None:
         if isinstance(line, Row):
@@ -109,7 +108,6 @@ def run(
                     publish(f"{name}: {row}" if isinstance(row, str) else row)
             except Exception as error:
                 publish(f"{name} failed: {type(error).__name__}: {error}")
-    show_rows(f"bench gpu: {', '.join(gpus)}", rows, failed)
     sys.exit(1 if failed else 0)
 
 
