@@ -52,7 +52,7 @@ def train(
     """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first), or the task in FILE.py.
 
     The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
-    The options of data and model are for text, but for --init; a task in a file has its own.
+    The options of data and model are for text; a task in a file has its own.
     """
     check_task_file(task)
     load = partial(load_config, task, config, **flags)

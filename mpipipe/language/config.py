@@ -85,12 +85,12 @@ class ModelOptions:
         0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1, decides=True
     )
     rope_base: float = option(10000.0, "base of the rotary position embedding", above=1, decides=True)
-    init: str | None = option(
+    from_: str | None = option(
         None,
-        "checkpoint, output folder of a training, or folder of Hugging Face, whose weights to begin with",
+        "checkpoint, output folder of a training, or folder of Hugging Face, whose architecture and weights to begin "
+        "with",
         metavar="PATH",
     )
-    from_: str | None = option(None, "such a folder, whose architecture and weights to begin with", metavar="PATH")
     freeze: tuple[str, ...] = option(
         (),
         "pattern of names of parameters that stay as they are, such as '0.*'; repeatable; the last that fits counts, "
@@ -132,12 +132,6 @@ class TrainConfig(TaskConfig, ModelOptions, DataOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
 
-        if self.from_ is not None and self.init is not None:
-            raise ConfigError(
-                "from and init are both given",
-                found=f"from {self.from_}, init {self.init}",
-                expected="one of them: a folder that a training begins from has weights",
-            )
         if self.save_dtype is not None and self.save_as == "mpipipe":
             raise ConfigError(
                 "save_dtype without save_as = huggingface",

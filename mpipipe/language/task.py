@@ -346,14 +346,8 @@ class TextTask(Task):
         return shard.divide(self.config.seq_len).length(shard.rank)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        folder, init = None if self.base is None else self.base.folder, self.config.init
-        if init is not None:
-            folder = model_folder.open_on_all(mesh.comm, init)
-        if folder is not None:
-            with group_of(mesh.comm).raise_together("train: the weights to begin with"):
-                if init is not None and folder.kind == "huggingface":  # which says more than shapes
-                    fine_tuning.check_same_model(folder, self.model)
-                folder = folder.with_slices(self.head_slices) if isinstance(self.model, GPT) else folder
+        if self.base is not None:
+            folder = self.base.folder.with_slices(self.head_slices)  # `check` has refused others
             folder.load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
@@ -378,7 +372,7 @@ class TextTask(Task):
             keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
         if keys["head_slices"] is not None:
             keys["head_slices"] = str(self.head_slices)
-        keys |= {name: absolute(keys[name]) for name in ("tokenizer", "init", "from_") if keys[name] is not None}
+        keys |= {name: absolute(keys[name]) for name in ("tokenizer", "from_") if keys[name] is not None}
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)
         return keys | {"data": tuple(map(os.path.abspath, config.data))}

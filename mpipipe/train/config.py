@@ -214,6 +214,7 @@ _WITHOUT = {
     "(replicas x microbatches) sequences: give batch and microbatches",
     "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp tp_size": "layers are not divided over ranks: "
     "give pipe for large models, and seq for long sequences",
+    "init": "give --from: a training of text takes architecture and weights from one folder",
     "survive": "save checkpoints (save_every), and start a job that has ended again with resume = auto",
 }
 INSTEAD = {name: remedy for names, remedy in _WITHOUT.items() for name in names.split()}

@@ -140,7 +140,7 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
             found=", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different) + f" in {place}",
             expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
             remedy=f"what may change over a resume is {', '.join(others)}; give all else as it was, or begin "
-            "a new training with --init",
+            "a new training with --from, or of a task with --init",
         )
     if task.file is not None and fingerprint and fingerprint != now["fingerprint"]:
         if not getattr(config, "changed_task", False):
@@ -155,7 +155,7 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
             "the checkpoint is of a training on other data",
             found=f"fingerprint {now['fingerprint']}",
             expected=f"{fingerprint!s:.80}, as in {place}",
-            remedy="give the same files with --data, or begin a new training with --init",
+            remedy="give the same files with --data, or begin a new training with --from, or of a task with --init",
         )
     if found.step > config.steps:
         raise ConfigError(

@@ -107,13 +107,6 @@ def test_folders_have_the_whole_head_and_are_cut_where_they_are_read(comm, confi
     np.testing.assert_allclose(validations[1:], [validations[0]] * 2, rtol=1e-9)
     with pytest.raises(ConfigError, match="their head in other slices"):
         train(small(config, "refused", Path(ours.out), head_slices=2), GPT, comm)
-    with pytest.raises(ConfigError, match="their head in other slices"):
-        train(config("whole", tied=tied, init=str(ours.out)), GPT, comm)
-    with pytest.raises(ConfigError, match="their head in other slices"):
-        train(config("other init", tied=tied, head_slices=2, init=ours.out), GPT, comm)
-    assert (
-        train(config("init", tied=tied, head_slices=2, init=str(Path(saved.out, "huggingface"))), GPT, comm).step == 4
-    )
     kept = small(config, "kept", Path(ours.out), lora="2,4,q_proj,v_proj")
     assert train(kept, GPT, comm).step == 2
 

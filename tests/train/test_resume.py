@@ -173,7 +173,7 @@ def test_what_a_sharded_training_begins_with_and_leaves_is_that_of_one_without_s
     for sharded in (False, True):
         run = config(
             str(sharded), pipe=1, dtype="bfloat16", shard_optimizer=sharded, check_weights=1, save_as="huggingface",
-            init=base.out, **keys,
+            from_=base.out, **keys,
         )  # fmt: skip
         train(run, GPT, comm)
         ends.append((records(run), arrays_of(run), content(run.out + "/huggingface")))
@@ -289,7 +289,7 @@ REFUSED = [
     (dict(resume="auto"), PART, "file of the checkpoint is damaged"),
     (dict(resume="auto"), "metrics.jsonl", "metrics of a training to go on with cannot be used"),
     (dict(resume="checkpoint", out="elsewhere"), None, "not empty"),
-    (dict(init="absent", out="new"), None, "no model is here"),
+    (dict(from_="absent", out="new"), None, "no model is here"),
 ]
 
 
@@ -421,8 +421,8 @@ def test_a_training_begins_with_the_weights_of_another_one(comm, config):
         if source == "run without weights" and comm.rank == 0:
             shutil.rmtree(Path(first.out, "weights"))
         comm.Barrier()
-        init = str(checkpoint.newest(first.out)) if source == "checkpoint" else first.out
-        chosen = config(source, init=init, steps=2, lr=2e-2, optimizer="sgd")
+        place = str(checkpoint.newest(first.out)) if source == "checkpoint" else first.out
+        chosen = config(source, from_=place, steps=2, lr=2e-2, optimizer="sgd")
         train(chosen, GPT, comm)
         found = records(chosen)
         assert [line["step"] for line in found] == [0, 1, 2], source

@@ -96,9 +96,6 @@ def parse_lora(text: str) -> nn.LoRA:
 # -- The model that a training begins from (--from) -------------------------------------------------------------------
 
 
-MAY_DIFFER = ("seq", "dropout", "max_positions", "head_slices")  # which are a training's own
-
-
 @dataclass(frozen=True)
 class PretrainedModel:
     """The folder of the model to begin from, and what goes along with it."""
@@ -131,17 +128,3 @@ def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfi
                 )
         sizes = {name: getattr(model, name) for name in FROM_FOLDER}
         return replace(config, **sizes), PretrainedModel(folder, origin)
-
-
-def check_same_model(folder: model_folder.ModelFolder, model: Any) -> None:
-    """Raise ConfigError unless the weights in a folder are those of this model, and not only of its shapes."""
-    there = folder.model
-    for entry in fields(there):
-        value = getattr(model, entry.name, entry.default)
-        if entry.name not in MAY_DIFFER and value != getattr(there, entry.name):
-            raise ConfigError(
-                f"the weights to begin with are of a model with another {entry.name}",
-                found=f"{getattr(there, entry.name)} in {folder.path}",
-                expected=f"{value}, as the configuration has it",
-                remedy=f"take the architecture from the folder, too: --from {folder.path}",
-            )

@@ -1,4 +1,4 @@
-"""Trainings that begin from a model folder, and what they leave: the doors --from, --init and --save-as."""
+"""Trainings that begin from a model folder, and what they leave: the doors --from and --save-as."""
 
 from __future__ import annotations
 
@@ -150,23 +150,10 @@ def test_a_resumed_training_leaves_its_newest_model_alone(comm, folder, chosen, 
         assert open_model(chosen().out).kind == kinds[save_as]
 
 
-def test_init_takes_weights_of_the_same_model_alone(comm, folder, chosen, source):
-    place, _ = folder("llama", rope_scaling=None, tie_word_embeddings=False, rms_norm_eps=1e-6)
-    sizes = dict(dim=16, layers=3, heads=4, kv_heads=2, hidden=20)
-    run = chosen("init", init=str(place), rope_base=100.0, **sizes)
-    train(run, GPT, comm, data=source)
-    other = chosen("from", from_=str(place))
-    train(other, GPT, comm, data=source)
-    assert first_loss(run.out) == first_loss(other.out)
-    with pytest.raises(ConfigError, match=r"another rope_base\s+found: 100\.0 in .*source\s+expected: 10000\.0"):
-        train(chosen("wrong", init=str(place), **sizes), GPT, comm, data=source)
-
-
 REFUSED = [
     (dict(dim=24), "dim contradicts the model to begin from"),
     (dict(vocab=50), "vocab contradicts the model to begin from"),
     (dict(rope_base=3.0), "rope_base contradicts"),
-    (dict(init="x"), "from and init are both given"),
     (dict(save_dtype="float32"), "save_dtype without save_as"),
     (dict(save_dtype="int8", save_as="huggingface"), "save_dtype"),
     (dict(seq_len=65), "max_positions of a GPT"),
