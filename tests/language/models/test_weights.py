@@ -143,7 +143,7 @@ def described_as(text):
         (on_json("model.json", lambda facts: facts["model"].update(rope_base=10001.0)), r"description is damaged"),
         (on_tensors(ONE, lambda tensors: tensors.update(
             {name: array.astype(ml_dtypes.float8_e4m3fn) for name, array in tensors.items()})),
-         "a file of weights is damaged: '0.weight' has the dtype 'F8_E4M3', which is none of"),
+         "a file of weights is damaged: '0.weight' has the dtype F8_E4M3, which is none of"),
         (lambda folder: (folder / ONE).unlink(), "cannot be read"),
         (lambda folder: (folder / "model.json").unlink(), "description cannot be read: No such file"),
         (described_as("{"), "description cannot be read"),
