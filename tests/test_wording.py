@@ -41,7 +41,7 @@ def test_counts():
     assert [counted(0, "rank"), counted(1, "batch"), counted(2, "batch")] == ["0 ranks", "1 batch", "2 batches"]
 
 
-@pytest.mark.parametrize("extra", ["plot", "search", "tokens", "cuda13", "mpich", "torch", "jax"])
+@pytest.mark.parametrize("extra", ["plot", "tokens", "cuda13", "mpich", "torch", "jax"])
 def test_what_an_error_says_to_install_is_an_extra(extra):
     project = tomllib.loads(Path(mpipipe.__file__).parents[1].joinpath("pyproject.toml").read_text())
     assert extra in project["project"]["optional-dependencies"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from hashlib import blake2b
 
 import numpy as np
 
@@ -23,7 +24,7 @@ def write_tokens(path, ids, starts=(), nbytes=(), vocab=50, **changed):
     index = np.array([starts, before], "<u8")
     facts = {
         "vocab": vocab, "end": None, "tokens": len(ids), "documents": len(starts), "nbytes": int(sum(nbytes)),
-        "tokenizer": HASH,
+        "tokenizer": HASH, "index": blake2b(index.tobytes(), digest_size=16).hexdigest(),
     }  # fmt: skip
     for end, array in (("", np.asarray(ids, "<u2" if vocab <= 65536 else "<u4")), (".documents", index)):
         with open(f"{path}{end}", "wb") as file:

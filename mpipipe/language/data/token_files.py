@@ -17,6 +17,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,7 +187,7 @@ MOST_FACTS = 1 << 20  # bytes of the first
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What the .json next to a file of tokens says: `tokenizer` is its hash, `end` the end-of-text token."""
+    """What the .json next to a file of tokens says; `tokenizer` and `index` are hashes, `end` the end-of-text token."""
 
     vocab: int
     end: int | None
@@ -194,6 +195,7 @@ class TokenFacts:
     documents: int
     nbytes: int
     tokenizer: str
+    index: str
 
 
 def beside(path: Path, end: str) -> Path:
@@ -245,6 +247,11 @@ def open_tokens(path: Path) -> OpenedTokens:
         raise _damaged(place, f"checksum {checksum}", f"{written!r:.80}")
     ids = _open_npy(path, dtype_for(facts.vocab), (facts.tokens,))
     index = _open_npy(rows, "<u8", (2, facts.documents))
+    content = blake2b(digest_size=16)
+    for _, block in index.blocks():
+        content.update(block.data)
+    if content.hexdigest() != facts.index:
+        raise _damaged(rows, f"checksum {content.hexdigest()}", facts.index)
     starts = FileIntegers(rows, index.dtype, facts.documents, index.offset)
     before = FileIntegers(rows, index.dtype, facts.documents, index.offset + 8 * facts.documents)
     return OpenedTokens(ids, Documents(rows, starts, before, facts.nbytes), facts, (path, rows))

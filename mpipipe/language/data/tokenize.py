@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
@@ -170,7 +171,9 @@ def join_parts(out: Path, documents: Sequence[np.ndarray], tokenizer: Tokenizer)
     tokens, nbytes = every.sum(axis=1).tolist()
     if not tokens:
         raise DataError("the texts have no tokens", found=str(out), remedy="give files that hold some text")
-    facts = TokenFacts(tokenizer.vocab, tokenizer.end, tokens, every.shape[1], nbytes, tokenizer.hash)
+    index = (np.cumsum(every, axis=1) - every).astype("<u8").tobytes()
+    checksum = blake2b(index, digest_size=16).hexdigest()
+    facts = TokenFacts(tokenizer.vocab, tokenizer.end, tokens, every.shape[1], nbytes, tokenizer.hash, checksum)
     others = beside(out, DOCUMENTS), beside(out, FACTS)
     dtype = dtype_for(tokenizer.vocab)
     try:
@@ -188,9 +191,9 @@ def join_parts(out: Path, documents: Sequence[np.ndarray], tokenizer: Tokenizer)
                     )
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, file)
-            with files.whole_file(others[0]) as index:
-                index.write(npy_header("<u8", every.shape))
-                index.write((np.cumsum(every, axis=1) - every).astype("<u8").tobytes())
+            with files.whole_file(others[0]) as documents:
+                documents.write(npy_header("<u8", every.shape))
+                documents.write(index)
             write_facts(others[1], asdict(facts))
     except BaseException:
         for path in others:

@@ -11,6 +11,7 @@ from support.token_files import HASH, facts_text, random_documents, write_megatr
 
 from mpipipe.errors import DataError
 from mpipipe.language import data
+from mpipipe.language.data import token_files
 from mpipipe.language.data.token_files import DOCUMENTS, FACTS, beside
 
 
@@ -190,3 +191,17 @@ def test_a_source_of_arrays_checks_them_and_tells_them_apart():
         data.Source.of_arrays(ids.reshape(2, 15), ids, vocab=7)
     known = data.Array(ids, documents=[0, 4, 20])
     assert known.starts(1, 20).tolist() == [4] and known.starts(4, 21).tolist() == [4, 20]
+
+
+def test_every_bit_of_the_index_of_documents_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "BLOCK", 3)  # so that neighbours lie in different blocks
+    path = write_tokens(tmp_path / "tokens", np.zeros(80), STARTS, [7] * 8)
+    index = beside(path, DOCUMENTS)
+    whole = index.read_bytes()
+    for byte in range(128, len(whole)):
+        change(index, byte, bytes([whole[byte] ^ 1 << byte % 8]))
+        with pytest.raises(DataError, match="file of tokens is damaged") as caught:
+            data.find([path])
+        assert str(index) in caught.value.found
+        index.write_bytes(whole)
+    check(data.find([path]).whole(), np.zeros(80), np.array(STARTS))
