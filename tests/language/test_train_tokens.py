@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -224,12 +225,14 @@ def test_data_that_do_not_fit_are_one_error_on_all_ranks_before_anything_is_writ
     tokenizer = mpi_tmp_path / "tokenizer.json"
     if comm.rank == 0:
         binary.write_bytes(np.arange(9000, dtype="<u2").tobytes())
-        short.write_bytes((mpi_tmp_path / "tokens").read_bytes()[:-5])
+        for end in ("", ".json", ".documents"):
+            shutil.copyfile(mpi_tmp_path / f"tokens{end}", mpi_tmp_path / f"short{end}")
+        short.write_bytes(short.read_bytes()[:-5])
         tokenizer.write_text("{}")
     comm.Barrier()
     for keys, error, match in [
         (dict(data=[str(binary)]), DataError, "binary file without a header"),
-        (dict(data=[str(short)]), DataError, "cut short"),
+        (dict(data=[str(short)]), DataError, "a file of tokens is damaged"),
         (dict(vocab=VOCAB - 1), DataError, "another vocabulary"),
         (dict(seq_len=300), DataError, "too short"),
         (dict(tokenizer=str(mpi_tmp_path)), ConfigError, "another tokenizer"),

@@ -191,9 +191,9 @@ def join_parts(out: Path, documents: Sequence[np.ndarray], tokenizer: Tokenizer)
                     )
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, file)
-            with files.whole_file(others[0]) as documents:
-                documents.write(npy_header("<u8", every.shape))
-                documents.write(index)
+            with files.whole_file(others[0]) as target:
+                target.write(npy_header("<u8", every.shape))
+                target.write(index)
             write_facts(others[1], asdict(facts))
     except BaseException:
         for path in others:
