@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,14 +13,14 @@ from mpipipe.cli.flags import numbers
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
-from mpipipe.schedules import Costs, Schedule, Timeline, from_file, is_path, names
+from mpipipe.schedules import FORM, Costs, Links, Schedule, Timeline, from_file, is_path, names, placement_of
 from mpipipe.text import counted
 
 Cost = Annotated[str, Option("time in each stage: a number, or one for each stage with commas between")]
 
 
 def simulate(
-    schedule: Annotated[str, Option("a name; all: a table of them; FILE.csv")],
+    schedule: Annotated[str | None, Option("a name; all: a table of them; FILE.csv")] = None,
     ranks: Annotated[int | None, Option("P; default: 4")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     microbatches: Annotated[int | None, Option("M; default: 16")] = None,
@@ -27,8 +29,11 @@ def simulate(
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
     transfer: Annotated[str, Option("time of a message between stages: a number, or one for each stage")] = "0",
+    transfer_model: Annotated[str | None, Option(f"in place of --transfer, in s and bytes/s: {FORM}")] = None,
+    message_bytes: Annotated[float, Option("of one micro-batch between two stages, for --transfer-model")] = 0,
     memory_limit: Annotated[float | None, Option("chunk activations that a rank may hold at once")] = None,
     recompute: Annotated[bool, Option("run forwards again, as many as --memory-limit needs; without it, all")] = False,
+    csv: Annotated[Path | None, Option("read the order from this file, which may have any name")] = None,
     out: Annotated[Path | None, Option("write the order to this new file")] = None,
 ) -> None:
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
@@ -37,23 +42,40 @@ def simulate(
     memory than it does.
     """
     with refusing("simulate"):
+        if (schedule is None) == (csv is None):
+            raise ConfigError(
+                "what to simulate is not clear",
+                found="neither --schedule nor --csv" if schedule is None else "--schedule and --csv",
+                expected="one of them",
+                remedy="for example --schedule all, which compares all that the package makes",
+            )
+        source, name = "--csv", schedule or ""
+        if is_path(name):
+            source, csv = f"--schedule {name}", Path(name)
         given = given_of(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
-        if is_path(schedule):
-            refuse(f"--schedule {schedule}, whose order says it", given)
+        if csv is not None:
+            refuse(f"{source}, whose order says it", given)
         sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **given}
         costs = costs_of(forward, input_grad, weight_grad, transfer)
-        if schedule == "all":
+        links = _links(transfer_model, message_bytes, costs)
+        if name == "all":
             refuse("--schedule all", given_of(recompute=recompute or None, out=out))
         if out is not None:
             files.check_new("the order", out)
-        if schedule == "all":
-            lines = [*_table(sizes, costs, memory_limit)]
+
+        def with_links(name: str) -> Costs:
+            """Return the costs, with the times of messages between the stages of this schedule."""
+            if links is None:
+                return costs
+            placement = from_file(csv).placement if csv else placement_of(name, sizes["ranks"], sizes["chunks"])
+            return replace(costs, transfer=links.times(placement, message_bytes))
+
+        if name == "all":
+            lines = [*_table(sizes, with_links, memory_limit)]
         else:
+            costs = with_links(name)
             limit = None if recompute else memory_limit
-            if is_path(schedule):
-                made = from_file(schedule)
-            else:
-                made = schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
+            made = from_file(csv) if csv else schedules.by_name(name, **sizes, costs=costs, memory_limit=limit)
             made = schedules.with_recompute(made, costs, memory_limit) if recompute else made
             lines = [*_one(made, costs, memory_limit)]
             if out is not None:
@@ -80,6 +102,32 @@ def refuse(beside: str, given: dict[str, Any]) -> None:
     if given:
         found = ", ".join(f"--{name} {value}" for name, value in given.items())
         raise ConfigError(f"--{next(iter(given))} does not go with {beside}", found=found, remedy="leave it out")
+
+
+def _links(text: str | None, message_bytes: float, costs: Costs) -> Links | None:
+    """Return the links that --transfer-model names."""
+    if text is None:
+        if message_bytes:
+            raise ConfigError(
+                "the length of a message says nothing without a model of the links",
+                found=f"--message-bytes={message_bytes:g}",
+                remedy="pass --transfer-model latency,bandwidth as well",
+            )
+        return None
+    if costs.transfer != 0:
+        raise ConfigError(
+            "messages have two costs",
+            found=f"--transfer={costs.transfer} and --transfer-model={text}",
+            expected="one of them",
+        )
+    network = Links.read(text)
+    if not message_bytes and math.isfinite(network.bandwidth):
+        raise ConfigError(
+            "a bandwidth says nothing without the length of a message",
+            found=f"--transfer-model={text}",
+            expected="--message-bytes, or the bandwidth inf",
+        )
+    return network
 
 
 # -- The lines of text that show one schedule, or all of them ---------------------------------------------------------
@@ -122,9 +170,10 @@ def _bound_and_gap(timeline: Timeline, costs: Costs, limit: float | None) -> tup
     return bound, max(0.0, timeline.makespan / bound - 1) if bound else 0.0
 
 
-def _table(sizes: dict[str, int], costs: Costs, memory_limit: float | None) -> Iterator[str]:
+def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit: float | None) -> Iterator[str]:
     yield f"{'schedule':<24}{'makespan':>10}{'bubble':>8}{'activations':>12}{'bound':>10}{'gap':>8}"
     for name in names(sizes["chunks"]):
+        costs = costs_of(name)
         made = schedules.by_name(name, **sizes, costs=costs, memory_limit=memory_limit)
         found = schedules.simulate(made, costs)
         held = max(found.peak_activations)

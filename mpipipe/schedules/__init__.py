@@ -9,16 +9,36 @@ from mpipipe.schedules.draw import chrome_trace, timeline
 from mpipipe.schedules.partition import partition, with_frozen
 from mpipipe.schedules.proof import check, grid
 from mpipipe.schedules.recompute import before_backwards, with_recompute
-from mpipipe.schedules.registry import ONE_STAGE, SEVERAL_STAGES, TWO_STAGES, Advice, advise, by_name, names
+from mpipipe.schedules.registry import (
+    ONE_STAGE,
+    SEVERAL_STAGES,
+    TWO_STAGES,
+    Advice,
+    advise,
+    by_name,
+    names,
+    placement_of,
+)
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
-from mpipipe.schedules.simulate import EQUAL_COSTS, TIMES, Costs, Timeline, activations, peak_memory, simulate
+from mpipipe.schedules.simulate import (
+    EQUAL_COSTS,
+    FORM,
+    TIMES,
+    Costs,
+    Links,
+    Timeline,
+    activations,
+    peak_memory,
+    simulate,
+)
 from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
 
 __all__ = [
     "Action",
     "Advice",
     "Costs",
+    "Links",
     "Schedule",
     "Skip",
     "Timeline",

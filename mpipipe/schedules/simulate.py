@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.checks import LARGEST, one_per_stage
+from mpipipe.schedules.checks import LARGEST, at_least_one, one_per_stage
 from mpipipe.schedules.proof import check
-from mpipipe.schedules.replay import packed, replay
+from mpipipe.schedules.replay import hops, packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
 
@@ -335,3 +336,90 @@ def held(
         yield now
         if op in (BACKWARD, WEIGHT_GRAD):
             now -= whole[stage]
+
+
+# -- How long messages take, by latency, bandwidth and size of a node -------------------------------------------------
+
+
+FORM = "latency,bandwidth[,node-size[,latency inside,bandwidth inside]]"
+
+
+#     rank    0   1   2   3 | 4   5   6   7     node size 4: hops 1-3 and 5-7 are inside a node, hop 4 is not
+@dataclass(frozen=True)
+class Links:
+    """The links between ranks: a message of n bytes takes latency + n / bandwidth.
+
+    Parameters
+    ----------
+    latency, bandwidth : float
+        Seconds that a message without content takes between nodes, and bytes per second; inf if length does not matter.
+    node_size : int, optional
+        Ranks on a node: r and s share one if r // node_size == s // node_size. By default each has its own.
+    inside_latency, inside_bandwidth : float, optional
+        The same within a node; by default a message takes no time there.
+
+    Examples
+    --------
+    >>> from mpipipe.schedules import Links
+    >>> links = Links(latency=0.5, bandwidth=1000, node_size=2)
+    >>> links.times(placement=(0, 1, 2, 3), message_bytes=500)
+    [0.0, 0.0, 1.0, 0.0]
+    """
+
+    latency: float
+    bandwidth: float
+    node_size: int = 1
+    inside_latency: float = 0.0
+    inside_bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        at_least_one("node_size", self.node_size)
+        for entry in fields(self):
+            value, speed = getattr(self, entry.name), entry.name.endswith("bandwidth")
+            if not isinstance(value, (int, float)) or not (value > 0 if speed else 0 <= value < math.inf):
+                raise ArgumentError(
+                    f"{entry.name} does not describe a link",
+                    found=f"{entry.name}={value!r}",
+                    expected="bytes per second, above 0" if speed else "seconds, at least 0",
+                )
+
+    @classmethod
+    def read(cls, text: str) -> Links:
+        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]], as in "5e-6,25e9,8".
+
+        ArgumentError is raised if it has another form or describes no link.
+        """
+        parts = text.split(",")
+        try:
+            if len(parts) not in (2, 3, 5):
+                raise ValueError(text)
+            latency, bandwidth, *inside = map(float, parts[:2] + parts[3:])
+            return cls(latency, bandwidth, int(parts[2]) if parts[2:] else 1, *inside)
+        except ArgumentError:
+            raise
+        except ValueError as error:
+            raise ArgumentError("no model of links", found=repr(text), expected=f"{FORM}, as in 5e-6,25e9,8") from error
+
+    def times(self, placement: Sequence[int], message_bytes: float) -> list[float]:
+        """Return the seconds of a message over each hop, as `Costs.transfer` takes them.
+
+        Parameters
+        ----------
+        placement : sequence of int
+            Rank of each logical stage.
+        message_bytes : float
+            Bytes of the activation of one micro-batch between two stages, or of its gradient; at least 0 and finite.
+
+        Returns
+        -------
+        list of float
+            Entry l is the time between stages l-1 and l. Entry 0 is 0, and so is a hop between stages of one rank.
+        """
+        if not isinstance(message_bytes, (int, float)) or not 0 <= message_bytes < math.inf:
+            raise ArgumentError(
+                "no length of a message", found=f"message_bytes={message_bytes!r}", expected="bytes >= 0"
+            )
+        outside = self.latency + message_bytes / self.bandwidth
+        inside = self.inside_latency + message_bytes / self.inside_bandwidth
+        nodes = [rank // self.node_size for rank in placement]
+        return hops(placement, [0.0, *(inside if here == there else outside for here, there in pairwise(nodes))])
