@@ -12,7 +12,7 @@ import pytest
 from support.small_training import config_in
 
 from mpipipe import files
-from mpipipe.errors import ConfigError, OwnerError
+from mpipipe.errors import ConfigError, OwnerError, PeerError
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import output_folder, train
 from mpipipe.train.trainer import Trainer
@@ -57,7 +57,7 @@ def test_only_a_training_that_has_ended_well_on_all_ranks_is_finished(comm, mpi_
         train(config(), GPT, comm)
     assert finished.exists()  # the folder is as it was
     monkeypatch.setattr(Trainer, "step", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((ZeroDivisionError, PeerError)):  # a rank may learn of it before it comes there
         train(config(steps=3, resume="auto"), GPT, comm)
     comm.Barrier()
     assert not finished.exists()
