@@ -23,20 +23,20 @@ SECONDS = 100  # for one block
 # A reader runs these as they stand. A test has no time for all of their work, so it takes a small part of it.
 LESS = """
 case "$*" in
-    *waves*|*shift.py*) exec "$REAL_PYTHON" "$@" ;;
+    *waves*|*shift.py*) exec "$PYTHON3" "$@" ;;
     "-m pip install h5py") exit 0 ;;
-    *"docs/tasks/weather.py weather.h5") exec "$REAL_PYTHON" "$@" ;;
-    *docs/tasks/weather.py*) exec "$REAL_PYTHON" "$@" --steps 2 ;;
-    *docs/tasks/darcy.py*) exec "$REAL_PYTHON" "$@" --steps 2 --set samples=64 ;;
-    "-m mpipipe plan --dim 64 --layers 3"*) exec "$REAL_PYTHON" "$@" --batch 2 ;;
+    *"docs/tasks/weather.py weather.h5") exec "$PYTHON3" "$@" ;;
+    *docs/tasks/weather.py*) exec "$PYTHON3" "$@" --steps 2 ;;
+    *docs/tasks/darcy.py*) exec "$PYTHON3" "$@" --steps 2 --set samples=64 ;;
+    "-m mpipipe plan --dim 64 --layers 3"*) exec "$PYTHON3" "$@" --batch 2 ;;
     "-m mpipipe train --plan auto"*)
-        exec "$REAL_PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 16 --batch 8 --data "$DATA" ;;
-    "-m mpipipe train"*) exec "$REAL_PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 32 --data "$DATA" ;;
-    "-m mpipipe generate"*) exec "$REAL_PYTHON" "$@" --bytes 20 ;;
-    "-m pytest -q -p no:cacheprovider test_"*) exec "$REAL_PYTHON" -c "$ALONE" "$@" ;;
-    "-m pytest"*) exec "$REAL_PYTHON" -c "import sys, mpipipe; print('tests:', sys.argv[1:])" "$@" ;;
+        exec "$PYTHON3" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 16 --batch 8 --data "$DATA" ;;
+    "-m mpipipe train"*) exec "$PYTHON3" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 32 --data "$DATA" ;;
+    "-m mpipipe generate"*) exec "$PYTHON3" "$@" --bytes 20 ;;
+    "-m pytest -q -p no:cacheprovider test_"*) exec "$PYTHON3" -c "$ALONE" "$@" ;;
+    "-m pytest"*) exec "$PYTHON3" -c "import sys, mpipipe; print('tests:', sys.argv[1:])" "$@" ;;
 esac
-exec "$REAL_PYTHON" "$@"
+exec "$PYTHON3" "$@"
 """
 # pytest-mpi and this project's plugins belong to the tests of the project
 ALONE = "import sys, pytest; sys.exit(pytest.main(['-q', '-c', '/dev/null', '--rootdir=.', sys.argv[-1]]))"
@@ -102,7 +102,7 @@ class Reader:
         for extras in ("mpich", "mpich,test", "mpich,docs"):
             (folder / ".venv" / f"installed-{extras}").write_text(f"{folder} {stamp}")
         self.env = job_environment(
-            {"REAL_PYTHON": sys.executable, "DATA": str(data), "ALONE": ALONE, "OMP_NUM_THREADS": "1"}
+            {"PYTHON3": sys.executable, "DATA": str(data), "ALONE": ALONE, "OMP_NUM_THREADS": "1"}
         )
         self.env["PYTHONPATH"] = str(folder)  # the copy, where an installation would be
         for name in (
