@@ -155,7 +155,8 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
 
         def prepared(lone: LoneLayer, drawing: int) -> tuple[Timer, Shapes]:
             stack.enter_context(lone.taking_head())
-            lone.x = x if not timers else _in_memory(lone.x)
+            if timers:  # the first layer has the example itself
+                lone.x = _in_memory(lone.x)
             timer = Timer(lone, targets)
             timers[lone.stage.first] = timer
             return timer, timer.forward("F")

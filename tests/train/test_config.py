@@ -113,7 +113,6 @@ REFUSED = [  # (keys, words of the error)
     ({"preempt_signals": "STOP"}, "preempt_signals: a signal that cannot be caught"),
     ({"time_limit": "an hour"}, "time_limit: no length of time\n.*'an hour'"),
     ({"resume": "auto"}, "resume = auto without out"),
-    ({"resume": "a", "init": "b"}, "resume and init are both given"),
 ]  # fmt: skip
 
 
