@@ -252,7 +252,7 @@ def _step_on_device(
             optimizer.steps -= 1  # the device has not made it
         return measured.norm if _is_good(measured, scaler, norm) else None
     scaler.update(finite=True)
-    made = NormOfStep(begun, norm, optimizer.steps)
+    made = NormOfStep(begun, norm, optimizer)
     scaler.unread.append(made)
     return made
 
@@ -268,14 +268,15 @@ class NormOfStep:
     ----------
     begun, norm : NormOnDevice, Norm
         What is under way on the device, and over which stages and ranks.
-    step : int
-        Number of the step of the optimizer, for errors.
+    optimizer : SGD or AdamW
+        Which has asked for the step; its count is put right where the device has left the step out.
     """
 
-    def __init__(self, begun: NormOnDevice, norm: Norm, step: int) -> None:
+    def __init__(self, begun: NormOnDevice, norm: Norm, optimizer: Stepping) -> None:
         self._begun: NormOnDevice | None = begun
         self._norm = norm
-        self._step = step
+        self._optimizer = optimizer
+        self._step = optimizer.steps
         self._measured: MeasuredNorm | None = None
 
     def is_here(self) -> bool:
@@ -287,6 +288,8 @@ class NormOfStep:
             assert self._begun is not None  # until it is measured
             self._measured = self._begun.result()
             self._begun = None
+            if self._measured.bad is not None:
+                self._optimizer.steps -= 1
         if self._measured.bad is not None:
             self._measured.bad.refuse(self._norm.comm, f" in step {self._step} of the optimizer")
         return self._measured.norm
