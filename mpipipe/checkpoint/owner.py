@@ -69,7 +69,7 @@ class Owner:
             )
 
     def is_taken(self) -> bool:
-        """Whether another job has the folder. Where nobody has it, this job may have released it on another rank."""
+        """Whether another job has the folder. Where no job has it, this one may have released it on another rank."""
         try:
             record = read(self.folder / NAME)
         except OSError:
