@@ -135,8 +135,8 @@ def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
 
 
 FIELDS = fields_of(TrainConfig)
-FIELDS += [entry for entry in fields_of(TaskFileConfig) if entry.name in ("set", "changed_task")]
-GENERAL = {entry.name for entry in fields(TaskFileConfig)} - {"init"}  # which the help lists before those of text
+FIELDS += [entry for entry in fields_of(TaskFileConfig) if entry.name in ("init", "set", "changed_task")]
+GENERAL = {entry.name for entry in fields(TaskFileConfig)}  # which the help lists before those of text
 FIELDS.sort(key=lambda entry: entry.name not in GENERAL)
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
 train.instead = INSTEAD  # type: ignore[attr-defined]

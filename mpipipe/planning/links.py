@@ -100,12 +100,13 @@ def step_seconds(
     gradients: Any = None,
     replicas: Communicator | None = None,
 ) -> float:
-    """Return the median seconds of a step of stages that compute nothing; collective."""
+    """Return the median seconds of a step of stages that compute nothing; collective, also over `replicas`."""
 
     def loss(output: Any, target: Any, factor: float = 1.0) -> tuple[float, np.ndarray]:
         return 0.0, array
 
-    group = group_of(comm)
+    # The number of steps follows from measured seconds: all ranks that sum gradients must make the same number.
+    group = group_of(comm if replicas is None else replicas)
     hollow: dict[str, Any] = {"forward": lambda x: (array, None), "backward": lambda dy, saved: array}
     stages = [SimpleNamespace(**hollow, gradients=gradients) for _ in schedule.stages_of(comm.rank)]
     batch = [array] * schedule.microbatches

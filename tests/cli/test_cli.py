@@ -188,13 +188,16 @@ def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arguments", ["train --device cuda", "bench gpu"])
-def test_a_gpu_that_is_not_there_ends_the_job_with_one_report(mpipipe, arguments):
-    job = mpipipe(2, *arguments.split(), env=WITHOUT_GPU)
+@pytest.mark.parametrize(
+    "ranks, arguments, end",
+    [(2, "train --device cuda", "mpipipe: job ended by rank"), (1, "bench gpu", "mpipipe: stopped")],
+)
+def test_a_gpu_that_is_not_there_ends_the_job_with_one_report(mpipipe, ranks, arguments, end):
+    job = mpipipe(ranks, *arguments.split(), env=WITHOUT_GPU)
     assert job.returncode != 0
     assert job.stderr.count("device 'cuda' was asked for") + job.stderr.count("a GPU was asked for") == 1, job.stderr
     assert "remedy: " in job.stderr and "BackendError" in job.stderr
-    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+    assert job.stderr.count(end) == 1 and "Traceback" not in job.stderr
     assert job.stdout == ""
 
 
