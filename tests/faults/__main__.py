@@ -12,7 +12,7 @@ from pathlib import Path
 from faults.cases import all_cases, quick_cases
 from faults.fault import Case
 from faults.play import PASSED
-from faults.summary import last_line, play_all, rows, table
+from faults.summary import last_line, play_all, table
 
 
 def main() -> int:
@@ -27,8 +27,6 @@ def main() -> int:
         for name, verdict in results:
             if verdict.status != PASSED:
                 print(f"\n=== {name} {verdict}\n{verdict.output}")
-    if options.rows:
-        print(f"\n{rows(results)}")
     print(f"\n{table(results)}\n{last_line(results, len(jobs), start)}")
     return 0 if jobs and len(results) == len(jobs) and all(verdict.status == PASSED for _, verdict in results) else 1
 
@@ -39,11 +37,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--python", action="append", type=_environment, help="NAME=PATH of an MPI's interpreter")
     parser.add_argument("--quick", action="store_true", help="only the quick choice")
     parser.add_argument("--fast", action="store_true", help="without the slow ones")
-    parser.add_argument("--thin", action="store_true", help="each fault with its smallest number of ranks only")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="jobs at the same time")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="a job that takes longer counts as hung")
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
-    parser.add_argument("--rows", action="store_true", help="print a row for each case, too")
     parser.add_argument("--verbose", action="store_true", help="print what failed jobs have printed")
     options = parser.parse_args()
     options.python = options.python or [("mpi", sys.executable)]
@@ -59,7 +55,7 @@ def _chosen(options: argparse.Namespace, name: str) -> Iterator[Case]:
     for case in quick_cases(name) if options.quick else all_cases(name):
         if options.pattern and not any(pattern in str(case) for pattern in options.pattern):
             continue
-        if (options.fast and case.fault.slow) or (options.thin and case.ranks != min(case.fault.ranks)):
+        if options.fast and case.fault.slow:
             continue
         yield case
 

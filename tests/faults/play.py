@@ -20,9 +20,6 @@ PAUSE = 0.02  # seconds between two looks at a job
 LOOK_FOR_MEMORY = 0.2  # seconds between two looks at the shared memory of its processes
 OUTLIVES = 3.0  # seconds after its launcher in which the processes of a job must be gone
 SHARED_MEMORY = "/dev/shm/"
-OUTLIVE = "processes outlive the job"
-LACKS = " lacks "
-STEP = "\nstep "
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,6 @@ class Verdict:
     problems: tuple[str, ...]
     seconds: float
     output: str
-    code: int | None = None
-    ending: float | None = None
 
     def __str__(self) -> str:
         return f"{self.case} {self.status} after {self.seconds:.1f} s: {'; '.join(self.problems)}"
@@ -89,9 +84,8 @@ def _play_once(case: Case, python: str, limit: float | None) -> Verdict:
             return Verdict(case, WRONG, tuple(problems), 0.0, "")
         job = Job(command_line(case, python, folder), folder, fault.env)
         start = time.monotonic()
-        memory, stepped = _watch(job, case, start + min(fault.limit, limit or fault.limit))
-        end = time.monotonic()
-        seconds, ending = end - start, None if stepped is None else end - stepped
+        memory = _watch(job, case, start + min(fault.limit, limit or fault.limit))
+        seconds = time.monotonic() - start
         hung = job.returncode is None
         if hung:
             job.end()
@@ -100,21 +94,15 @@ def _play_once(case: Case, python: str, limit: float | None) -> Verdict:
     output = f"{' '.join(job.command)}\nexit code {job.returncode}\n--- stdout\n{job.stdout}\n--- stderr\n{job.stderr}"
     if hung:
         return Verdict(case, HUNG, (f"still running, {_said(job)}",), seconds, output)
-    return Verdict(case, _status(problems, job, case), tuple(problems), seconds, output, job.returncode, ending)
+    return Verdict(case, _status(problems, job, case), tuple(problems), seconds, output)
 
 
-def _watch(job: Job, case: Case, deadline: float) -> tuple[set[Path], float | None]:
-    """Send the fault's signals until the job ends or the deadline passes.
-
-    Returns its shared memory, and the time at which the last line of a step was seen.
-    """
+def _watch(job: Job, case: Case, deadline: float) -> set[Path]:
+    """Send the fault's signals until the job ends or the deadline passes; returns the job's shared memory."""
     memory, due = set(), list(case.fault.sends)
     appeared, look = None, 0.0
-    stepped, steps = None, 0
     while job.returncode is None and time.monotonic() < deadline:
         said = job.stdout
-        if (count := said.count(STEP)) != steps:
-            stepped, steps = time.monotonic(), count
         if due:
             if appeared is None and due[0].at in said:
                 appeared = time.monotonic()
@@ -125,7 +113,7 @@ def _watch(job: Job, case: Case, deadline: float) -> tuple[set[Path], float | No
             memory |= _shared_memory(job)
             look = time.monotonic() + LOOK_FOR_MEMORY
         time.sleep(PAUSE)
-    return memory, stepped
+    return memory
 
 
 def _send(job, send):
@@ -156,8 +144,8 @@ def _judge(job: Job, case: Case, memory: set[Path]) -> list[str]:
     problems = []
     if not _matches(job.returncode, case.code):
         problems.append(f"exit code {job.returncode} instead of {case.code}")
-    problems += [f"stderr{LACKS}{text!r}" for text in case.says if text not in stderr]
-    problems += [f"stdout{LACKS}{text!r}" for text in fault.prints if text not in stdout]
+    problems += [f"stderr lacks {text!r}" for text in case.says if text not in stderr]
+    problems += [f"stdout lacks {text!r}" for text in fault.prints if text not in stdout]
     problems += [f"{text!r} must not be printed" for text in fault.never if text in stdout + stderr]
     counts = [(text, stdout.count(text), max(1, case.ranks)) for text in fault.by_all]
     problems += [f"{count} times {text!r} for {ranks} ranks" for text, count, ranks in counts if count != ranks]
@@ -170,7 +158,7 @@ def _judge(job: Job, case: Case, memory: set[Path]) -> list[str]:
         problems.append(f"stderr is not empty: {stderr[:80]!r}")
     left = job.outlived_by(OUTLIVES)
     if left:
-        problems.append(f"{len(left)} {OUTLIVE}")
+        problems.append(f"{len(left)} processes outlive the job")
         job.kill_processes()
     kept = [path.name for path in memory if path.exists()]
     if kept:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from faults.fault import Case
-from faults.play import HUNG, LACKS, OUTLIVE, PASSED, SILENT, WRONG, Verdict, play
+from faults.play import HUNG, PASSED, SILENT, WRONG, Verdict, play
 from mpipipe.text import text_table
 
 STATUSES = (PASSED, HUNG, SILENT, WRONG)
@@ -53,27 +53,6 @@ def table(results: Iterable[tuple[str, Verdict]]) -> str:
     titles = ("mpi", "class", "cases", *STATUSES, "median s", "worst s")
     order = sorted(groups, key=lambda key: (key[0], key[1] == "all", key[1]))
     return "\n".join(text_table(titles, [(*key, *_numbers(groups[key])) for key in order], left=(0, 1)))
-
-
-def rows(results: Iterable[tuple[str, Verdict]]) -> str:
-    """One row for each case: seconds in all and from its last step, exit code, whether the culprit is named, orphans.
-
-    What a case checks when its job is over, as that its last checkpoint can be loaded, is in the column `after`.
-    """
-    titles = ("fault", "mpi", "case", "seconds", "ending", "code", "says", "orphans", "after", "status")
-    cells = sorted((_row(name, verdict) for name, verdict in results), key=lambda row: row[:3])
-    return "\n".join(text_table(titles, cells, left=(0, 1)))
-
-
-def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
-    case, problems = verdict.case, verdict.problems
-    wanted = [*case.says, *case.fault.prints]
-    says = "-" if not wanted else "no" if any(LACKS in text for text in problems) else "yes"
-    orphans = next((text.split()[0] for text in problems if text.endswith(OUTLIVE)), "0")
-    after = "-" if not case.fault.after else "no" if any(text.startswith("python ") for text in problems) else "yes"
-    ending = "-" if verdict.ending is None else f"{verdict.ending:.1f}"
-    cells = (f"{verdict.seconds:.1f}", ending, str(verdict.code), says, orphans, after, verdict.status)
-    return (f"{case.fault.kind}: {case.fault.name}", name, f"{case.ranks} {case.mode}", *cells)
 
 
 def _numbers(verdicts: list[Verdict]) -> list[str]:

@@ -13,7 +13,6 @@ VENDOR = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "ano
 
 QUICK = (  # one of each kind that others do not show in less; the rest is long
     "exception: traceback of a backward",
-    "exception: in a ring, caught, and all make a cache",
     "never joins: rank last exits with 0",
     "exit: rank 2 exits with 3",
     "vanishes:",

@@ -10,7 +10,7 @@ from support.launch import Job
 
 from faults.fault import COMMAND, HEADING, Case, Fault, Send
 from faults.play import HUNG, PASSED, SILENT, WRONG, command_line, play
-from faults.summary import last_line, rows, table
+from faults.summary import last_line, table
 
 REPORT = f"import sys; sys.stderr.write('{HEADING} rank 0: wet paint')\n"
 
@@ -95,14 +95,3 @@ def test_the_table_counts_by_class():
     row = table(results).splitlines()[2].split()
     assert row[:8] == ["mpich", "a", "class", "2", "1", "0", "0", "1"]
     assert last_line(results, 2, 0).startswith("mpipipe: faults failed cases=2 passed=1 hung=0 silent=0 wrong=1")
-
-
-def test_a_row_tells_of_one_case():
-    good = play(
-        job("print('x\\nstep 1', flush=True); import time; time.sleep(0.3)", code=0, reports=0, prints=("step",))
-    )
-    bad = play(job("1 / 0", after=(("-c", "1 / 0"),), says=("wet",), reports=0, code=0))
-    first, second = (line.split() for line in rows([("mpich", good), ("openmpi", bad)]).splitlines()[2:])
-    assert first[4:7] == ["mpich", "0", "command"] and first[9:] == ["0", "yes", "0", "-", "passed"]
-    assert 0.2 < float(first[8]) < float(first[7]) + 0.1
-    assert second[4:7] == ["openmpi", "0", "command"] and second[8:] == ["-", "1", "no", "0", "no", "silent"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.blocks import RUN, TEXT, TRAIN, command, good, on
+from faults.blocks import RUN, good, on
 
 ALL = (1, 2, 3, 4)
 
@@ -56,9 +56,6 @@ for each in requests: each.Wait()
         ranks=(2, 4),
         by_all=("finished",),
     ),
-    good("a rank that is 4 s late", on("last", "time.sleep(4)") + "train()", by_all=("finished",)),
-    good("a slow stage", on("last", "breaks('forward', lambda: time.sleep(0.3))") + "train()", by_all=("finished",)),
-    good("a rank that ends 5 s after the others", "train()\n" + on("last", "time.sleep(5)"), by_all=("finished",)),
     good(
         "a rank that is 4 s late for everything",
         on("last", "time.sleep(4)")
@@ -69,9 +66,7 @@ optim.clip_by_global_norm(stages, 1.0, comm)
 train()
 """,
     ),
-    good("rings and pipelines in turn", "for _ in range(3):\n    ring()\n    train()", ranks=ALL),
     good("a pipeline that is never closed", "pipeline = build()\npipeline.step(inputs, targets)", ranks=ALL),
-    good("a pipeline that is never used", "build()", ranks=ALL),
     good(
         "ranks outside a communicator",
         """
@@ -82,19 +77,7 @@ with mpipipe.Pipeline(stages, schedules.gpipe(part.size, 2), part, loss=loss) as
 """,
         ranks=(3, 4),
     ),
-    good("a rank without any work", on("0", "sys.exit(0)") + "comm = comm", ranks=(2, 4)),
     good("ranks that end one after another", "train()\ntime.sleep(rank)\nsys.exit(0)"),
-    good(
-        "an error that the user catches",
-        """
-try:
-    schedules.by_name("no such schedule", ranks=size, chunks=1, microbatches=4)
-except errors.MpipipeError:
-    pass
-train()
-""",
-        by_all=("finished",),
-    ),
     good(
         "refusals that the user catches",
         """
@@ -108,35 +91,4 @@ train()
         by_all=("finished",),
         ranks=(1, 2, 4),
     ),
-    good("zero bubbles", "schedule = schedules.zero_bubble_h1(size, 4)\ntrain()", ranks=ALL, by_all=("finished",)),
-    good("recomputation", "train(recompute=True)", ranks=ALL, by_all=("finished",)),
-    command(
-        "a training from the command line",
-        "good program",
-        *TRAIN,
-        "--out",
-        "run",
-        before=(TEXT,),
-        ranks=ALL,
-        code=0,
-        reports=0,
-        quiet=True,
-        prints=("mpipipe: ok",),
-        after=(("-c", "open('run/metrics.jsonl')"),),
-    ),
-    command(
-        "a text from a training",
-        "good program",
-        "-m",
-        "mpipipe",
-        "generate",
-        "run",
-        "--bytes",
-        "9",
-        code=0,
-        reports=0,
-        quiet=True,
-        before=(TEXT, (*TRAIN, "--out", "run")),
-    ),
-    command("info", "good program", "-m", "mpipipe", "info", code=0, reports=0, prints=("MPI",), ranks=(1, 2, 4)),
 )

@@ -10,9 +10,6 @@ TOGETHER = {
     "make a mesh": "mpipipe.Mesh(comm, pipe=size)",
     "make their first ring": "ring()",
     "clip": "optim.clip_by_global_norm(stages, 1.0, comm)",
-    "sum a norm": "optim.gradient_norm(stages, comm)",
-    "take a scaled step": "optim.scaled_step(optim.SGD(stages, 0.1), optim.LossScaler(), comm=comm)",
-    "choose a device": "from mpipipe.comm.mesh import select_device\nselect_device(comm)",
     "train": "train()",
 }
 QUICK = (("make a pipeline", "last"),)
@@ -113,25 +110,6 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
 """,
         quick=(2, RUN),
     ),
-    _while_working("the last rank makes a ring less", "ring(2 if rank == last else 3)", never=()),
-    failing(
-        "one rank leaves early without an error",
-        "never joins",
-        """
-pipeline = build()
-pipeline.step(inputs, targets)
-if rank == 2:
-    sys.exit(0)
-pipeline.step(inputs, targets)
-print("finished")
-""",
-        "rank 2",
-        ranks=(4,),
-        modes=(RUN,),
-        once=("left the job after call 1",),
-        reports=None,
-        quick=(4, RUN),
-    ),
     *_code(3, 3),
     _exits(
         "rank 2 exits with 3",
@@ -143,13 +121,10 @@ print("finished")
         quick=(4, RUN),
     ),
     *_code(75, 75),
-    *_code(130, 130),
-    *_code(255, 255),
     *_code(256, NONZERO),
-    *_code(-1, 255),
     *_code("'wet paint'", 1),
     _code("None", 1)[0],
-    *(_agreed(code) for code in (0, 1, 2, 3, 75, 130, 255)),
+    *(_agreed(code) for code in (0, 1, 75)),
     Fault(
         "all ranks exit with 256",
         "exit",
@@ -177,13 +152,6 @@ print("finished")
         ranks=(1, 2, 4),
         reports=None,
     ),
-    _exits(
-        "sys.exit(0) in a forward",
-        on("last", "breaks('forward', lambda: sys.exit(0))") + "train()",
-        code=NONZERO,
-        ranks=(2, 4),
-        plain_code=NONZERO,
-    ),
     _vanishes(
         "os._exit(0) before training",
         on("last", "os._exit(0)") + "train()",
@@ -199,16 +167,7 @@ print("finished")
         modes=(RUN,),
         ranks=(1, 2, 4),
     ),
-    _vanishes(
-        "os._exit(0) at the end",
-        "train()\n" + on("last", "os._exit(0)"),
-        "rank {last}",
-        modes=(RUN,),
-        ranks=(1, 2, 4),
-        never=(),
-    ),
     _vanishes("os._exit(0) of all ranks", "train()\nos._exit(0)", "rank", modes=(RUN,), ranks=(1, 2, 4), never=()),
-    _vanishes("os._exit(3) in a forward", on("last", "breaks('forward', lambda: os._exit(3))") + "train()"),
     Fault(
         "MPI_Abort by the user",
         "vanishes",

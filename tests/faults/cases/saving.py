@@ -10,30 +10,7 @@ from faults.saving_blocks import BEFORE, KIND, dies_in_forward, dies_outside, lo
 
 FAULTS = (
     raises("a forward", "nn.Stage", "forward", "micro-batch", modes=(RUN, PLAIN)),
-    raises("a backward", "nn.Stage", "backward", "micro-batch"),
-    raises("a loss", "Shard", "loss"),
     raises("an optimizer", "optim.AdamW", "step", quick=(2, RUN)),
-    saving(
-        "an exception in a thread of the user's own",
-        "keys.update(steps=9)\n"
-        + on(
-            "last",
-            "during(Trainer, 'validate', lambda: [each.start() or each.join() for each in "
-            "[threading.Thread(target=fail)]])",
-        ),
-        "wet paint",
-        code=0,
-        reports=0,
-        never=(),
-        by_all=("finished",),
-    ),
-    saving(
-        "sys.exit(3) in a step",
-        on("last", "during(optim.AdamW, 'step', lambda: sys.exit(3))"),
-        "exited with code 3",
-        code=3,
-        reports=None,
-    ),
     saving(
         "os._exit(0) in a forward",
         on("last", "during(nn.Stage, 'forward', lambda: os._exit(0))"),
@@ -76,14 +53,6 @@ FAULTS = (
         code=124,
     ),
     saving(
-        "a rank that stalls, without the runner",
-        on("last", "during(nn.Stage, 'forward', lambda: time.sleep(1000))"),
-        "rank {last} on",
-        "has been computing",
-        plain_code=124,
-        modes=(PLAIN,),
-    ),
-    saving(
         "a rank that comes to its limit of memory (ulimit -v)",
         on(
             "last",
@@ -97,20 +66,6 @@ during(nn.Stage, "forward", limit)
         ),
         "MemoryError",
         "micro-batch",
-    ),
-    saving(
-        "a shape of one rank",
-        on(
-            "0",
-            """
-def narrow(self, *arguments, original=nn.Stage.forward):
-    y, saved = original(self, *arguments)
-    return (y[:, :-1].copy() if at >= 3 else y), saved
-nn.Stage.forward = narrow
-""",
-        ),
-        "rank",
-        code=(1, 2),
     ),
     saving(
         "a parameter of one replica",
@@ -132,9 +87,6 @@ optim.AdamW.step = drift
         quick=(2, RUN),
     ),
     refused("another schedule on one rank", "keys.update(schedule='gpipe')", "MismatchError: rank {last}", "schedule"),
-    refused("other micro-batches on one rank", "keys.update(microbatches=2)", "MismatchError: rank {last}"),
-    refused("another dtype on one rank", "keys.update(dtype='float64')", "MismatchError: rank {last}", "dtype"),
-    refused("another width on one rank", "keys.update(dim=32)", "MismatchError: rank {last}", "dim"),
     refused(
         "other data on one rank",
         "keys.update(data=('other.txt',))\nopen('other.txt', 'w').write('or not to be\\n' * 20000)",
@@ -169,27 +121,6 @@ during(Trainer, "step", full)
         reports=0,
         never=(),
         by_all=("finished",),
-    ),
-    saving(
-        "a disk that is full for weights",
-        "keys.update(steps=4)\n" + on("0", "during(weights, 'save', lambda: no_room(1000))"),
-        "the weights cannot be written",
-        code=(1, 2),
-    ),
-    command(
-        "a launcher of another MPI while a training is to go on",
-        KIND,
-        *BEFORE,
-        "--resume",
-        "auto",
-        before=(TEXT, BEFORE),
-        after=loads(),
-        env={"PMI_SIZE": "4"},
-        ranks=(0,),
-        says=("LaunchError", "found: 1 rank", "PMI_SIZE"),
-        code=NONZERO,
-        reports=None,
-        limit=30,
     ),
     command(
         "another configuration on all ranks while a training is to go on",

@@ -34,7 +34,7 @@ def _interrupted(to):
 
 FAULTS = (
     failing("a killed rank", "signal", KILL_ITSELF, code=NONZERO, reports=None, ranks=(4,), limit=15, quick=(4, PLAIN)),
-    *(_in_forward(name) for name in ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGALRM")),
+    *(_in_forward(name) for name in ("SIGKILL", "SIGTERM", "SIGSEGV")),
     failing(
         "SIGINT of one rank before training",
         "signal",
@@ -51,7 +51,6 @@ FAULTS = (
     *_interrupted("group"),
     _from_outside("SIGTERM", "launcher", quick=(2, RUN)),
     _from_outside("SIGTERM", "group"),
-    _from_outside("SIGHUP", "group"),
     good(
         "a rank that sleeps for 3 s of SIGSTOP",
         "train(10, between=lambda: time.sleep(1))",

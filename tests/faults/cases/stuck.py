@@ -43,25 +43,8 @@ print("finished")
 
 FAULTS = (
     _stalls("an endless loop in a forward", on("last", LOOP) + "train()", "rank {last}", quick=(2, RUN)),
-    _stalls("an endless loop of rank 0", on("0", LOOP) + "train()", "rank 0", ranks=(3,)),
-    _stalls(
-        "a sleep in a backward", on("last", "breaks('backward', lambda: time.sleep(99))") + "train()", "rank {last}"
-    ),
     # without `run` nobody knows who is missing in the first call on a communicator
     _stalls("a sleep before training", on("last", "time.sleep(1000)") + "train()", "rank {last}", plain_says=STALL),
-    _stalls(
-        "a sleep before a clip",
-        on("last", "time.sleep(1000)") + "optim.clip_by_global_norm(stages, 1.0, comm)",
-        "rank {last}",
-        plain_says=STALL,
-    ),
-    _stalls(
-        "a sleep before a mesh",
-        on("last", "time.sleep(1000)") + "mpipipe.Mesh(comm, pipe=size)",
-        "rank {last}",
-        plain_says=STALL,
-    ),
-    _stalls("a sleep before a ring", on("last", "time.sleep(1000)") + "ring()", "rank {last}", plain_says=STALL),
     _stalls(
         "a collective of the user in place of a step",
         """
@@ -72,25 +55,12 @@ with build() as pipeline:
         "rank 1",
         quick=(2, PLAIN),
     ),
-    _stalls(
-        "a receive of the user that nobody sends",
-        on("0", "comm.Recv(np.empty(9), last)") + "train()",
-        "rank 0",
-        plain_says=STALL,
-    ),
     _hangs(
         "a sleep in a backward, watched",
         on("last", "breaks('backward', lambda: time.sleep(99))") + "train()",
         "has been computing",
         "backward of stage {last}, micro-batch 0",
         quick=(2, RUN),
-    ),
-    _hangs(
-        "an endless loop before a step, watched",
-        on("0", "train = lambda: [None for _ in iter(int, 1)]") + "train()",
-        "rank 0 on",
-        "has been busy elsewhere",
-        plain_says=("no rank has made progress", "rank 0 does not answer"),
     ),
     _hangs(
         "a sleep before a ring, watched",
@@ -108,25 +78,6 @@ with build() as pipeline:
         "is silent",
         sends=(Send(signal.SIGSTOP, 1),),
     ),
-    failing(
-        "one rank a call ahead while others clip",
-        "loop",
-        on("last", "train()")
-        + on(
-            "0",
-            """
-with build() as pipeline:
-    pipeline.step(inputs, targets)
-    optim.clip_by_global_norm(stages, 1.0, comm)
-""",
-        ),
-        "rank",
-        plain_says=STALL[:1],
-        env=SHORT,
-        limit=30,
-        ranks=(2,),
-        never=(),
-    ),
     _threads(
         "an exception in a step of another thread",
         on("last", "breaks('forward', fail)") + OTHER_THREAD,
@@ -135,11 +86,6 @@ with build() as pipeline:
         quick=(2, RUN),
     ),
     good("a pipeline stepped in another thread", OTHER_THREAD, kind="thread", by_all=("finished",), ranks=(1, 2, 4)),
-    _threads(
-        "an exception in a loss of another thread",
-        on("last", "def loss(y, t): fail()") + OTHER_THREAD,
-        "ValueError: wet paint",
-    ),
     Fault(
         "an exception in a thread of the user's own",
         "thread",
@@ -176,21 +122,5 @@ def act():
         ranks=(2,),
         never=("left the job",),
         limit=20,
-    ),
-    Fault(
-        "a fork before training",
-        "thread",
-        OPENING
-        + """
-child = os.fork()
-if child == 0:
-    os._exit(0)
-os.waitpid(child, 0)
-train()
-""",
-        code=0,
-        reports=0,
-        by_all=("finished",),
-        ranks=(1, 2),
     ),
 )
