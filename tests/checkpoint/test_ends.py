@@ -25,11 +25,8 @@ def stuck(*arguments):
     entered.set()
     time.sleep(1000)
 
-def hang(what):
-    if what == "read":
-        tensors.crc32 = stuck
-    else:
-        os.fsync = stuck
+def hang():
+    tensors.crc32 = stuck
 
 def main():
     stage = nn.Stage([nn.Linear(64, 64)], first=comm.rank)
@@ -43,12 +40,12 @@ sys.exit(run_or_abort(main))
 """
 WITHIN = """
     with saver:
-        hang("WHAT")
+        hang()
         saver.save(2)
         entered.wait()
 """
 WITHOUT = """
-    hang("WHAT")
+    hang()
     saver.save(2)
     entered.wait()
 """
@@ -56,7 +53,6 @@ ENDS = {
     "no close": ("    comm.Barrier()", 0),
     "exit": ("        sys.exit(3)", 3),
     "interrupt": ("        raise KeyboardInterrupt", 130),
-    "error": ("        raise ZeroDivisionError('in the training')", 1),
     "error of one rank": (
         "        if comm.rank == 1: raise ZeroDivisionError\n        optimizer.step(); saver.wait()",
         1,
@@ -71,12 +67,11 @@ def play(launch, root, body, ranks=2, env=None):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stuck", ["read", "force"])
 @pytest.mark.parametrize("how", ENDS)
-def test_a_job_that_ends_while_a_thread_hangs_leaves_nothing_behind(launch, tmp_path, how, stuck):
+def test_a_job_that_ends_while_a_thread_hangs_leaves_nothing_behind(launch, tmp_path, how):
     text, code = ENDS[how]
     body = WITHOUT if how == "no close" else WITHIN
-    job, _ = play(launch, tmp_path / "run", body.replace("WHAT", stuck) + text)
+    job, _ = play(launch, tmp_path / "run", body + text)
     assert job.returncode == code, job.stderr
     assert os.listdir(tmp_path / "run") == ["step-00000001"]
     assert sorted(os.listdir(tmp_path / "run" / "step-00000001")) == [
@@ -85,9 +80,8 @@ def test_a_job_that_ends_while_a_thread_hangs_leaves_nothing_behind(launch, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("wait", ["optimizer.step()", "saver.wait()"])
-def test_the_watchdog_names_the_rank_whose_disk_hangs_and_what_it_waits_for(launch, tmp_path, wait):
-    body = f"    hang('read') if comm.rank == 1 else None\n    saver.save(2)\n    {wait}\n    saver.wait()"
+def test_the_watchdog_names_the_rank_whose_disk_hangs_and_what_it_waits_for(launch, tmp_path):
+    body = "    hang() if comm.rank == 1 else None\n    saver.save(2)\n    optimizer.step()\n    saver.wait()"
     job, _ = play(launch, tmp_path / "run", body, env={"MPIPIPE_WATCHDOG": "2"})
     assert job.returncode == 124, job.stderr
     folder = re.escape(str(tmp_path / "run" / "step-00000002"))

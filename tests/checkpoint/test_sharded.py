@@ -28,12 +28,11 @@ def parts(path):
     return {name: (path / name).read_bytes() for name in os.listdir(path) if name.startswith("part")}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("pipe", "chunks"), CUTS)
-def test_the_files_are_those_of_an_optimizer_that_is_not_sharded(comm, mpi_tmp_path, pipe, chunks, dtype):
+def test_the_files_are_those_of_an_optimizer_that_is_not_sharded(comm, mpi_tmp_path, pipe, chunks):
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
-    keys = {"chunks": chunks, "dtype": dtype}
+    keys = {"chunks": chunks, "dtype": "bfloat16"}
     whole, cut = (saved(comm, mpi_tmp_path / str(sharded), pipe, sharded, **keys) for sharded in (False, True))
     assert parts(cut) == parts(whole) != {}
     with Mesh(comm, pipe=pipe) as mesh:
@@ -49,8 +48,7 @@ def test_the_files_are_those_of_an_optimizer_that_is_not_sharded(comm, mpi_tmp_p
                 np.testing.assert_array_equal(array, right[name], name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
 def test_other_meshes_load_it_sharded_or_not(request, comm, mpi_tmp_path, device, dtype):
     if device == "cuda":
         request.getfixturevalue("gpu")
@@ -74,10 +72,9 @@ def test_other_meshes_load_it_sharded_or_not(request, comm, mpi_tmp_path, device
         np.testing.assert_array_equal(array, right[name], name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_save_goes_on_while_the_next_step_changes_the_state(comm, mpi_tmp_path, dtype):
+def test_a_save_goes_on_while_the_next_step_changes_the_state(comm, mpi_tmp_path):
     with Mesh(comm, pipe=1) as mesh:
-        stages, optimizer = trained(mesh, sharded=True, dtype=dtype)
+        stages, optimizer = trained(mesh, sharded=True, dtype="bfloat16")
         for stage in stages:
             stage.gradients.flat[...] = 2
         optimizer.step()

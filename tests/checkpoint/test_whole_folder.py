@@ -15,18 +15,14 @@ from mpipipe.checkpoint import contents, tensor_files, whole_folder
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT, huggingface, weights
-from mpipipe.language.models.huggingface.adapter import open_adapter, read_adapter, save_adapter
-from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.model_folder import convert, open_model
 
 MODEL = GPT(dim=8, layers=1, heads=2)
-LORA = nn.LoRA(2, 4.0, ["q_proj"])
 CALLS = [(os, name) for name in ("rename", "rmdir", "mkdir", "unlink", "fsync", "replace", "open")]
 
 
-def stage_of(value, lora=None):
-    layers = MODEL.build(Local())
-    stage = nn.Stage(layers if lora is None else lora.apply(layers))
+def stage_of(value):
+    stage = nn.Stage(MODEL.build(Local()))
     stage.parameters.flat.fill(value)
     return stage
 
@@ -48,14 +44,6 @@ def save_huggingface(folder, value):
     inprocess.run(1, write)
 
 
-def write_adapter(folder, value):
-    def write(comm):
-        with Mesh(comm) as mesh:
-            save_adapter(folder, LORA, MODEL, stage_of(value, LORA).parameters, mesh, huggingface.Origin())
-
-    inprocess.run(1, write)
-
-
 def value_of_model(folder):
     """The one value of all parameters, as a reader finds them."""
 
@@ -67,14 +55,6 @@ def value_of_model(folder):
         return value
 
     return inprocess.run(1, read)[0]
-
-
-def value_of_adapter(folder):
-    stage = stage_of(0, LORA)
-    family, _ = expressed(MODEL, huggingface.Origin().family)
-    read_adapter(open_adapter(whole_folder.standing_folder(folder)), family, MODEL, dict(stage.parameters.items()))
-    (value,) = {value for name, array in stage.parameters.items() if "lora" in name.lower() for value in array.flat}
-    return value
 
 
 def dying_at(moment, work, calls=CALLS):
@@ -156,21 +136,17 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("save", "value_of"),
-    [(save_weights, value_of_model), (save_huggingface, value_of_model), (write_adapter, value_of_adapter)],
-)
-def test_a_save_that_is_killed_at_any_moment_leaves_the_old_model_or_the_new_one(tmp_path, save, value_of):
+def test_a_save_that_is_killed_at_any_moment_leaves_the_old_model_or_the_new_one(tmp_path):
     folder, seen, moment, ended = tmp_path / "run" / "model", [], 0, False
     while not ended:
         moment += 2  # after a call the files are as before the next one
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        save(folder, 1)
-        ended = dying_at(moment, lambda: save(folder, 2))
-        seen.append(value_of(folder))
+        save_huggingface(folder, 1)
+        ended = dying_at(moment, lambda: save_huggingface(folder, 2))
+        seen.append(value_of_model(folder))
         if moment % 5 == 0 or ended:  # the next save cleans up
-            save(folder, 3)
-            assert value_of(folder) == 3 and os.listdir(tmp_path / "run") == ["model"]
+            save_huggingface(folder, 3)
+            assert value_of_model(folder) == 3 and os.listdir(tmp_path / "run") == ["model"]
     assert moment > 20 and seen[0] == 1 and seen[-1] == 2 and seen == sorted(seen), seen
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from mpi4py import MPI
-from support.launch import Job, mpiexec
 
 from mpipipe import Preemption
 from mpipipe.errors import ArgumentError, MismatchError
@@ -195,12 +192,8 @@ def stuck():
 """
 
 
-@pytest.mark.parametrize("how", [["-m", "mpipipe", "run"], []], ids=["run", "plain"])
-def test_a_signal_to_one_rank_lets_all_leave_at_the_same_step(launch, tmp_path, how):
-    script = tmp_path / "loop.py"
-    script.write_text(
-        LOOP
-        + """
+def test_a_signal_to_one_rank_lets_all_leave_at_the_same_step(launch):
+    script = """
 with Preemption(comm) as preemption:
     for step in range(1, 10**6):
         time.sleep(0.01)
@@ -209,8 +202,7 @@ with Preemption(comm) as preemption:
             print(f"rank {rank} step {step}", flush=True)
             preemption.leave(f"after step {step}")
 """
-    )
-    job = launch(2, [*how, str(script)])
+    job = launch(2, LOOP + script)
     assert job.returncode == 75, job.stderr
     assert sorted(line for line in job.stdout.splitlines() if line) == ["rank 0 step 5", "rank 1 step 5"]
     assert job.stderr.count("mpipipe:") == 1 and "mpipipe: SIGUSR2 on rank 1: left after step 5\n" in job.stderr
@@ -302,28 +294,6 @@ print(ends)
 """
     job = launch(0, script)
     assert job.stdout == "SIGTERM\n[]\n[('', 143)]\n", job.stderr
-
-
-@pytest.mark.jobs
-def test_a_script_that_asked_for_nothing_dies_of_sigterm_as_ever(tmp_path):
-    script = tmp_path / "loop.py"
-    script.write_text(LOOP + "print('up', flush=True)\ntime.sleep(60)")
-    job = Job([mpiexec(), "-n", "2", sys.executable, "-m", "mpipipe", "run", script], tmp_path)
-    try:
-        stop = time.monotonic() + 30
-        while job.stdout.count("up") < 2:
-            assert time.monotonic() < stop, job.stderr
-            time.sleep(0.02)
-        victim = next(
-            pid
-            for pid, env in job.processes().items()
-            if re.search("python", os.readlink(f"/proc/{pid}/exe"))
-            and "1" in (env.get("PMI_RANK"), env.get("OMPI_COMM_WORLD_RANK"))
-        )
-        job.send(signal.SIGTERM, victim)
-        assert job.wait(10) and job.returncode not in (0, 75)
-    finally:
-        job.end()
 
 
 def test_a_thread_cannot_catch_signals():

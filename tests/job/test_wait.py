@@ -95,8 +95,7 @@ def test_a_peer_that_left_after_a_failure_is_missed_by_those_who_make_a_communic
         inprocess.run(2, job)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_peers_that_hear_of_it_there(ranks):
+def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_peers_that_hear_of_it_there():
     """The cause comes after the others have raised what it told them. It raises that too, as each later try does."""
     seen = {}
 
@@ -104,7 +103,7 @@ def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_pe
         known, part = RankGroup(comm), comm.Dup()
         if comm.rank == 1:
             known.fail(ValueError("wet paint"), "wet paint")
-            while len(seen) < ranks - 1:
+            while len(seen) < 3:
                 time.sleep(1e-3)
         for _ in range(2):
             with pytest.raises(PeerError) as caught:
@@ -112,28 +111,9 @@ def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_pe
             seen.setdefault(comm.rank, []).append(str(caught.value))
 
     with suppress(inprocess.InProcessError):  # notes that no rank has read
-        inprocess.run(ranks, job)
-    assert sorted(seen) == list(range(ranks))
+        inprocess.run(4, job)
+    assert sorted(seen) == list(range(4))
     assert all("wet paint" in text for texts in seen.values() for text in texts), seen
-
-
-def test_a_note_reaches_whichever_thread_of_a_rank_waits(comm):
-    group = RankGroup(comm)
-    if comm.rank == 0 and comm.size > 1:
-        group.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
-        return
-    found = []
-
-    def work():
-        with pytest.raises(PeerError, match="wet paint"):
-            wait_for(Never(), group=group)
-        found.append(True)
-
-    if comm.size > 1:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert found == [True]
 
 
 def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():

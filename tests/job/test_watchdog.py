@@ -13,7 +13,6 @@ from faults.fault import HEADING
 from support.launch import Job, mpiexec
 
 HUNG = 124
-LIMIT = 10  # seconds within which each of these jobs ends, on a machine that is not busy
 TWO_STEPS = """
 with build() as pipeline:
     pipeline.step(inputs, targets)
@@ -101,9 +100,9 @@ def breaking(pipeline):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("act", ["while rank == 0: pass", "if rank == 0: comm.Barrier()"])
-def test_a_rank_in_a_loop_or_in_mpi_outside_of_any_call_is_named_with_its_line(play, act):
-    report = report_of(play(f"def breaking(_):\n    {act}{TWO_STEPS}", run=False))
+def test_a_rank_in_mpi_outside_of_any_call_is_named_with_its_line(play):
+    body = "def breaking(_):\n    if rank == 0: comm.Barrier()" + TWO_STEPS
+    report = report_of(play(body, run=False))
     assert re.search(r"\n  rank 0 on \S+ has been busy elsewhere for \d+ s, at \S+job.py:\d+ in breaking\n", report)
     assert re.search(r"\n  rank 1 waits for step \(call 2\) of pipeline 1", report), report
 
@@ -126,15 +125,6 @@ def test_a_rank_whose_interpreter_is_busy_is_silent_and_its_stack_is_read_from_o
         report
     )
     assert re.search(r"job.py\", line \d+ in breaking\n", files_of(tmp_path)["rank-1.txt"])
-
-
-@pytest.mark.long
-def test_a_rank_that_is_stopped_for_a_while_goes_on(play):
-    stop = (
-        "subprocess.Popen(['sh', '-c', f'sleep 1.5; kill -CONT {os.getpid()}']); os.kill(os.getpid(), signal.SIGSTOP)"
-    )
-    body = f"import subprocess\ndef breaking(_):\n    if rank == 0: {stop}" + TWO_STEPS
-    healthy(play(body, watchdog=3))
 
 
 @pytest.mark.long

@@ -67,25 +67,6 @@ during(nn.Stage, "forward", limit)
         "MemoryError",
         "micro-batch",
     ),
-    saving(
-        "a parameter of one replica",
-        "keys.update(pipe=1, microbatches=2, check_weights=1)\n"
-        + on(
-            "last",
-            """
-def drift(self, *arguments, original=optim.AdamW.step, **options):
-    original(self, *arguments, **options)
-    if at >= 3:
-        self.stages[0].parameters["0.weight"].view(np.uint32)[0, 0] ^= 1
-optim.AdamW.step = drift
-""",
-        ),
-        "ReplicaError",
-        "replicas differ in parameters/0.weight",
-        "on rank {last}",
-        code=2,
-        quick=(2, RUN),
-    ),
     refused("another schedule on one rank", "keys.update(schedule='gpipe')", "MismatchError: rank {last}", "schedule"),
     refused(
         "other data on one rank",

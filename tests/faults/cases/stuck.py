@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-
 from faults.blocks import OPENING, PLAIN, RUN, Fault, failing, good, on
-from faults.fault import Send
 
 SHORT = {"MPIPIPE_TIMEOUT": "5"}
 STALL = ("StallError", "nothing came within 5 s")
@@ -70,13 +67,6 @@ with build() as pipeline:
         # before their first common call ranks do not watch each other
         plain_says=("no rank has made progress", "rank {last} does not answer"),
         quick=(2, RUN),
-    ),
-    _hangs(
-        "a rank that is stopped for good",
-        "train(10, between=lambda: time.sleep(1))",
-        "rank 1 on",
-        "is silent",
-        sends=(Send(signal.SIGSTOP, 1),),
     ),
     _threads(
         "an exception in a step of another thread",
