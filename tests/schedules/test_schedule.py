@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
-import sys
 
 import pytest
-from support.source import PACKAGE
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ScheduleError
@@ -80,18 +77,6 @@ def test_the_forward_only_part_keeps_the_order_of_the_forwards(schedule):
 def test_a_part_larger_than_the_whole_is_refused(microbatches):
     with pytest.raises(ArgumentError):
         schedules.one_f_one_b(2, 7).forward_only_part(microbatches)
-
-
-def test_the_room_and_what_it_imports_need_neither_mpi_nor_arrays():
-    """Nor anything else but the standard library, and OR-Tools in the function that asks for it."""
-    names, floor = set(), [PACKAGE / f"{name}.py" for name in ("errors", "even_split", "files", "text")]
-    for path in [*(PACKAGE / "schedules").rglob("*.py"), *floor]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names |= {".".join(filter(None, [getattr(node, "module", ""), alias.name])) for alias in node.names}
-    foreign = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-    allowed = ("mpipipe.errors", "mpipipe.even_split", "mpipipe.files", "mpipipe.schedules", "mpipipe.text")
-    assert foreign and all(name.startswith(allowed) for name in foreign), foreign
 
 
 # -- Skips: kept by what changes a schedule, part of what it is, and refused where they are wrong ----------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import mpipipe
@@ -62,32 +61,6 @@ def import_graph(trees):
         lines = imported(tree, modules[path], path.endswith("__init__.py"), set(modules.values()))
         graph[modules[path]] = {module: line for line, module in lines if module != modules[path]}
     return graph
-
-
-def shortest_cycle(graph):
-    """The modules of a shortest circle of imports, or None."""
-    best = None
-    for start in sorted(graph):
-        came_from, queue = {}, [start]
-        for module in queue:  # breadth first; the queue grows meanwhile
-            for target in sorted(graph.get(module, ())):
-                if target not in came_from:
-                    came_from[target] = module
-                    queue.append(target)
-        if start in came_from:
-            path = [start, came_from[start]]
-            while path[-1] != start:
-                path.append(came_from[path[-1]])
-            best = path[::-1] if best is None or len(path) < len(best) else best
-    return best
-
-
-def cycles(graph):
-    """Circles of imports as text, the shortest first, until leaving out one import of each leaves no circle."""
-    graph = {module: dict(targets) for module, targets in graph.items()}
-    while cycle := shortest_cycle(graph):
-        yield " -> ".join(f"{a}:{graph[a][b]}" for a, b in pairwise(cycle)) + f" -> {cycle[-1]}"
-        del graph[cycle[-2]][cycle[-1]]
 
 
 def findings(search):
