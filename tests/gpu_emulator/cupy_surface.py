@@ -1,4 +1,4 @@
-"""What this package and the emulated device use of CuPy: names, parameters with their C types, and numbers.
+"""What the emulated device has of CuPy: names, parameters with their C types, and numbers.
 
 cupy_surface.json beside this file holds them as an installed CuPy has them. CuPy can be imported without a GPU, and the
 docstrings of its compiled functions begin with their C signatures. To make the file again:
@@ -9,7 +9,6 @@ docstrings of its compiled functions begin with their C signatures. To make the 
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
@@ -24,38 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_emulator as emulator
-import mpipipe
 
 FILE = Path(__file__).with_name("cupy_surface.json")
-PACKAGE = Path(mpipipe.__file__).parent
 ATTRIBUTE, CLASS = "attribute", "class"
+BESIDES = ("cupy.from_dlpack",)  # which the package calls, and the emulated device does not have
 LIBRARIES = {"cupy.cuda.cublas": "cuBLAS", "cupy.cuda.nccl": "NCCL"}  # modules that need a library to be imported
-# what functions of the package return, and how parameters are called or annotated: X() is an instance of X
-DOORS = {
-    "cupy": "cupy",
-    "_any_cupy": "cupy",
-    "nccl": "cupy.cuda.nccl",
-    "stream": "cupy.cuda.Stream()",
-    "side_stream": "cupy.cuda.Stream()",
-    "record": "cupy.cuda.Event()",
-    "cuda_function": "cupy.RawKernel()",
-}
-PARAMETERS = {
-    "Stream": "cupy.cuda.Stream()",
-    "Event": "cupy.cuda.Event()",
-    "DeviceArray": "cupy.ndarray()",
-    "library: ModuleType": "cupy",
-    "runtime: Any": "cupy.cuda.runtime",
-    "communicator: Any": "cupy.cuda.nccl.NcclCommunicator()",
-}
-RETURNED = {
-    "cupy.cuda.get_current_stream()": "cupy.cuda.Stream()",
-    "cupy.cuda.Stream.end_capture()": "cupy.cuda.Graph()",
-    "cupy.get_default_memory_pool()": "cupy.cuda.MemoryPool()",
-    "cupy.RawModule.get_function()": "cupy.RawKernel()",
-    "cupy.ndarray.data": "cupy.cuda.MemoryPointer()",
-    "cupy.empty()": "cupy.ndarray()",
-}
 
 
 class Parameter(NamedTuple):
@@ -65,13 +37,6 @@ class Parameter(NamedTuple):
     c_type: str
     optional: bool
     by_name: bool
-
-
-class Call(NamedTuple):
-    """How the package calls a thing: the number of positional arguments, or None for *args, and the names of others."""
-
-    positional: int | None
-    named: tuple[str, ...]
 
 
 # -- an installed CuPy
@@ -175,7 +140,7 @@ def _split(text: str) -> list[str]:
 
 def emulated() -> dict[str, Any]:
     """What the emulated device has under each of its public names, methods of classes included."""
-    found = {}
+    found = {"cupy.RawKernel.__call__": emulator.compiler.Function.__call__}
     for module, content in {**emulator.cupy_modules(), "cupy.cuda.cublas": emulator.cublas_module()}.items():
         for name, thing in vars(content).items():
             if name.startswith("_") or isinstance(thing, types.ModuleType):
@@ -191,108 +156,9 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
         yield from ((name, value) for name, value in vars(base).items() if not name.startswith("_"))
 
 
-# -- the package
-
-
-class Chains(ast.NodeVisitor):
-    """Every chain of attributes that begins with CuPy in one file, and how the things at their ends are called."""
-
-    def __init__(self, path: Path):
-        self.found: dict[str, set[Call]] = {}
-        self._known: list[dict[str, str]] = [{}]
-        self.visit(ast.parse(path.read_text()))
-
-    def visit_FunctionDef(self, node):
-        names = dict(self._known[-1])
-        for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-            annotation = "" if each.annotation is None else ast.unparse(each.annotation)
-            names[each.arg] = PARAMETERS.get(annotation) or PARAMETERS.get(f"{each.arg}: {annotation}", "")
-        self._known.append(names)
-        self.generic_visit(node)
-        self._known.pop()
-
-    def visit_ImportFrom(self, node):
-        if node.module == "cuda":  # pathfinder, which CuPy's wheels depend on
-            self._known[-1] |= {each.name: f"cuda.{each.name}" for each in node.names}
-
-    def visit_ClassDef(self, node):
-        self._known.append(dict(self._known[-1]))
-        for each in ast.walk(node):  # what a method gives to self, others find there
-            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]).startswith("self."):
-                self._learn(each.targets[0], each.value)
-        self.generic_visit(node)
-        self._known.pop()
-
-    def visit_Assign(self, node):
-        for target in node.targets:
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                for one, value in zip(target.elts, node.value.elts):
-                    self._learn(one, value)
-            else:
-                self._learn(target, node.value)
-        self.generic_visit(node)
-
-    def visit_With(self, node):
-        for item in node.items:
-            if item.optional_vars is not None:
-                self._learn(item.optional_vars, item.context_expr)
-        self.generic_visit(node)
-
-    def _learn(self, target, value):
-        self._known[-1][ast.unparse(target)] = self._path(value)
-
-    def visit_Attribute(self, node):
-        self._note(self._path(node))
-        self.generic_visit(node)
-
-    def visit_Call(self, node):
-        starred = any(isinstance(each, ast.Starred) for each in node.args)
-        self._note(
-            self._path(node.func),
-            Call(None if starred else len(node.args), tuple(each.arg for each in node.keywords if each.arg)),
-        )
-        self.generic_visit(node)
-
-    def _note(self, path: str, *calls: Call):
-        if path.endswith("()") and calls:
-            path = f"{path[:-2]}.__call__"
-        if path and not path.endswith("()"):
-            self.found.setdefault(path.removesuffix("!"), set()).update(calls)
-
-    def _path(self, node) -> str:
-        """The name of CuPy that an expression is, or "". X() is an instance of X, X.y! what such an instance has."""
-        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in self._known[-1]:
-            return self._known[-1][ast.unparse(node)]
-        if isinstance(node, ast.Attribute):
-            owner = self._path(node.value)
-            if not owner or owner.endswith("!"):
-                return ""
-            path = f"{owner.removesuffix('()')}.{node.attr}"
-            of_instance = owner.endswith("()") or node.attr.startswith("__")
-            return RETURNED.get(path) or path + "!" * of_instance
-        if isinstance(node, ast.Call):
-            door = ast.unparse(node.func).removeprefix("arrays.")
-            if door in DOORS:
-                return DOORS[door]
-            path = self._path(node.func).removesuffix("!")
-            is_class = path.rpartition(".")[2][:1].isupper()
-            return RETURNED.get(f"{path}()") or (f"{path}()" if is_class else "")
-        return ""
-
-
-@cache
-def used() -> dict[str, set[Call]]:
-    """Each name of CuPy that the package uses, and how it is called."""
-    found: dict[str, set[Call]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for name, calls in Chains(path).found.items():
-            found.setdefault(name, set()).update(calls)
-    return found
-
-
 def main() -> int:
     """Write the file. Returns 1 where the installed CuPy lacks a name, and says which."""
-    names, missing = sorted({*emulated(), *used()}), []
+    names, missing = sorted({*emulated(), *BESIDES}), []
     content = {}
     for name in names:
         try:
