@@ -1,4 +1,4 @@
-"""Files of every kind that a command reads, whole ones, and ways to damage them."""
+"""Files of every kind that a command reads, texts that ask for much, and what is no file."""
 
 from __future__ import annotations
 
@@ -17,30 +17,17 @@ from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.language.inference.prompts import read_prompts
 from mpipipe.schedules.csv_text import from_file
 from mpipipe.train import TrainConfig, metrics
-from support.damage import places
 from support.token_files import random_documents, write_megatron, write_tokens
 
 DOCUMENTS = 200
 
 
-def json_facts(content):
-    """What a JSON file says, None where it says nothing: white space does not count."""
-    try:
-        return json.loads(content)
-    except ValueError:
-        return None
-
-
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: `make(folder)` writes a whole one and returns its path, `read(path)` does what commands do.
-
-    covered : takes from the bytes of a file those that a checksum covers: no change of them may be passed over
-    """
+    """A kind of file: `make(folder)` writes a whole one and returns its path, `read(path)` does what commands do."""
 
     make: Any
     read: Any
-    covered: Any = lambda content: b""
 
 
 def _tokens(end=""):
@@ -104,7 +91,7 @@ def _prompts(folder):
 
 KINDS = {
     "tokens": Kind(_tokens(), _read_data),
-    "facts of tokens": Kind(_tokens(".json"), _read_data, json_facts),
+    "facts of tokens": Kind(_tokens(".json"), _read_data),
     "megatron": Kind(_megatron, _read_data),
     "csv": Kind(_csv, from_file),
     "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
@@ -112,10 +99,6 @@ KINDS = {
     "tokenizer": Kind(_tokenizer, _read_tokenizer),
     "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None)),
 }
-VALUES = [
-    None, True, -1, 0, 2**31, 2**62, 2**80, -(2**70), 1e308, float("nan"), float("inf"), "", "x" * 5000, "9" * 5000,
-    "a\0b", [], {}, [[]], {"a": 1}, [2**70], "0F99999999,0B99999999",
-]  # fmt: skip
 TEXTS = [
     b"", b"\n", b"[]", b"null", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe" * 50, b"1" * 5000, b"1" * 200_000,
     b"0F999999999,0B999999999\n", b"a = " + b"[" * 50_000, b"\x93NUMPY\x01\x00\x28\x23" + b"(" * 9000,
@@ -124,44 +107,8 @@ TEXTS = [
 NO_FILES = ["FIFO", "device", "folder", "absent", "absurd size", "zeros at the end", "nothing but zeros"]
 
 
-def damaged(path: Path, way: str, rng: np.random.Generator) -> None:
-    """Damage a file in one of `WAYS`, or put one of `NO_FILES` in its place."""
-    if way in NO_FILES:
-        _replace(path, way)
-        return
-    content = bytearray(path.read_bytes())
-    place, size = int(rng.integers(len(content))), int(rng.integers(1, 200))
-    if way == "flip":
-        for at in rng.integers(len(content), size=int(rng.integers(1, 4))):
-            content[at] ^= 1 << int(rng.integers(8))
-    elif way == "cut":
-        del content[place:]
-    elif way == "grow":
-        content += rng.bytes(size)
-    elif way == "insert":
-        content[place:place] = rng.bytes(size)
-    elif way == "remove":
-        del content[place : place + size]
-    elif way == "overwrite":
-        content[place : place + size] = rng.bytes(len(content[place : place + size]))
-    elif way == "text":
-        content = bytearray(TEXTS[int(rng.integers(len(TEXTS)))])
-    elif way == "value" and path.suffix == ".json":
-        facts = json.loads(content)
-        inside = [each for each in places(facts) if each]
-        *outer, last = inside[int(rng.integers(len(inside)))]
-        part = facts
-        for key in outer:
-            part = part[key]
-        part[last] = VALUES[int(rng.integers(len(VALUES)))]
-        content = bytearray(json.dumps(facts).encode())
-    path.write_bytes(content)
-
-
-WAYS = ["flip", "flip", "cut", "grow", "insert", "remove", "overwrite", "text", "value", "value"]
-
-
-def _replace(path: Path, way: str) -> None:
+def replace(path: Path, way: str) -> None:
+    """Put one of `NO_FILES` in the place of a file."""
     if way == "absurd size":
         os.truncate(path, 1 << 42)
     elif way == "zeros at the end":
