@@ -11,7 +11,7 @@ from support import huggingface_reference as theirs
 from support.small_training import MODEL, config_in, records
 from support.text_plan import text_plan
 
-from mpipipe import Mesh, nn
+from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language import estimate
@@ -146,21 +146,3 @@ def test_what_cannot_be_cut_is_an_error():
         text_plan(TrainConfig(head_slices=2), architecture=lambda seq, **_: Other(seq))
     with pytest.raises(ArgumentError, match="head"):
         nn.LoRA(2, 4.0, ["head"]).apply(GPT(head_slices=2).build(Local()))
-
-
-def test_evaluation_and_generation_take_the_slices_of_the_weights(comm, config, mpi_tmp_path):
-    from mpipipe.language.inference.evaluation import build_evaluator, count_windows, open_tokens
-    from mpipipe.language.models.model_folder import open_on_all
-
-    ours = config("ours", head_slices=3, steps=2)
-    plain = config("plain", steps=2)
-    found = []
-    for each in (plain, ours):
-        train(each, GPT, comm)
-        folder = open_on_all(comm, each.out)
-        with Mesh(comm, pipe=comm.size) as mesh:
-            tokens, _ = open_tokens(folder, list(each.data), mesh)
-            with build_evaluator(folder, mesh, 16, rows=4, dtype="float64", device="cpu") as evaluator:
-                found.append(evaluator.run(tokens, 16, count_windows(tokens, 16)).loss)
-    assert found[0] > 0
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-9)

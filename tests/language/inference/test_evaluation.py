@@ -80,7 +80,7 @@ def test_windows_follow_each_other_and_the_rest_is_left_out():
         count_windows(data, 99)
 
 
-def test_data_are_looked_for_in_the_working_folder_of_rank_0_alone(comm, mpi_tmp_path, monkeypatch):
+def test_model_and_data_are_looked_for_in_the_working_folder_of_rank_0_alone(comm, mpi_tmp_path, monkeypatch):
     model_folder(comm, mpi_tmp_path)
     own = mpi_tmp_path / f"own-{comm.rank}"
     own.mkdir()
@@ -89,7 +89,7 @@ def test_data_are_looked_for_in_the_working_folder_of_rank_0_alone(comm, mpi_tmp
         write_tokens(Path("tokens"), TOKENS, [0], [99], MODEL.vocab)
     else:
         own.rmdir()
-    found = open_on_all(comm, str(mpi_tmp_path))
+    found = open_on_all(comm, "..")
     with Mesh(comm, pipe=comm.size) as mesh:
         tokens, unit = open_tokens(found, ["tokens"], mesh)
     assert unit == "tokens"

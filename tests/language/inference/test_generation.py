@@ -237,12 +237,6 @@ def test_every_rank_gets_the_continuation_and_each_byte_is_asked_for_once(comm, 
     assert decoder.asked == [[250, 251], [252], [253], [254], [255], [0], [1], [2]]
 
 
-@pytest.mark.parametrize(("prompt", "temperature"), [(b"", 1.0), (b"a", -1.0), (b"a", float("nan")), (b"a", np.inf)])
-def test_what_cannot_be_continued_is_refused(comm, prompt, temperature):
-    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match=r"prompt|temperature"):
-        generate(Counting(mesh), prompt, 8, temperature=temperature, seed=0)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature, value):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -176,29 +175,6 @@ def test_decoding_with_caches_equals_the_forward(name):
     close(found, expected, path(model), largest(expected))
 
 
-@pytest.mark.parametrize("stages", [2, 3, 6])
-def test_cutting_into_stages_changes_neither_parameters_nor_logits(stages):
-    model = GPT(**SIZES, dropout=0.2)
-    one, (tokens, _) = nn.Stage(model.build(Local()), dtype="float32", seed=4), text(model)
-    layers, x, seen = model.build(Local()), tokens, {}
-    for start, stop in schedules.partition(model.costs(), stages):
-        part = nn.Stage(layers[start:stop], dtype="float32", seed=4, first=start)
-        x = part.forward(x)[0]
-        seen.update(part.parameters)
-    assert list(seen) == list(one.parameters)
-    for name, array in one.parameters.items():
-        np.testing.assert_array_equal(seen[name], array)
-    np.testing.assert_array_equal(x, one.forward(tokens)[0])
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_fresh_model_knows_nothing(tied):
-    model = GPT(dim=64, layers=3, heads=4, seq=32, tied=tied)
-    (tokens, _), (targets, _) = text(model), text(model, seed=1)
-    loss, _ = nn.softmax_cross_entropy(nn.Stage(model.build(Local())).forward(tokens)[0], targets)
-    assert 5 < loss < math.log(256) + 0.7
-
-
 def test_a_position_beyond_the_learned_table_is_named():
     model = model_of("GPT-2")
     stage = whole(model, lambda: KVCache(20))
@@ -236,26 +212,6 @@ def test_an_object_without_windows_is_refused_where_layers_have_them():
         with pytest.raises(ArgumentError, match="window for each layer") as caught:
             GPT(**SIZES, windows=(None, 3)).build(attend)
         assert "lambda window=None" in caught.value.remedy
-
-
-def test_the_defaults_are_the_model_as_it_was():
-    """Layer by layer, with the parameters, their values, and the logits."""
-    model = GPT(**SIZES, kv_heads=2, rope_base=500.0)
-    gain = (2 * model.layers) ** -0.5
-    layers = [nn.Embedding(11, 16)]
-    for _ in range(model.layers):
-        attention = nn.SelfAttention(16, 4, 2, Local(), rope_base=500.0, gain=gain)
-        for inner in (attention, nn.SwiGLU(16, 24, gain=gain)):
-            layers.append(nn.Residual(nn.Sequential([nn.RMSNorm(16), inner])))
-    layers.append(nn.Sequential([nn.RMSNorm(16), nn.Linear(16, 11, bias=False)]))
-    before, now = (nn.Stage(each, seed=5) for each in (layers, model.build(Local())))
-    assert before.parameters.offsets == now.parameters.offsets
-    assert before.parameters.flat.tobytes() == now.parameters.flat.tobytes()
-    assert [name for name in now.parameters if name.startswith("1.")] == [
-        "1.layer.0.gain", "1.layer.1.qkv", "1.layer.1.out",
-    ]  # fmt: skip
-    tokens, _ = text(model)
-    assert before.forward(tokens)[0].tobytes() == now.forward(tokens)[0].tobytes()
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -99,21 +99,6 @@ def test_the_description_makes_the_same_model_again(comm, mpi_tmp_path):
     assert len({path.stat().st_mode for path in Path(mpi_tmp_path).iterdir()}) == 1  # nothing is more private
 
 
-@pytest.mark.parametrize("broken", ["stage-0.safetensors", "model.json"])
-def test_an_interrupted_save_leaves_nothing_that_loads(comm, mpi_tmp_path, monkeypatch, broken):
-    def replace(source, target, original=os.replace):
-        if Path(target).name == broken:
-            raise OSError(28, "No space left on device")
-        original(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(ArgumentError, match=r"cannot be written.*No space left"):
-        saved(comm, mpi_tmp_path, comm.size)
-    comm.Barrier()
-    with pytest.raises(ArgumentError, match="description cannot be read: No such file"):
-        weights.load(mpi_tmp_path, cut(1, [0]))
-
-
 def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(comm, mpi_tmp_path):
     if comm.rank == 0:
         Path(mpi_tmp_path, "file").write_text("")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from support import huggingface_reference as theirs
 
 from mpipipe import nn
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.language.models import GPT, huggingface
+from mpipipe.language.models import GPT
 from mpipipe.language.models.huggingface.families import FAMILIES, expressed, read_config
 from mpipipe.language.models.huggingface.options import Options
 
@@ -301,13 +300,3 @@ def test_any_options_give_a_description_or_an_error(family, changes):
         return
     event("described")
     assert "unheard" not in changes and model.layers >= 1
-
-
-@settings(max_examples=60)
-@given(VALUES | st.dictionaries(st.sampled_from(["model.norm.weight", "x", ""]), VALUES, max_size=3))
-def test_any_index_gives_an_error(tmp_path_factory, value):
-    config = theirs.CONFIGS["llama"]
-    folder = theirs.write_folder(tmp_path_factory.mktemp("any"), config, {}, files=2)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": value}))
-    with pytest.raises(ArgumentError):
-        huggingface.open_folder(folder)
