@@ -63,67 +63,6 @@ def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):
     assert (out / "metrics.jsonl").read_text() == before, "a second run into the same folder is refused"
 
 
-def test_train_makes_a_new_folder_where_none_is_named(mpipipe, small):
-    job = mpipipe(1, "train", "--config", small)
-    assert job.returncode == 0, job.stderr
-    assert re.search(r"metrics in /.*/runs/\d{8}-\d{6}$", job.stdout, re.MULTILINE)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arguments", "match", "code"),
-    [
-        (["--data", "absent"], "DataError", None),
-        (["--pipe", "3"], "mesh does not fill the communicator", None),
-        (["--steps", "0"], "ConfigError: rank 0: steps (optimizer steps) is out of range", 2),
-    ],
-)
-def test_bad_settings_end_the_job_with_one_report(mpipipe, arguments, match, code):
-    job = mpipipe(2, "train", *arguments)
-    assert job.returncode == code or (code is None and job.returncode), job
-    assert job.stderr.count(match) == job.stderr.count("job ended by rank") == 1, job.stderr
-    assert "Traceback" not in job.stderr and job.stdout.count("mpipipe:") == 0
-
-
-TRUNCATING = """
-import os, sys
-from mpipipe.job import runtime
-from mpipipe.job.exit import run_or_abort
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train
-from mpipipe.train.trainer import Trainer
-
-text, out = sys.argv[1:]
-original = Trainer.step
-
-def step(self, number):
-    if number == 3 and self.mesh.rank == 0:
-        os.truncate(text, 100)
-    return original(self, number)
-
-Trainer.step = step
-config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, seq_len=16, batch=8, steps=500, device="cpu")
-sys.exit(run_or_abort(lambda: train(config, GPT)))
-"""
-
-
-def test_data_that_are_cut_short_end_the_job_with_one_report(launch, tmp_path):
-    text, script = tmp_path / "text.txt", tmp_path / "script.py"
-    text.write_text("one two three four\n" * 2000)
-    script.write_text(TRUNCATING)
-    job = launch(2, [str(script), str(text), str(tmp_path / "run")])
-    assert job.returncode != 0
-    assert job.stderr.count("a data file has become shorter") == 1, job.stderr
-    assert f"100 bytes in {text}" in job.stderr and "remedy: " in job.stderr
-    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
-
-
-def test_wrong_usage_of_a_job_exits_with_2_and_one_message(mpipipe):
-    job = mpipipe(2, "train", "--bogus")
-    assert job.returncode == 2
-    assert (job.stdout + job.stderr).count("--help` explains") == 1
-
-
 @pytest.mark.parametrize("line", ["train --steps many", "nothing", "run", "generate", "generate run --bytes 0"])
 def test_wrong_usage_is_code_2_and_one_message(line):
     ended = invoke(*line.split())
@@ -185,20 +124,6 @@ def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_
     out = str(tmp_path / "run")
     job = mpipipe(2, "train", "--config", small, "--out", out, "--dtype", "bfloat16", env=without_cupy)
     assert job.returncode == 0, job.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "ranks, arguments, end",
-    [(2, "train --device cuda", "mpipipe: job ended by rank"), (1, "bench gpu", "mpipipe: stopped")],
-)
-def test_a_gpu_that_is_not_there_ends_the_job_with_one_report(mpipipe, ranks, arguments, end):
-    job = mpipipe(ranks, *arguments.split(), env=WITHOUT_GPU)
-    assert job.returncode != 0
-    assert job.stderr.count("device 'cuda' was asked for") + job.stderr.count("a GPU was asked for") == 1, job.stderr
-    assert "remedy: " in job.stderr and "BackendError" in job.stderr
-    assert job.stderr.count(end) == 1 and "Traceback" not in job.stderr
-    assert job.stdout == ""
 
 
 def test_the_version_is_that_of_the_package(mpipipe):

@@ -38,13 +38,6 @@ def test_a_timeline_has_the_costs_that_were_given(draw):
 
 
 @pytest.mark.parametrize("what", ["timeline", "memory"])
-def test_slices_are_drawn(draw, what):
-    done = draw(what, "--schedule", "gpipe", "--ranks", "2", "--microbatches", "1", "--slices", "4", "--out", "a.svg")
-    assert done.code == 0, done.report
-    assert texts("a.svg")[0].words == "gpipe: 2 ranks, 1 micro-batch in 4 slices"
-
-
-@pytest.mark.parametrize("what", ["timeline", "memory"])
 def test_an_order_is_drawn_from_its_file(draw, tmp_path, what):
     (tmp_path / "order.CSV").write_text(schedules.zero_bubble_h1(2, 3).to_csv())
     done = draw(what, "--schedule", "order.CSV", "--forward", "1,2", "--out", "a.svg")
@@ -65,12 +58,6 @@ def test_a_file_or_sizes_that_cannot_be_drawn_are_refused(draw, tmp_path, words,
     (tmp_path / "order.csv").write_text("0B0,0F0")
     done = draw("timeline", "--out", "a.svg", "--schedule", *words)
     assert done.code == 2 and match in done.report
-
-
-def test_memory_of_a_schedule_with_chunks(draw):
-    done = draw("memory", "--schedule", "zero_bubble_v", "--chunks", "2", *TWO, "--out", "a.svg")
-    assert done.code == 0, done.report
-    assert [text.words for text in texts("a.svg") if text.words.startswith("peak")] == ["peak 4", "peak 4"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 from support import huggingface_reference as reference
 from support.command_line import invoke
 from support.harness import AT_LENGTH
-from support.token_files import write_megatron
 
 from mpipipe.job import settings
 
@@ -50,25 +49,6 @@ def refused(job, match):
 
 
 @pytest.mark.long
-def test_prompts_of_a_file_are_answered_as_one_by_one(mpipipe, model, tmp_path):
-    prompts = ["a", "gr\u00fc\u00df dich", "import os, sys"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
-    options = ("--prompts", tmp_path / "prompts.txt", "--count", 9, "--temperature", 0, "--batch", 2)
-    assert whole(mpipipe(2, "generate", model, *options, "--out", tmp_path / "a.jsonl")) == ""
-    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    printed = whole(mpipipe(4, "generate", model, *options)) if AT_LENGTH else None
-    for number, (prompt, line) in enumerate(zip(prompts, lines)):
-        assert (line["number"], line["prompt"], line["ended"]) == (number, prompt, "count")
-        if number != 1 and not AT_LENGTH:
-            continue
-        alone = whole(mpipipe(1, "generate", model, "--prompt", prompt, "--bytes", 9, "--temperature", 0))
-        both = bytes(line["prompt_tokens"] + line["answer_tokens"]).decode(errors="replace")
-        shown = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in both)
-        assert alone == shown + "\n"
-        assert printed is None or f"--- prompt {number}\n{alone}" in printed
-
-
-@pytest.mark.long
 def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other, tmp_path):
     config, tokens = OTHER, [5, 17, 9]
     tensors = reference.tensors_of(config)
@@ -77,23 +57,6 @@ def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other, tm
     prompts = ids_prompt(tmp_path, tokens[:3])
     lines = whole(mpipipe(2, "generate", other, "--prompts", prompts, "--count", 8, "--temperature", 0)).splitlines()
     assert lines[-1] == "mpipipe: tokens " + ",".join(map(str, tokens))
-
-
-def test_what_cannot_be_continued_is_one_report(mpipipe, model, other, tmp_path):
-    cases = [
-        (other, ["--prompt", "a"], "the model has no tokenizer"),
-        (
-            other,
-            ["--prompts", ids_prompt(tmp_path, [5], "short"), "--count", "70"],
-            "longer than the model's learned positions",
-        ),
-        (model, ["--prompts", tmp_path / "absent"], "the prompts cannot be read"),
-        (other, ["--prompts", ids_prompt(tmp_path, [5, 48], "strange")], "has a token that the model does not know"),
-        (tmp_path / "absent", [], "no model is here"),
-    ]
-    for place, options, match in cases if AT_LENGTH else cases[:1]:
-        refused(mpipipe(2, "generate", place, *options), match)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other", "short.jsonl", "strange.jsonl"]
 
 
 def written_out(config, ids, length):
@@ -122,23 +85,6 @@ def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, model, tmp_path):
         assert abs(float(last[2]) - np.mean(losses)) < 1e-8  # eight digits are printed
         assert abs(float(last[3]) - np.exp(np.mean(losses))) < 1e-6
         assert f"{np.mean(losses) / np.log(2):.6f} bits per byte" in job.stdout
-
-
-def test_what_cannot_be_evaluated_is_one_report(mpipipe, model, other, tmp_path):
-    (tmp_path / "a.txt").write_bytes(bytes(range(40, 60)))
-    (tmp_path / "long.txt").write_bytes(b"text " * 40)
-    write_megatron(tmp_path / "ids", [np.array([1, 2, 48, 3] * 30)], [0, 1])
-    cases = [
-        (model, ["--data", tmp_path / "a.txt", "--seq-len", 20], "too short for one window"),
-        (other, ["--data", tmp_path / "ids"], "a token id is out of range"),
-        (model, [], "nothing to evaluate on"),
-        (model, ["--data", tmp_path / "absent"], "data cannot be read"),
-        (model, ["--data", tmp_path / "long.txt", "--seq-len", 65], "longer than the model"),
-        (other, ["--data", tmp_path / "a.txt"], "the model takes tokens, and no text"),
-        (tmp_path / "absent", ["--data", tmp_path / "a.txt"], "no model is here"),
-    ]
-    for place, options, match in cases if AT_LENGTH else cases[:1]:
-        refused(mpipipe(2, "evaluate", place, *options), match)
 
 
 # -- A model with a tokenizer ------------------------------------------------------------------------------------------
@@ -226,21 +172,3 @@ def test_convert_is_refused_in_one_report(monkeypatch, tmp_path, source, ranks, 
     assert ended.code == 2 and said in ended.report
     assert ranks or f"found: new_option = 3 in {source}" in ended.report
     assert not (tmp_path / "ours").exists()
-
-
-@pytest.mark.long
-def test_train_from_a_folder_leaves_one_that_is_generated_from(mpipipe, tmp_path, source):
-    text, out = tmp_path / "text.txt", tmp_path / "run"
-    text.write_text("one two three four " * 100)
-    small = ["--seq-len", 8, "--batch", 4, "--microbatches", 2, "--steps", 2, "--eval-batches", 1, "--sample-bytes", 4]
-    flags = ["--from", source, "--data", text, "--out", out, "--save-as", "huggingface", "--save-dtype", "bfloat16"]
-    job = mpipipe(2, "train", *flags, *small, "--device", "cpu")
-    assert job.returncode == 0, job.stderr
-    assert f"mpipipe: begins with the model in {source}\n" in job.stdout
-    assert "--- sample: 32 bytes of validation text, 4 of the model's" in job.stdout
-    config = json.loads((out / "huggingface" / "config.json").read_text())
-    assert (config["model_type"], config["torch_dtype"], config["vocab_size"]) == ("llama", "bfloat16", 256)
-    prompts = ids_prompt(tmp_path, [5, 17, 9])
-    job = mpipipe(2, "generate", out, "--prompts", prompts, "--count", "4", "--temperature", "0")
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines()[-1].startswith("mpipipe: tokens 5,17,9,")

@@ -8,7 +8,6 @@ import re
 
 import numpy as np
 import pytest
-from support.token_files import random_documents, write_tokens
 
 library = pytest.importorskip("tokenizers")
 SMALL = ["--dim", "16", "--layers", "2", "--heads", "2", "--seq-len", "16", "--batch", "8", "--microbatches", "2",
@@ -49,25 +48,3 @@ def test_text_becomes_tokens_and_tokens_a_model(mpipipe, folder):
     assert re.search(r"^step \d+/\d+  validation \d\.\d{4}  bits/byte \d\.\d{4}$", job.stdout, re.MULTILINE)
     assert re.search(r" predicted=\d\.\d{4} bits/byte=\d\.\d{4}$", lines[-1])
     assert "6 of the model's" in job.stdout and re.search(r"^word\d+ word\d+ ", job.stdout, re.MULTILINE)
-
-
-def test_a_line_without_text_is_one_report_and_leaves_no_file(mpipipe, folder):
-    with open(folder / "texts.jsonl", "a") as file:
-        file.write('{"words": "none"}\n')
-    job = mpipipe(
-        2, "tokenize", str(folder / "texts.jsonl"), "--tokenizer", str(folder), "--out", str(folder / "tokens")
-    )
-    assert job.returncode not in (0, None)
-    assert job.stderr.count("no JSON object with a text") == 1
-    assert f"line 301 of {folder / 'texts.jsonl'}" in job.stderr and "Traceback" not in job.stderr
-    assert not [name for name in os.listdir(folder) if name.startswith("tokens")]
-
-
-@pytest.mark.long
-def test_an_id_out_of_range_ends_a_training_on_all_ranks_with_one_report(mpipipe, folder):
-    ids, starts, nbytes = random_documents(np.random.default_rng(0), 200)
-    ids[:] = 50
-    path = write_tokens(folder / "tokens", ids, starts, nbytes)
-    job = mpipipe(2, "train", "--data", str(path), *SMALL, "--out", str(folder / "run"))
-    assert job.returncode not in (0, None)
-    assert job.stderr.count("a token id is out of range") == 1 and f"of {path}" in job.stderr
