@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
 from support.small_training import MODEL, config_in, metrics
-from support.tolerance import bound, close, close_norm, largest, rounding, within
+from support.tolerance import close, close_norm
 from support.training_tolerance import curve, path, roundings
 
 from mpipipe import arrays, nn, optim
@@ -17,7 +17,7 @@ from mpipipe.attention import Local
 from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError, NonFiniteError
 from mpipipe.language.models import GPT, weights
-from mpipipe.train import Shard, train
+from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
 
@@ -137,49 +137,6 @@ def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config,
         np.testing.assert_array_equal(values, host.parameters[name])
         np.testing.assert_array_equal(values, other.parameters[name])
     assert len({float(np.abs(values).sum()) for values in there.values()}) > 2
-
-
-@pytest.mark.long
-@pytest.mark.mpi(min_size=2)
-def test_sequences_shared_by_ranks_train_alike_on_the_gpu(gpu, comm, config):
-    keys = dict(seq=2, seq_len=15, dtype="float64")
-    close_curves(*(curve_of(config(device, device=device, **keys), comm) for device in ("cpu", "cuda")), "float64")
-
-
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_the_loss_of_an_uneven_shard_is_that_of_the_host(gpu, comm, dtype):
-    shard = Shard(comm, "striped")
-    rng = np.random.default_rng(0)
-    output = shard.part(rng.normal(size=(3, 4 * comm.size + 1, 7)).astype(arrays.dtype(dtype)))
-    target = shard.part(rng.integers(0, 7, size=(3, 4 * comm.size + 1)))
-    loss = nn.softmax_cross_entropy
-    expected, gradient = loss(output, target, 8.0)
-    value, found = loss(arrays.upload(np.ascontiguousarray(output)), target, 8.0)
-    assert arrays.is_device(value) and value.shape == ()
-    kind, size = arrays.accumulator(output.dtype), 1 + 2 * largest(output)
-    close(arrays.download(value), expected, target.size + 8, size, dtype=kind)
-    halves = rounding(dtype, 2 * gradient.astype(np.float64)) if arrays.is_half(output.dtype) else 0  # both are rounded
-    within(arrays.download(found), gradient, bound(kind, 7 + 8, size * largest(gradient)) + halves, "gradient")
-    assert loss.mean_over_entries
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "sgd"), ("float16", "adamw")])
-def test_an_optimizer_that_writes_the_half_copy_trains_as_a_cast_at_each_call(
-    gpu, comm, config, dtype, optimizer, monkeypatch
-):
-    keep = nn.Stage.optimizer_writes_compute
-    curves, casts = [], []
-    for name in ("kept", "cast"):
-        monkeypatch.setattr(nn.Stage, "optimizer_writes_compute", keep if name == "kept" else lambda stage: None)
-        chosen = config(name, device="cuda", dtype=dtype, optimizer=optimizer, pipe=comm.size)
-        gpu.reset()
-        train(chosen, GPT, comm)
-        casts.append(gpu.launches.count("cast"))
-        curves.append([(e["loss"], e.get("validation"), e["grad_norm"]) for e in metrics(chosen)[1:]])
-    assert curves[0] == curves[1]
-    if not gpu.real:  # five steps and two validations of one batch, and once instead for all of them
-        assert casts[1] - casts[0] == 5 + 2 - 1
 
 
 @pytest.mark.long

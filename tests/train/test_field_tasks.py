@@ -23,10 +23,6 @@ INPROCESS = {
     "darcy": [(2, {"pipe": 2}), (4, {"pipe": 2, "schedule": "zero_bubble_h1"})],
     "weather": [(4, {"pipe": 1, "seq": 4})],
 }
-MESHES = {  # by the number of ranks
-    2: [{"pipe": 2}, {"pipe": 1, "seq": 2}],
-    4: [{"pipe": 2, "schedule": "zero_bubble_h1"}, {"pipe": 2, "seq": 2}, {"pipe": 1, "seq": 2}],
-}
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +66,6 @@ def test_any_mesh_gives_the_numbers_of_one_rank(tmp_path, capsys, name, small):
         found = numbers(trained(name, ranks, tmp_path / f"{mesh}", small, dtype="float64", **keys))
         assert found == pytest.approx(alone, rel=1e-10)
     assert "on each rank of seq" not in capsys.readouterr().out
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("place", range(3))
-def test_ranks_of_mpi_forecast_what_one_rank_does(comm, mpi_tmp_path, tmp_path, weather, place):
-    meshes = MESHES.get(comm.size, [])
-    if place >= len(meshes):
-        pytest.skip("no such mesh of so many ranks")
-    values = (*SMALL["weather"], f"data={weather}")
-    alone = numbers(trained("weather", 1, tmp_path / "alone", values, dtype="float64"))
-    train_on(comm, "weather", mpi_tmp_path / "run", values, dtype="float64", **meshes[place])
-    assert numbers(records(mpi_tmp_path / "run")) == pytest.approx(alone, rel=1e-10)
 
 
 @pytest.mark.parametrize(

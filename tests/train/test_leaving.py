@@ -78,12 +78,6 @@ def test_a_training_whose_time_is_over_makes_a_step_and_leaves(launch, tmp_path)
         assert f"mpipipe: the time limit, 0 s ahead: left after step {step} of 60\nmpipipe: --resume auto" in job.stdout
 
 
-@pytest.mark.long
-def test_the_last_step_is_followed_by_the_end_and_not_by_leaving(launch, tmp_path):
-    job = launch(2, [*TRAIN, "--steps", "1", "--time-limit", "0.5", "--out", str(tmp_path / "run")])
-    assert job.returncode == 0 and "mpipipe: ok steps=1 " in job.stdout, job.stderr
-
-
 def test_without_signals_a_training_dies_of_them(launch, tmp_path):
     """And time has no end, even where SLURM names one."""
     script = f"""

@@ -130,30 +130,6 @@ def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm,
         assert comm.rank > 0 or "metrics.jsonl" in os.listdir(own_folder / "run")
 
 
-ANYWHERE = """
-import os, sys
-from mpipipe.cli import main
-from mpipipe.job import runtime
-
-own = os.path.join(sys.argv.pop(1), str(runtime.world().rank))
-os.makedirs(own, exist_ok=True)
-os.chdir(own)
-main()
-"""
-
-
-@pytest.mark.long
-def test_generate_finds_the_folder_that_a_training_with_other_working_folders_made(launch, tmp_path):
-    text, script = tmp_path / "text.txt", tmp_path / "script.py"
-    text.write_text("one two three four\n" * 100)
-    script.write_text(ANYWHERE)
-    sizes = "--dim 16 --layers 2 --heads 2 --seq-len 16 --batch 8 --steps 1 --sample-bytes 0 --device cpu".split()
-    for arguments in (["train", "--data", str(text), "--out", "run", *sizes], ["generate", "run", "--bytes", "4"]):
-        job = launch(2, [str(script), str(tmp_path), *arguments])
-        assert job.returncode == 0, job.stderr
-    assert os.listdir(tmp_path / "1") == []
-
-
 def test_a_process_that_can_open_no_more_files_does_not_blame_the_folder(tmp_path, monkeypatch):
     def refuse(path, size):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))

@@ -196,16 +196,6 @@ def test_a_checkpoint_of_all_ranks_is_resumed_on_one(comm, config, cut_short):
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_the_host_is_resumed_on_a_gpu(gpu, comm, config, cut_short):
-    whole, first = (config(name, dtype="float64") for name in ("whole", "run"))
-    train(whole, GPT, comm)
-    cut_short(first, comm, 4)
-    other = config(dtype="float64", resume="auto", device="cuda")
-    train(other, GPT, comm)
-    close_records(records(other), records(whole))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_on_a_gpu_is_resumed_to_the_bit(gpu, comm, config, cut_short, dtype):
     whole, parts = (config(name, dtype=dtype, device="cuda", resume="auto") for name in ("whole", "parts"))

@@ -81,28 +81,6 @@ def test_a_damaged_checkpoint_and_a_state_of_nonsense_are_refused_or_harmless(al
         assert outcome(folder) == run[1], name
 
 
-@settings(max_examples=10)
-@given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
-def test_damaged_metrics_are_refused_or_go_on(run, share, bit, cut):
-    """What is refused stays as it is; what is taken has one record for each step."""
-    folder = copy_of(run)
-    path = folder / "metrics.jsonl"
-    content = path.read_bytes()
-    place = int(share * len(content))
-    damaged = content[:place] + (b"" if cut else bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
-    path.write_bytes(damaged)
-    try:
-        go_on(folder)
-    except MpipipeError as error:
-        event("refused")
-        assert str(path) in str(error.found) and path.read_bytes() == damaged
-        return
-    event("taken")
-    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert steps == sorted(set(steps)) and steps[-1] == 3
-    assert outcome(folder) == run[1]
-
-
 @pytest.mark.parametrize("model", [[], [1], "GPT", None, 5])
 def test_a_checkpoint_without_the_sizes_of_its_model_is_refused_by_name(run, model):
     folder = copy_of(run)

@@ -9,44 +9,10 @@ import resource
 import sys
 
 import pytest
-from support.small_training import training_job
 
 from mpipipe.train.config import read_keys
 from mpipipe.train.report import Record, Reporter
 from mpipipe.train.screen import KEPT, JsonLines, SafeStream
-
-TRAINING = """
-trouble, limits = words[0], resource.getrlimit(resource.RLIMIT_FSIZE)
-
-def step(number):
-    if rank == 0 and number == 2 and trouble == "closed":  # the reader of our output leaves
-        reader, writer = os.pipe()
-        os.dup2(writer, 1)
-        os.close(reader)
-    elif rank == 0 and number == 2:  # the disk is full in the middle of the next line
-        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(out + "/metrics.jsonl") + 30, limits[1]))
-    elif rank == 0 and number == 5:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-before("step", step)
-options = dict(steps=8, sample_bytes=4)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("trouble", ["closed", "full"])
-def test_neither_a_closed_output_nor_a_full_disk_ends_a_training_or_loses_a_line(launch, tmp_path, trouble):
-    out = tmp_path / "run"
-    job = launch(2, [*training_job(tmp_path, TRAINING), str(out), trouble])
-    assert job.returncode == 0, job.stderr
-    assert (out / "weights" / "model.json").exists()
-    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(9))
-    if trouble == "closed":
-        assert "step 2/8" in job.stdout and "step 3/8" not in job.stdout and job.stderr == ""
-    else:
-        assert job.stderr.count("metrics.jsonl cannot be written") == 1 and "goes on" in job.stderr
-        assert job.stdout.splitlines()[-1].startswith("mpipipe: ok steps=8")
-
 
 HEAD = """
 import subprocess, sys

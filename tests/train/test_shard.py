@@ -8,7 +8,6 @@ from support.tolerance import close, largest
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.errors import ConfigError
 from mpipipe.language.models import GPT
 from mpipipe.language.task import TextTask
 from mpipipe.nn.layers.head_slices import TILE_BYTES
@@ -65,9 +64,3 @@ def test_one_rank_has_it_all(comm):
     array = np.arange(10).reshape(2, 5)
     assert shard.part(array) is array
     alone.Free()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_without_a_position_is_refused(comm):
-    with pytest.raises(ConfigError, match="no part of the sequence"):
-        Shard(comm, "zigzag").attend(1)

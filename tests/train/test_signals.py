@@ -2,94 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import time
-from pathlib import Path
-
 import pytest
-from mpi4py import MPI
-from support.harness import AT_LENGTH
-from train.test_leaving import TRAIN, started
+from train.test_leaving import TRAIN
 
 from mpipipe import checkpoint
 
 pytestmark = pytest.mark.jobs
-OPEN_MPI = MPI.get_vendor()[0] == "Open MPI"
-POLITE = signal.SIGUSR2 if OPEN_MPI else signal.SIGTERM  # what the launcher hands on, and leaves time for
-JOBS = 120 if AT_LENGTH else 8
-SHORT = ["--steps", "30", "--sample-bytes", "20"]
-
-
-def ranks_of(job):
-    """Process of each rank: the first one with its number."""
-    found = {}
-    for pid, env in sorted(job.processes().items()):
-        found.setdefault(env.get("PMI_RANK", env.get("OMPI_COMM_WORLD_RANK")), pid)
-    found.pop(None, None)
-    return found
-
-
-def is_ready(pid, number):
-    """Whether a process catches or ignores a signal."""
-    try:
-        lines = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    except OSError:  # it has ended
-        return True
-    return any(int(lines[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigIgn"))
-
-
-def seconds_of_a_training(folder):
-    job, start = started(folder, *SHORT, "--out", "whole"), time.monotonic()
-    try:
-        assert job.wait(60) and job.returncode == 0, job.stderr
-        return time.monotonic() - start
-    finally:
-        job.end()
-
-
-@pytest.mark.long
-def test_the_exit_code_says_what_was_done_at_whatever_moment_a_signal_comes(tmp_path, allow_seconds):
-    allow_seconds(60 * JOBS)
-    draw, length = random.Random(7), seconds_of_a_training(tmp_path)
-    codes = []
-    for number in range(JOBS):
-        out = tmp_path / f"run{number}"
-        job = started(tmp_path, *SHORT, "--out", out.name)
-        try:
-            if number % 4 == 3:  # the end is short, so it is looked for
-                stop = time.monotonic() + 60
-                while "step 30/30" not in job.stdout and time.monotonic() < stop:
-                    time.sleep(0.005)
-                time.sleep(0.5 * draw.random())
-            else:
-                time.sleep(length * (number + draw.random()) / JOBS)
-            to, ranks = draw.choice(["rank", "rank", "all", "launcher"]), ranks_of(job)
-            sent = POLITE if to == "launcher" else draw.choice([signal.SIGTERM, signal.SIGUSR2])
-            ready = len(ranks) == 2 and all(is_ready(pid, sent) for pid in ranks.values())
-            chosen = {"all": list(ranks), "launcher": [], "rank": draw.sample(sorted(ranks), min(1, len(ranks)))}[to]
-            for rank in chosen:
-                job.send(sent, ranks[rank])
-            if to == "launcher":
-                job.send(sent, "launcher")
-            assert job.wait(60), (number, to, job.stderr)
-        finally:
-            job.end()
-        case = number, to, sent, ready, job.returncode, job.stdout[-600:], job.stderr[-600:]
-        codes.append(job.returncode)
-        if job.returncode == 0:
-            assert "mpipipe: ok steps=30" in job.stdout and (out / "weights/model.json").exists(), case
-        elif job.returncode == 75:
-            saved = checkpoint.newest(out)
-            assert (": left after step " in job.stdout) if saved else (": left before step 1 of 30;" in job.stdout), (
-                case
-            )
-        else:
-            assert not ready, case  # it came before the first line: the launcher reports
-            assert job.stderr or "BAD TERMINATION" in job.stdout or to == "launcher", case  # MPICH's goes to stdout
-    assert 0 in codes and 75 in codes, codes
-
-
 AT = """
 import os, signal, sys
 sys.argv = ["mpipipe", *{words!r}]

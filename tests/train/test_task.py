@@ -123,18 +123,6 @@ def test_layers_that_see_a_part_of_each_row_alone_are_named(tmp_path, capsys):
         assert found == [kinds] * bool(kinds)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("shape", [{"pipe": 1}, {"pipe": 2}, {"seq": 2}])
-def test_ranks_of_mpi_learn_the_same(comm, mpi_tmp_path, tmp_path_factory, shape):
-    if comm.size % 2:
-        pytest.skip("an even number of ranks")
-    out = tmp_path_factory.mktemp("alone") / "run"
-    trained(1, replace(EXACT, out=str(out)))
-    run(Field(), replace(EXACT, **shape, out=str(mpi_tmp_path / "run")), comm)
-    for found, expected in zip(losses(mpi_tmp_path / "run"), losses(out)):
-        assert found == pytest.approx(expected, rel=1e-10)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_planned(tmp_path, ranks):  # on one rank it is measured with more rows than its batches have
     trained(ranks, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "run")))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from support import harness
 from support.launch import Job, mpiexec
 from support.small_training import records, training_job
 
@@ -24,10 +21,6 @@ owner.LIVING_SECONDS = waits
 before("step", lambda *_: time.sleep(pause))
 options = dict(steps=12, eval_every=4, save_every=1, keep=2, resume="auto", pipe=2)
 """
-STEPS = 12
-KINDS = ("at once", "apart", "killed")
-REFUSED = r"OwnerError: .*another job owns the folder\n  found: processes [\d, ]+ on \S+, since "
-TAKEN = r"mpipipe: \S+ was owned by processes [\d, ]+ on \S+, since .*, which is dead: taken over\n"
 
 
 @pytest.fixture
@@ -56,44 +49,6 @@ def outcome(run):
     contents = [checkpoint.read(path).step for path in whole]
     files = [*sorted(whole[-1].glob("part-*")), *sorted((run / "weights").iterdir())]
     return lines, contents, {path.name: path.read_bytes() for path in files}
-
-
-@pytest.mark.jobs
-@pytest.mark.long
-def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
-    """Pairs of jobs in a folder of their own; in the end each folder is as after one undisturbed training."""
-    allow_seconds(3600 if harness.AT_LENGTH else 300)
-    folder, kinds = tmp_path, [KINDS[number % 3] for number in range(50 if harness.AT_LENGTH else 3)]
-    right = start("right")
-    assert ended(right) == 0, right.stderr
-    expected = outcome(folder / "right")
-    assert [line["step"] for line in expected[0]] == list(range(STEPS + 1)) and expected[1] == [STEPS - 1, STEPS]
-    random = np.random.default_rng(len(kinds))
-    for number, kind in enumerate(kinds):
-        name = f"pair-{number}"
-        first = start(name, pause=0.2)
-        if kind != "at once":
-            stop = time.monotonic() + 60
-            while first.stdout.count("step ") < 2:
-                assert time.monotonic() < stop and first.returncode is None, first.stderr
-                time.sleep(0.02)
-            time.sleep(random.uniform(0, 0.5))
-        if kind == "killed":
-            victims = first.processes()
-            for pid in victims if number % 2 else [pid for pid, env in victims.items() if rank_of(env) == "0"]:
-                first.send(signal.SIGKILL, pid)
-        second = start(name)
-        codes = ended(first), ended(second)
-        told = first.stderr + second.stderr
-        if kind == "killed":
-            assert codes[0] not in (0, 2, None) and codes[1] == 0, told
-            assert re.search(TAKEN, second.stderr), told
-        else:
-            assert codes in ((0, 2), (2, 0), (0, 0)), told
-            assert re.search(REFUSED, told) or codes == (0, 0), told
-        assert outcome(folder / name) == expected, f"{kind}: {told}"
-        left = {path.name for path in (folder / name).iterdir()}
-        assert left == {path.name for path in (folder / "right").iterdir()}
 
 
 def rank_of(env):
