@@ -10,7 +10,6 @@ get the gradient of each rank's shard; a Pipeline with `replicas=mesh.replicas` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from mpipipe.text import counted
 
 __all__ = ["AllToAll", "HaloConv", "HaloExchange"]
 
-OVERLAPPED = 1 << 16  # bytes of a halo: a smaller one arrives before it would be worth to convolve in three parts
 REMEDY = "make the same layers on all ranks, and call them in the same order with arrays of the same kind"
 
 
@@ -158,8 +156,11 @@ class HaloExchange(_OverRanks):
     def _check_lengths(self, lengths: tuple[int, ...]) -> None:
         """Raise ArgumentError for shards of lengths without sense, the same on all ranks."""
 
-    def _halo(self, x: Array, apart: bool, error: MpipipeError | None = None) -> tuple[Transfer, Any]:
-        """Begin a forward: return the transfer that ends with y, or with its halo unless `apart`, and `saved`."""
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        return self._exchange(x)
+
+    def _exchange(self, x: Array, error: MpipipeError | None = None) -> tuple[Array, Any]:
+        """Return x with its halo, and `saved`. `error` is what this rank has against x."""
         axis, layout, rank = self.axis, self.layout, self._group.rank
         if layout is not None and x.shape[axis : axis + 1] != (layout.length(rank),):
             error = ArgumentError(
@@ -168,41 +169,44 @@ class HaloExchange(_OverRanks):
                 expected=f"{layout.length(rank)} of {layout.seq_len} points along axis {axis}",
             )
         lengths, call = self._begin(x, axis, error)
-        gap = x.shape[axis] if apart else 0
         try:
             self._check_lengths(lengths)
-            moves, beyond = halo_of(lengths, rank, axis, self.width, self.periodic, gap)
+            moves, beyond = halo_of(lengths, rank, axis, self.width, self.periodic)
         except ArgumentError as found:  # every rank finds the same in the same table
             raise_on_all(0, found, self._group)
         with self._group.failing("the forward of a halo"):
             make = arrays.zeros if beyond else arrays.empty
-            y = make((*x.shape[:axis], sum(self.width) + gap, *x.shape[axis + 1 :]), x.dtype, arrays.device_of(x))
-            return self._transfer(moves, x, y), (moves, x.shape, y.shape, call, lengths)
-
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        transfer, saved = self._halo(x, apart=True)
-        with self._group.failing("the forward of a HaloExchange"):
-            before = self.width[0]
-            arrays.strided_copy(x, transfer.y[along(self.axis, before, before + x.shape[self.axis])])
-            return transfer.finish(), saved
+            shape = (*x.shape[:axis], sum(self.width) + lengths[rank], *x.shape[axis + 1 :])
+            y = make(shape, x.dtype, arrays.device_of(x))
+            transfer = self._transfer(moves, x, y)
+            arrays.strided_copy(x, y[self._own(lengths[rank])])
+            return transfer.finish(), (moves, x.shape, shape, call)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        moves, shape, expected, call, _ = saved
-        self._begin_backward(dy, expected, call)
-        with self._group.failing("the backward of a HaloExchange"):
-            before = self.width[0]
+        _, _, shape, call = saved
+        self._begin_backward(dy, shape, call)
+        return self._bring_home(dy, saved), None
+
+    def _bring_home(self, dy: Array, saved: Any) -> Array:
+        """Return the gradient of x from that of x with its halo."""
+        moves, shape, _, _ = saved
+        with self._group.failing("the backward of a halo"):
             dx = arrays.empty(shape, arrays.accumulator(dy.dtype), arrays.device_of(dy))
             transfer = self._transfer(moves, dy, dx, transposed=True, add=True)
-            arrays.strided_copy(dy[along(self.axis, before, before + shape[self.axis])], dx)
-            return arrays.cast(transfer.finish(), dy.dtype), None
+            arrays.strided_copy(dy[self._own(shape[self.axis])], dx)
+            return arrays.cast(transfer.finish(), dy.dtype)
+
+    def _own(self, points: int) -> Index:
+        """The place of this rank's points between the two parts of the halo."""
+        before = self.width[0]
+        return along(self.axis, before, before + points)
 
 
 class HaloConv(HaloExchange):
     """An `nn.Conv` of a field that is cut along one axis over ranks: with the output and gradients of the whole field.
 
-    It takes the halo that its window needs. Where that is large, what needs none is computed while the halo travels,
-    and while its gradients do. Parameters have the names of those of the convolution, which is not used elsewhere. For
-    an example see docs/stages.md.
+    It takes the halo that its window needs. Parameters have the names of those of the convolution, which is not used
+    elsewhere. For an example see docs/stages.md.
 
     Parameters
     ----------
@@ -250,81 +254,27 @@ class HaloConv(HaloExchange):
                 expected="shards that begin at multiples of the stride; of a periodic axis, a window and whole strides",
             )
 
-    def _cover(self, start: int, stop: int, points: int) -> list[tuple[bool, Index, Index]]:
-        """Return what the outputs start ... stop - 1 see: (whether of the halo, part of it or of x, part of all)."""
-        (before, after), low, axis = self.width, start * self.conv.stride, self.axis
-        high, end = (stop - 1) * self.conv.stride + self._size, before + points
-        cover = []
-        for is_halo, first, last, shift in (
-            (True, 0, before, 0),
-            (False, before, end, before),
-            (True, end, end + after, points),
-        ):
-            first, last = max(low, first), min(high, last)
-            if first < last:
-                cover.append((is_halo, along(axis, first - shift, last - shift), along(axis, first - low, last - low)))
-        return cover
-
     def forward(self, x: Array) -> tuple[Array, Any]:
-        conv, axis, (before, after), device = self.conv, self.axis, self.width, self.stage.device
-        error, sizes, step = None, (0,) * self._axes, conv.stride
+        error = None
         try:
-            more = (before + after if at == axis else 0 for at in range(x.ndim))
-            sizes = conv._sizes(np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)]))
+            more = (sum(self.width) if at == self.axis else 0 for at in range(x.ndim))
+            self.conv._sizes(np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)]))
         except ArgumentError as found:
             error = found
-        transfer, of_halo = self._halo(x, apart=False, error=error)
+        wider, of_halo = self._exchange(x, error)
         with self._group.failing("the forward of a HaloConv"):
-            points, count = x.shape[axis], sizes[axis - 1]
-            first, last = -(-before // step), (before + points - self._size) // step + 1  # outputs without halo
-            apart = first < last and transfer.y.nbytes >= OVERLAPPED
-            ranges = [(first, last), (0, first), (last, count)] if apart else [(0, count)]
-            y, pieces = arrays.empty((len(x), *sizes, conv.outputs), x.dtype, device), []
-            for start, stop in ranges:
-                if start == stop:
-                    continue
-                cover = self._cover(start, stop, points)
-                piece = x[cover[0][1]]
-                if len(cover) > 1:
-                    halo, shape = transfer.finish(), list(x.shape)
-                    shape[axis] = cover[-1][2][axis].stop
-                    piece = arrays.empty(tuple(shape), x.dtype, device)
-                    for is_halo, part, place in cover:
-                        arrays.strided_copy((halo if is_halo else x)[part], piece[place])
-                arrays.strided_copy(conv.forward(piece)[0], y[along(axis, start, stop)])
-                pieces.append((start, stop, cover, piece))
-            transfer.finish()
-            return y, (pieces, of_halo, y.shape)
+            y, saved = self.conv.forward(wider)
+            return y, (saved, of_halo, y.shape)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        pieces, (moves, shape, halo_shape, call, _), expected = saved
-        self._begin_backward(dy, expected, call)
+        of_conv, of_halo, shape = saved
+        self._begin_backward(dy, shape, of_halo[-1])
         with self._group.failing("the backward of a HaloConv"):
-            device, pending, transfer = self.stage.device, [], None
-            dhalo = arrays.zeros(halo_shape, dy.dtype, device)
-            dx = arrays.empty(shape, arrays.accumulator(dy.dtype), device)
-            mine: list[tuple[Array, Array]] = []  # gradients of points of x, those of the most points last
-            send = partial(self._transfer, moves, dhalo, dx, transposed=True, add=True)
-            for start, stop, cover, piece in reversed(pieces):
-                if len(cover) == 1:  # the outputs that need no halo, for which it is complete
-                    transfer = send()
-                dpart = arrays.in_c_order(dy[along(self.axis, start, stop)])
-                dpiece, waiting = self.conv.backward_input(dpart, piece)
-                pending.append(waiting)
-                for is_halo, part, place in cover:
-                    if is_halo:
-                        arrays.strided_copy(dpiece[place], dhalo[part])
-                    else:
-                        mine.append((dpiece[place], dx[part]))
-            if mine[-1][1].size < dx.size:
-                mine.append((arrays.zeros_like(dx), dx))
-            for number, (gradient, place) in enumerate(reversed(mine)):
-                arrays.strided_copy(gradient, place, add=number > 0)
-            return arrays.cast((transfer or send()).finish(), dy.dtype), pending
+            dwider, pending = self.conv.backward_input(dy, of_conv)
+        return self._bring_home(dwider, of_halo), pending
 
     def backward_weight(self, pending: Any) -> None:
-        for each in pending:
-            self.conv.backward_weight(each)
+        self.conv.backward_weight(pending)
 
 
 class AllToAll(_OverRanks):

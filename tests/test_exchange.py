@@ -15,9 +15,8 @@ from support.gradcheck import check_split
 from support.rings import refused
 from support.tolerance import close
 
-from mpipipe import Mesh, Pipeline, arrays, exchange, nn
+from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Layout
-from mpipipe.comm import exchange_on
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.even_split import even_split
 from mpipipe.exchange import AllToAll, HaloConv, HaloExchange
@@ -196,12 +195,10 @@ CONVS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("overlapped", [0, exchange.OVERLAPPED])
 @pytest.mark.parametrize("options", CONVS, ids=str)
 @pytest.mark.parametrize("lengths", [[8], [12, 14], [2, 6, 4], [4, 4, 2, 2], [2, 2, 2, 2]], ids=str)
-def test_a_convolution_of_shards_is_that_of_the_whole_field(monkeypatch, lengths, options, overlapped):
-    """Of long shards most is computed without the halo; shorter ones than the window need several neighbours."""
-    monkeypatch.setattr(exchange, "OVERLAPPED", overlapped)
+def test_a_convolution_of_shards_is_that_of_the_whole_field(lengths, options):
+    """Shards that are shorter than the window need several neighbours."""
     for axis in range(1, 1 + len(options["width"])):
         inprocess.run(len(lengths), partial(check_conv, axis=axis, lengths=lengths, **options))
 
@@ -209,46 +206,16 @@ def test_a_convolution_of_shards_is_that_of_the_whole_field(monkeypatch, lengths
 @pytest.mark.parametrize("options", CONVS[:1] + CONVS[4:], ids=str)
 def test_convolutions_on_real_ranks(comm, monkeypatch, options):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
-    monkeypatch.setattr(exchange, "OVERLAPPED", 0)
     for lengths in ([4] * comm.size, [8 + 6 * (rank % 2) for rank in range(comm.size)]):
         check_conv(comm, 1, lengths, **options)
     check_conv(comm, 1, [4] * comm.size, **options, dtype="float32")
 
 
-def test_convolutions_of_device_arrays(gpu, comm, monkeypatch):
-    monkeypatch.setattr(exchange, "OVERLAPPED", 0)
+def test_convolutions_of_device_arrays(gpu, comm):
     for dtype, options in (("float32", CONVS[2]), ("bfloat16", CONVS[4])):
         check_conv(
             comm, 1, [4 + 4 * (rank % 2) for rank in range(comm.size)], **options, place=arrays.upload, dtype=dtype
         )
-
-
-def test_what_needs_no_halo_is_computed_while_messages_travel(monkeypatch):
-    monkeypatch.setattr(exchange, "OVERLAPPED", 0)
-    order = []
-
-    def on_each_rank(comm):
-        layer = HaloConv(comm, 1, nn.Conv(2, 2, (3,)))
-        nn.Stage([layer], dtype="float64")
-        x = np.ones((1, 8, 2))
-        _, saved = layer.forward(x)  # which makes the communicator
-        link = exchange_on(comm, "cpu")
-
-        def noted(what, function):
-            return lambda *given: (order.append(what) if comm.rank == 0 else None) or function(*given)
-
-        link.start, link.finish = noted("start", link.start), noted("finish", link.finish)
-        layer.conv.forward = noted("conv", layer.conv.forward)
-        layer.conv.backward_input = noted("conv", layer.conv.backward_input)
-        layer.forward(x)
-        order.append("backward") if comm.rank == 0 else None
-        layer.backward_input(x, saved)
-
-    inprocess.run(2, on_each_rank)
-    forward, backward = (" ".join(each.split()) for each in " ".join(order).split("backward"))
-    assert forward.startswith("start start conv finish conv") and backward.startswith(
-        "conv conv start start conv finish"
-    )
 
 
 @pytest.mark.mpi(min_size=2)

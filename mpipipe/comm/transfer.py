@@ -100,12 +100,12 @@ def along(axis: int, start: int, stop: int | None) -> Index:
 
 @lru_cache(maxsize=256)
 def halo_of(
-    lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool, gap: int
+    lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool
 ) -> tuple[list[PartMove], bool]:
     """Return the moves that fill the halo of a rank, and whether rows of it lie beyond the ends of the whole.
 
-    Shards have these lengths along `axis`, in rank order. In y the two parts of the halo are `gap` rows apart. It may
-    reach over several ranks, and a periodic one around the whole.
+    Shards have these lengths along `axis`, in rank order. In y the rank's own shard lies between the two parts of the
+    halo. It may reach over several ranks, and a periodic one around the whole.
     """
     size, moves, beyond = len(lengths), [], False
     if periodic and max(width) and not sum(lengths):
@@ -123,7 +123,7 @@ def halo_of(
         for hop in range(1, max(map(len, table)) + 1):
             dest, source = (rank - direction * hop) % size, (rank + direction * hop) % size
             out, into = (table[each][hop - 1] if hop <= len(table[each]) else 0 for each in (dest, rank))
-            give, take = 0, width[0] + gap + filled
+            give, take = 0, width[0] + lengths[rank] + filled
             if direction < 0:
                 give, take = lengths[rank] - out, width[0] - filled - into
             moves.append(PartMove(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
