@@ -36,7 +36,7 @@ from mpipipe.arrays.dtypes import (
 )
 from mpipipe.arrays.dtypes import device_of, dtype, is_array, is_device, is_floating, is_half, refuse_mask
 from mpipipe.arrays.dtypes import strip_subclass
-from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph, workspaces
+from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.half_precision import faster_rounding, float32_like, round_into, upcast, upcast_halves
 from mpipipe.arrays.memory import ALIGNMENT, Shortage, address, aligned_empty, copy, copy_into, empty
 from mpipipe.arrays.memory import empty_like, memory_shortage, set_zero, shares_memory, zeros, zeros_like

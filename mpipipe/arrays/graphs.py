@@ -55,11 +55,6 @@ def workspace() -> DeviceArray:
     return keep_for_graph(_recording.workspaces[_place()])
 
 
-def workspaces() -> list[DeviceArray]:
-    """Return the memory for libraries of this thread, of all its GPUs and streams."""
-    return list(_recording.workspaces.values())
-
-
 def _place() -> tuple:
     return cupy(), cupy().cuda.runtime.getDevice(), stream().ptr
 

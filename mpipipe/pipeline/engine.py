@@ -23,7 +23,7 @@ from mpipipe.pipeline.agreement import Agreement
 from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Arguments, Partners, check_forwards_first
-from mpipipe.pipeline.diagnostics import PipelineFlight
+from mpipipe.pipeline.diagnostics import PipelineFlight, memory_error
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.graphs import use_graphs
@@ -161,7 +161,7 @@ class Engine:
                 stage.begin_call()
             self.messages.begin(plan, agreed.signature)
         except Exception as error:
-            short = self.executor.memory_error(f"the start of {call}", error)
+            short = memory_error(f"the start of {call}", error)
             located = short or error
             if isinstance(located, MpipipeError) and located.rank is None:
                 located.rank = self.executor.rank
@@ -170,7 +170,7 @@ class Engine:
             raise short from error
         if self.checks is not None:
             self.checks.begin(inputs)
-        state = self.executor.begin(plan.steps, inputs, agreed.signature)
+        state = self.executor.begin(plan.steps, inputs)
         self.flight.begin(call, self.agreement.count, plan, state.marks)
         return plan, state
 

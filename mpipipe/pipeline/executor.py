@@ -17,7 +17,7 @@ from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.pipeline.batch import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.construction import Partners
-from mpipipe.pipeline.diagnostics import NAMES, ActivationBytes, ActivationMeter, Function, layer_of, memory_error
+from mpipipe.pipeline.diagnostics import NAMES, Function, layer_of, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
@@ -51,7 +51,6 @@ class Executor:
         }
         self.gathers = loss is not None and loss.over_batch
         self._use_output = self._gather if self.gathers else self._evaluate_loss
-        self.meter = ActivationMeter(self.stages)
         self.clock = DeviceClock() if partners.devices[self.rank] == "cuda" else HostClock()
         self.now = self.clock.now
         self.place = f"rank {self.rank}"  # for the report of an interruption
@@ -59,9 +58,8 @@ class Executor:
         # of the call under way, or of one that has failed: kernels and messages may still touch its arrays
         self.state: CallState | None = None
 
-    def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs, signature: int) -> CallState:
+    def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
         self.state = CallState(inputs, self.clock.begin(actions, inputs.training))
-        self.meter.begin(signature, inputs.training)
         if self.sums is not None:
             self.sums.begin()
         return self.state
@@ -73,8 +71,6 @@ class Executor:
         sums, functions = self.sums, self.functions
         if self.clock.recorder is not None and self.clock.waits:
             functions = {op: _annotated(function) for op, function in functions.items()}
-        if self.meter.measures:
-            functions = {op: self.meter.measured(function) for op, function in functions.items()}
         action = actions[0]
         try:
             for action in actions:
@@ -105,7 +101,6 @@ class Executor:
         self.clock.end()
         if state.inputs.training:
             self.peaks = state.peak, state.peak_under_way
-            self.meter.end()
 
     def abandon(self, recorders: set[Recorder]) -> None:
         """Give up a call that has failed: its messages, its sums, and its recording, since the step never ends."""
@@ -127,18 +122,8 @@ class Executor:
         if not self.clock.waits:  # marks are read from the host's clock
             self.now = self.clock.now if recorder is None else recorder.now
 
-    @property
-    def activation_bytes(self) -> ActivationBytes:
-        state = self.state
-        kept = [] if state is None else [*state.saved.values(), *state.pending.values()]
-        return ActivationBytes(sum(stop - start for start, stop in self.meter.ranges(kept)), self.meter.peak)
-
-    def memory_error(self, what: str, error: Exception) -> StageError | None:
-        """Return the error that explains a lack of device memory; None if `error` is of another kind."""
-        return memory_error(what, error, self.stages, self.state, self.recompute)
-
     def _stage_error(self, what: str, action: PlannedAction, error: Exception) -> StageError:
-        found = self.memory_error(what, error)
+        found = memory_error(what, error)
         if found is None:
             found = StageError(
                 f"{what}{layer_of(error)} raised {type(error).__name__}: {error}", remedy=remedy_of(error)

@@ -9,7 +9,6 @@ from mpipipe.arrays import Tree, read_only
 from mpipipe.job import Communicator, runtime, settings
 from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
-from mpipipe.pipeline.diagnostics import ActivationBytes
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.units import merge
@@ -250,16 +249,6 @@ class Pipeline:
         """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step is under way."""
         state = self.engine.executor.state
         return 0 if state is None else (state.alive, state.under_way)[self.engine.recompute]
-
-    @property
-    def activation_bytes(self) -> ActivationBytes:
-        """Bytes held between forward and backward, as measured: `now`, and `peak`, the most in a training step.
-
-        What forwards saved, of arrays in tuples, lists, dicts and dataclasses, and received inputs; without parameters,
-        and each memory once. The peak is measured in the first training step with the input shapes of the last one;
-        after four shapes one step in 16 is measured at most, and where the last one was not, the peak is of one before.
-        """
-        return self.engine.executor.activation_bytes
 
     @property
     def busy(self) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +13,7 @@ from mpipipe import Pipeline, arrays, nn, schedules
 from mpipipe.errors import PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.job.flight import Message
-from mpipipe.pipeline.diagnostics import _covered, held_by
 from mpipipe.schedules import gpipe
-from mpipipe.stages import StageAdapter
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
 ONE = ROWS * WIDTH * 4  # bytes of an activation between layers
@@ -53,16 +49,10 @@ def test_a_step_without_room_names_place_bytes_and_remedies(machine, comm):
     assert f"rank {last}, stage {last}, micro-batch" in text and "ran out of memory on the GPU" in text
     if comm.rank == last:
         assert error.microbatch > 1 and isinstance(error.__cause__, MemoryError)
-        found = re.fullmatch(
-            r"([\d,]+) bytes asked for, ([\d,]+) bytes free of ([\d,]+); (\d+) activations hold ([\d,]+) bytes, "
-            r"parameters and gradients ([\d,]+)", error.found)  # fmt: skip
-        asked, free, total, count, saved, parameters = (int(part.replace(",", "")) for part in found.groups())
-        assert asked == ONE > free and total == machine.memory and count == error.microbatch
-        assert parameters == 2 * 4 * 2 * (WIDTH * WIDTH + WIDTH)
-        assert count * 2 * ONE <= saved <= machine.memory
-        assert (
-            "recompute=True: about" in error.remedy and f"about {parameters // 2:,} bytes of parameters" in error.remedy
-        )
+        found = re.fullmatch(r"([\d,]+) bytes asked for, ([\d,]+) bytes free of ([\d,]+)", error.found)
+        asked, free, total = (int(part.replace(",", "")) for part in found.groups())
+        assert asked == ONE > free and total == machine.memory
+        assert "recompute=True" in error.remedy
 
 
 def test_memory_beyond_the_limit_of_cupys_pool_is_not_free(machine):
@@ -96,18 +86,11 @@ def test_a_step_that_does_not_fit_into_cupys_pool_names_the_same(gpu, comm):
     alone.Free()
 
 
-def test_recomputation_fits_where_it_is_said_to(machine, comm):
-    """Its peak is lower by what the error says, up to the buffers of one micro-batch."""
+def test_recomputation_fits_where_the_step_did_not(machine, comm):
     with pytest.raises((StageError, PeerError)):
         run(comm, machine, 22 * ONE)
     machine.memory = 1 << 34
     run(comm, machine, 22 * ONE, recompute=True)
-
-
-def test_with_recomputation_it_is_not_offered(machine, comm):
-    with pytest.raises((StageError, PeerError)) as caught:
-        run(comm, machine, 3 * ONE, recompute=True)
-    assert comm.rank < comm.size - 1 or "recompute=True is on already" in caught.value.remedy
 
 
 @pytest.mark.parametrize("status, says", [
@@ -125,7 +108,6 @@ def test_a_library_that_does_not_say_how_much_and_another_error(machine, comm, m
         run(comm, machine, 1 << 30)
     if comm.rank == 0 and status == "ALLOC_FAILED":
         assert caught.value.found.startswith("an unknown number of bytes asked for")
-        assert "saves nothing here" in caught.value.remedy
     assert status == "ALLOC_FAILED" or "memory" not in str(caught.value)
 
 
@@ -142,47 +124,6 @@ def test_buffers_that_are_received_into_have_no_room(machine, comm, monkeypatch)
     if comm.rank == 0:
         assert str(caught.value).startswith("rank 0: the start of step ran out of memory on the GPU")
         assert caught.value.found.startswith(f"{1 << 40:,} bytes asked for")
-
-
-@dataclass
-class Saved:
-    x: object
-    note: str = "seen"
-
-
-def test_memory_that_is_held_twice_is_counted_once(machine):
-    model = nn.Stage([nn.Linear(4, 4)], dtype="bfloat16", device="cuda")
-    x, y = arrays.zeros((10, 4), "float32", "cuda"), arrays.zeros((10, 4), "float32", "cuda")
-    state = SimpleNamespace(
-        saved={(0, 0): ((x, [x[2:5], Saved(x)], {"y": y, "host": np.ones(9)}, model.parameters.flat), []),
-               (1, 0): ((x[:3], None), [([], (y, y))])},
-        pending={(0, 1): (Saved(y), ())},
-        inputs=SimpleNamespace(inputs=[x]),
-    )  # fmt: skip
-    held = held_by([SimpleNamespace(models=[model])], state)
-    flats = model.parameters.flat.nbytes + model.gradients.flat.nbytes + model.compute.flat.nbytes
-    assert held == (flats, 0, 3, 320, 320) and held.freed_by_recomputation == 0
-    assert _covered([(50, 120), (0, 100), (10, 20), (200, 201)]) == 121
-    assert held._replace(saved=1000, activations=4).freed_by_recomputation == 1000 - 320 - 250
-    assert held_by([SimpleNamespace(models=[model])], None) == (flats, 0, 0, 0, 0)
-
-
-def test_what_places_of_a_shared_parameter_give_up_is_counted(machine, comm):
-    """It stays allocated: a matrix and its half-precision copy. The memory of its gradient is that of a part."""
-    alone, before = parts_of(comm, 1), machine.used_bytes
-    shape = (WIDTH, WIDTH)
-    stage = nn.Stage([nn.Linear(*shape, bias=False, tie="w") for _ in range(2)], "bfloat16", device="cuda")
-    made, idle = machine.used_bytes - before, WIDTH * WIDTH * (4 + 2)
-    assert held_by([StageAdapter(stage)], None) == (made, 0, 0, 0, 0)
-    x = np.ones((ROWS, WIDTH), stage.dtype)
-    with pytest.raises(StageError) as caught:
-        with Pipeline([stage], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
-            assert machine.used_bytes - before == made
-            assert held_by([StageAdapter(stage)], None) == (made, idle, 0, 0, 0)
-            machine.memory = machine.used_bytes + 1
-            pipeline.step(x, x)
-    assert f"parameters and gradients {made:,} ({idle:,} of them unused: places of a tied" in caught.value.found
-    alone.Free()
 
 
 # -- What the flight recorder tells of a pipeline, while a step runs and after it --------------------------------------

@@ -454,7 +454,7 @@ def test_the_error_of_a_full_gpu_names_the_graphs(emulated_gpu, alone, monkeypat
     for step in range(2):
         pipeline.step(*text(4, seed=step))
     emulated_gpu.machine.memory = emulated_gpu.machine.used_bytes
-    with pytest.raises(StageError, match="MPIPIPE_GRAPHS=0: without the temporary arrays"):
+    with pytest.raises(StageError, match="MPIPIPE_GRAPHS=0, without the temporary arrays"):
         pipeline.step(*text(4))
     emulated_gpu.expected_error()
 
