@@ -59,8 +59,7 @@ def test_at_that_length_a_step_takes_as_long_to_compute_as_to_send(causal, group
 
 
 CASES = [
-    dict(seq=64), dict(seq=61), dict(seq=3), dict(seq=61, causal=False), dict(seq=61, window=9),
-    dict(seq=200, window=70), dict(seq=40, keys=33, causal=False), dict(seq=61, value_dim=5),
+    dict(seq=3), dict(seq=200, window=70), dict(seq=40, keys=33, causal=False),
     dict(seq=61, kv_heads=1, dtype=np.float32), dict(seq=61, dtype=dtype("bfloat16"), dim=5, value_dim=3),
 ]  # fmt: skip
 

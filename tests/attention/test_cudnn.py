@@ -376,12 +376,3 @@ def test_the_real_library_refuses_what_is_wrong_and_takes_the_plans_of_the_trial
 def test_cudnn_computes_attention_on_a_real_gpu(gpu):
     described = kernels.describe()
     assert not gpu.real or described.startswith(("cudnn", "cupy because MPIPIPE_ATTENTION says so"))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_sizes_that_models_have(gpu, library, dim, dtype):
-    warnings.filterwarnings("error", message="cuDNN refuses")
-    whole = make(dtype, batch=2, seq=1024 if gpu.real else 128, heads=4, kv_heads=2, dim=dim)
-    found, _ = through_local(whole, gpu, causal=True)
-    agrees(found, reference(whole, causal=True), dtype)

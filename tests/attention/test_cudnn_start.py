@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 
-import numpy as np
 import pytest
 from support.device_attention import agrees, make, reference, through_local
 
@@ -164,18 +163,3 @@ def test_the_emulated_library_refuses_what_is_not_asked_of_it(machine, monkeypat
     monkeypatch.setattr(cudnn_graph, "widest_backward", lambda capability: (256,))
     with pytest.warns(UserWarning, match="less than or equal to 128"):
         through_local(make("bfloat16", seq=6, heads=2, dim=256))
-
-
-def test_a_handle_is_used_on_its_own_stream(machine):
-    """The emulated library refuses a handle of another stream than the current one."""
-    whole = [arrays.upload(x) for x in make("bfloat16", seq=6)[:3]]
-    attend = kernels.chosen(*whole)
-    handle = cudnn_graph.handle()
-    with arrays.side_stream(), pytest.raises(AssertionError, match="another stream"):
-        sys.modules["cudnn"].set_stream(handle=handle, stream=0)
-        key = cudnn_graph.library(), 0, arrays.stream().ptr
-        cudnn_graph._mine.handles[key] = handle
-        from mpipipe import attention
-
-        attention.Local().forward(*whole)
-    assert attend is cudnn and np.isfinite(arrays.download(whole[0]).astype(np.float32)).all()

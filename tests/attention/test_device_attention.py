@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 
 import numpy as np
@@ -24,7 +23,7 @@ from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import inprocess
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
-WAYS = [*(("", dtype) for dtype in DTYPES), ("cupy", "float16"), ("cupy", "bfloat16")]  # MPIPIPE_ATTENTION, dtype
+WAYS = [("", "float64"), ("", "float32"), ("cupy", "float16"), ("cupy", "bfloat16")]  # MPIPIPE_ATTENTION, dtype
 
 
 @pytest.mark.parametrize("kernel, dtype", WAYS)
@@ -44,17 +43,16 @@ def test_grouped_heads(gpu, monkeypatch, kv_heads, dtype):
     agrees(through_local(whole, gpu)[0], reference(whole), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
 @pytest.mark.parametrize("options, sizes", CASES[:7], ids=str)
-def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
+def test_many_tiles(gpu, monkeypatch, options, sizes):
     """Tiles of few rows and columns that divide nothing: the running maximum, both bounds, and sums over tiles."""
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
     monkeypatch.setattr(cupy, "TILE_BYTES", 1)
     monkeypatch.setattr(cupy, "ROWS", 5)
-    whole = make(dtype, **sizes)
+    whole = make("float16", **sizes)
     found, launched = through_local(whole, gpu, **options)
     assert gpu.real or launched.count("online_softmax") > 3
-    agrees(found, reference(whole, **options), dtype)
+    agrees(found, reference(whole, **options), "float16")
 
 
 def test_tiles_stay_in_the_cache(gpu):
@@ -187,18 +185,6 @@ def test_rings_in_one_process(gpu, ranks, options, sizes):
         agrees(found[0], reference(whole, **options), dtype)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("seq, dim", [(256, 64), (1024, 128)])
-def test_a_ring_of_the_sizes_of_models(gpu, layout, seq, dim):
-    """On a GPU an engine of cuDNN may refuse the tiny sizes of the other tests; these it does, or says so."""
-    whole = make("bfloat16", seq=seq, batch=1, heads=2, kv_heads=1, dim=dim)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="cuDNN refuses")
-        found = inprocess.run(2, lambda comm: through_ring(comm, whole, layout=layout)[0])
-    agrees(found[0], reference(whole), "bfloat16")
-
-
 @pytest.mark.parametrize("dtype, layout, direct", zip(DTYPES, [*KINDS, "zigzag"], "0110"))
 def test_real_ranks(gpu, comm, monkeypatch, dtype, layout, direct):
     if gpu.real and direct == "1":
@@ -206,16 +192,6 @@ def test_real_ranks(gpu, comm, monkeypatch, dtype, layout, direct):
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", direct)
     whole = make(dtype, seq=22)
     agrees(through_ring(comm, whole, layout=layout)[0], reference(whole), dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ways_to_rotate_among_some_ranks_have_the_same_bits(gpu, pair, dtype, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    whole = make(dtype, seq=21, kv_heads=1)
-    runs = [through_ring(pair, whole, rotation=mode)[0] for mode in ("overlap", "sendrecv", "overlap")]
-    agrees(runs[0], reference(whole), dtype)
-    for one, other, again in zip(*runs):
-        assert one.tobytes() == other.tobytes() == again.tobytes()
 
 
 def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm, monkeypatch):

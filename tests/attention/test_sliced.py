@@ -106,8 +106,7 @@ def test_any_slices_on_any_ring_are_dense_attention_to_the_whole(case, ranks, ki
     agrees(found[0], expected)
 
 
-@pytest.mark.parametrize("slices", [1, 2, 3, 8])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("slices, window", [(1, None), (8, 9)])
 def test_results_are_those_of_local_to_1e_12(slices, window):
     sequences = [arrays(41, batch=1, seed=seed) for seed in (1, 2, 3)]
     attend = Sliced(Local(window=window), attention.slice_lengths(41, slices, 4))
@@ -141,19 +140,6 @@ def test_documents_of_rows_change_from_sequence_to_sequence(case, ranks, kind, s
     check(of_ranks(None, Layout(kind, ranks, seq, lengths), inprocess.run(ranks, on_rank)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 11])
-def test_real_ranks(comm, monkeypatch, kind, window):
-    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
-    sequences, lengths = [arrays(61, seed=seed) for seed in (0, 1)], (30, 20, 11)
-    attend = Sliced(Ring(comm, layout=kind), lengths)
-    attend = attend if window is None else attend.with_window(window)
-    results = comm.allgather(through(attend, sequences, comm.rank, again=True))
-    for whole, found in zip(sequences, of_ranks(attend, attend.layout, results)):
-        agrees(found, dense(*whole, True, window))
-    assert attend.inner.bytes_sent > 0 or comm.size == 1
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_other_dtypes(dtype):
     whole = make(dtype, seq=30)
@@ -163,7 +149,7 @@ def test_other_dtypes(dtype):
     agrees_on_device(of_ranks(None, Layout("contiguous", 3, 30, (13, 10, 7)), ranks)[0], dense(*whole), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_the_gpu(gpu, dtype):
     whole = make(dtype, seq=30)
     segments = [np.repeat([[0, 1], [5, 4]], 15, axis=1)]

@@ -24,7 +24,7 @@ from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
-from mpipipe.errors import ArgumentError, PeerError, StallError
+from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import context, inprocess
 from mpipipe.job.group import RankGroup
 from mpipipe.job.wait import wait_for
@@ -282,42 +282,6 @@ def test_broken_a_send_that_ignores_its_producer(gpu, comm, kind_of_transport, u
     assert send_at_once(comm, Careless(comm)) != {7.0}
 
 
-def test_broken_a_receive_that_does_not_wait_for_its_copies(gpu, comm, unrecorded):
-    class Careless(Incurious):
-        def _begin(self, messages, *what):
-            message = super()._begin(messages, *what)
-            if messages is self.receives:
-                message.Test = super(type(message), message).Test  # of any message: nothing waits for the last copy
-            return message
-
-    transport = Careless(comm)
-    received = transport.empty((16,), np.dtype(float))
-    arrays.copy_into(received, make(1))
-    go_round(comm, transport, make(7), received, 0, 1)
-    assert (arrays.download(received) != 7).all()
-    transport.close()
-
-
-def test_broken_a_buffer_that_is_used_again_before_its_copy_is_done(gpu, comm, unrecorded):
-    class Careless(StagedTransport):
-        def progress(self):
-            self.returned = type(self.returned)((unrecorded, *rest) for _, *rest in self.returned)
-            super().progress()
-
-    transport = Careless(comm)
-    right, left = neighbours(comm)
-    with arrays.side_stream():
-        received = [transport.empty((16,), np.dtype(float)) for _ in range(4)]
-        for turn, target in enumerate(received):
-            with arrays.side_stream():
-                sending = transport.isend(make(turn), right, 0, 1)
-            finish(transport.irecv(target, left, 0, 1), sending)
-            transport.progress()
-        found = [values[0] for values in arrays.download(*received)]
-    assert found != [0, 1, 2, 3]
-    transport.close()
-
-
 def test_an_array_may_be_forgotten_once_it_is_sent(gpu, comm, kind_of_transport):
     transport = kind_of_transport(comm)
     right, left = neighbours(comm)
@@ -386,21 +350,6 @@ def test_any_wait_drives_what_is_held_back(gpu, comm, kind_of_transport):
         received = transport.empty((300_000,), np.dtype(float))
         wait_for(transport.irecv(received, peer, 0, 1))
         comm.Send(arrays.download(received)[-1:], peer, 2)
-    transport.close()
-
-
-@pytest.mark.long
-def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecorded, monkeypatch):
-    transport = kind_of_transport(comm)
-    monkeypatch.setenv("MPIPIPE_TIMEOUT", "1")
-    sending = transport.isend(make(3), comm.rank, 0, 1)
-    context.unregister_progress(transport)
-    box = np.zeros(16)
-    receiving = HostTransport.irecv(transport.host, box, comm.rank, 0, 1)
-    with pytest.raises(StallError):
-        wait_for(receiving)
-    finish(sending, receiving)
-    assert (box == 3).all()
     transport.close()
 
 
@@ -491,17 +440,6 @@ def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
     given_up = allreduce.AllReduce(spare, make(1, 1000))
     given_up.Cancel()
     assert given_up.queue not in context.current_rank().advancing
-
-
-def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypatch):
-    if comm.size < 2:
-        pytest.skip("the sum over one rank is what is there")
-    flat = make(5, 1000)
-    with monkeypatch.context() as patch:
-        patch.setattr(arrays, "wait_for", lambda event: None)
-        pending = allreduce.AllReduce(comm, flat)
-        wait_for(pending)
-    assert (arrays.download(flat) != 5 * comm.size).all()
 
 
 def test_a_large_sum_follows_small_ones_on_one_communicator(gpu, comm, monkeypatch):

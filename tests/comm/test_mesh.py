@@ -22,14 +22,6 @@ def test_seq_varies_fastest_then_data_then_pipe():
     assert all(sizes == [2, 2, 2, 4] for _, *sizes in found)
 
 
-def test_two_by_four_grid():
-    def members(comm):
-        with Mesh(comm, pipe=2) as mesh:
-            return mesh.data.allgather(mesh.rank)
-
-    assert inprocess.run(8, members) == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
-
-
 def test_rank_of_is_the_inverse_of_coords_of():
     def check(comm):
         with Mesh(comm, pipe=3, seq=2) as mesh:

@@ -7,7 +7,6 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_emulator import DeviceHangError
 from gpu_emulator.fixture import own_gpus
 from support.around import make
 
@@ -221,53 +220,3 @@ def test_a_rank_alone_adds_nothing_to_its_values_and_a_row_is_its_part(alone, ki
 
 
 # -- the emulated NCCL -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pair(own, comm):
-    """(rank, communicator) of two ranks; None on the others."""
-    if comm.size < 2:
-        pytest.skip("needs two ranks")
-    identity = comm.bcast(arrays.nccl().get_unique_id() if comm.rank == 0 else None)
-    yield (comm.rank, arrays.nccl().NcclCommunicator(2, identity, comm.rank)) if comm.rank < 2 else None
-    comm.Barrier()
-
-
-def add(pair, count):
-    """Queue a sum of `count` bytes over the two ranks; returns its array."""
-    array, library = arrays.zeros(count, np.uint8, "cuda"), arrays.nccl()
-    place = array.data.ptr
-    pair[1].allReduce(place, place, count, library.NCCL_UINT8, library.NCCL_SUM, arrays.stream().ptr)
-    return array
-
-
-def test_different_sizes_are_a_hang_that_one_sees(own, pair, comm):
-    own.machine.patience = 0.5
-    if pair is not None:
-        array = add(pair, 10_000 + pair[0])
-        with pytest.raises(DeviceHangError, match=r"of 1000[01] bytes"):
-            arrays.stream().synchronize()
-        pair[1].abort()
-        assert not arrays.download(array).any()
-
-
-def test_a_kernel_that_waits_holds_what_is_behind_it_in_one_queue(own, pair, comm):
-    own.machine.one_queue = True
-    if pair is not None:
-        side, other = arrays.side_stream(), arrays.zeros(8, np.uint8, "cuda")
-        with side:
-            add(pair, 10_000)
-            side.synchronize()
-        if pair[0]:
-            comm.recv(source=0, tag=1)
-        with side:
-            array = add(pair, 10_000)
-            arrays.record()
-        arrays.set_zero(other)
-        behind = arrays.record()
-        if not pair[0]:
-            assert not any(arrays.is_done(behind) for _ in range(20)), "behind the event of the sum's stream"
-            comm.send(None, dest=1, tag=1)
-        side.synchronize()
-        behind.synchronize()
-        arrays.download(array)

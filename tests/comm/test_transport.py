@@ -19,12 +19,12 @@ SHAPES = [(), (0,), (3,), (2, 0, 4), (5, 4), (2, 1, 3, 1, 2, 1, 1, 2), (1,) * 12
 
 
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_dtype_and_shape_goes_round_the_ring(comm, kind, shape):
+def test_every_dtype_and_shape_goes_round_the_ring(comm, kind):
     transport = HostTransport(comm, 2, synchronous=True, piece_bytes=16, typed=comm.rank % 2 == 0)
-    received = np.empty(shape, kind)
-    go_round(comm, transport, content(shape, kind, comm.rank), received, 1, 5)
-    np.testing.assert_array_equal(received, content(shape, kind, neighbours(comm)[1]))
+    for shape in SHAPES:
+        received = np.empty(shape, kind)
+        go_round(comm, transport, content(shape, kind, comm.rank), received, 1, 5)
+        np.testing.assert_array_equal(received, content(shape, kind, neighbours(comm)[1]))
     transport.close()
 
 

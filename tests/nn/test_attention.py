@@ -89,8 +89,7 @@ def test_each_axis_of_coordinates_turns_its_block_of_a_head(coordinates, causal)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("of", [Ring, attention.Ulysses])
+@pytest.mark.parametrize("ranks, of", [(2, Ring), (4, attention.Ulysses)])
 def test_each_rank_takes_the_coordinates_of_its_own_rows(kind, ranks, of):
     x, dy = RANDOM.standard_normal((2, 2, 15, 32))
     layout = attention.Layout(kind, ranks, 15)
@@ -265,9 +264,8 @@ def both_ways(device, kind, kv_heads, gpu, **options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, dict(window=5), dict(segments=[4, 15])], ids=str)
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("options, kv_heads", [({}, 4), (dict(window=5), 2), (dict(segments=[4, 15]), 2)], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device, by", [("cpu", ""), ("cuda", "cupy"), ("cuda", "")])
 def test_gradients_in_one_array_have_the_bits_of_three(gpu, device, by, kind, kv_heads, options, monkeypatch):
     monkeypatch.setenv("MPIPIPE_ATTENTION", by)

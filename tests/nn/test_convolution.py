@@ -15,10 +15,8 @@ from mpipipe.nn.layers import convolution
 
 RANDOM = np.random.default_rng(3)
 CASES = {  # (inputs, outputs, width), space, options
-    "line": ((2, 3, (3,)), (7,), {}),
     "line, even width, stride, groups": ((4, 6, (4,)), (13,), dict(stride=2, groups=2)),
     "line, stride beyond the width": ((2, 3, (1,)), (7,), dict(stride=3, padding="valid")),
-    "line, no padding, no bias": ((3, 2, (5,)), (9,), dict(padding="valid", bias=False)),
     "circle, a group for each channel": ((6, 6, (3,)), (8,), dict(groups=6, padding="periodic")),
     "plane, a group for each channel": ((5, 5, (3, 2)), (6, 7), dict(groups=5, padding=("periodic", "same"))),
     "space, a group for each channel": (
@@ -30,11 +28,8 @@ CASES = {  # (inputs, outputs, width), space, options
     "window wider than the line": ((2, 2, (9,)), (3,), {}),
     "plane": ((2, 4, (3, 3)), (6, 9), {}),
     "plane, stride, groups": ((4, 4, (2, 5)), (7, 12), dict(stride=3, groups=2)),
-    "plane, no padding, stride": ((3, 2, (3, 2)), (8, 7), dict(stride=2, padding="valid")),
     "torus, stride": ((2, 3, (3, 2)), (6, 12), dict(stride=2, padding="periodic")),
-    "latitudes and longitudes": ((2, 3, (3, 3)), (5, 8), dict(padding=("same", "periodic"))),
     "points": ((3, 5, (1, 1)), (4, 3), {}),
-    "space": ((2, 3, (3, 3, 2)), (4, 3, 5), {}),
     "space, stride, groups": ((4, 2, (3, 2, 3)), (4, 4, 6), dict(stride=2, groups=2, padding="periodic")),
 }
 WAYS = {  # (waste, elements at once, channels): last axis joined or not; all points or few; all groups or one at a time
@@ -93,20 +88,17 @@ def dense(layer, x, dy=None, sign=lambda x: x):
     return y + (0 if layer.bias is None else sign(np.asarray(layer.bias, np.float64))), dx, dweight, dy
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", CASES)
-def test_output_and_gradients_are_sums_over_all_windows(way, name, dtype):
-    stage, x = made(name, dtype)
-    x = x.astype(dtype)
+def test_output_and_gradients_are_sums_over_all_windows(way, name):
+    stage, x = made(name)
     layer = stage.layers[0]
     y, saved = stage.forward(x)
-    dy = RANDOM.standard_normal(y.shape).astype(dtype)
+    dy = RANDOM.standard_normal(y.shape)
     dx = stage.backward(dy, saved)
-    expected = dense(layer, x.astype(np.float64), dy.astype(np.float64))
-    sizes = dense(layer, x.astype(np.float64), dy.astype(np.float64), np.abs)
+    expected, sizes = dense(layer, x, dy), dense(layer, x, dy, np.abs)
     terms = math.prod(layer.width) * layer.inputs + 1
     for found, right, size, what in zip((y, dx), expected, sizes, ("output", "input")):
-        assert found.dtype == dtype
+        assert found.dtype == x.dtype
         close(found, right, terms + layer.outputs, size, what=what)
     close(stage.gradients["0.weight"], expected[2], y[..., 0].size, sizes[2], what="weight")
     if layer.bias is not None:

@@ -12,7 +12,7 @@ from mpipipe import arrays, nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
 
-DTYPES = ["float64", "float32", "float16", "bfloat16"]
+DTYPES = ["float32", "bfloat16"]
 OPERATIONS = 150  # of one layer below at most: two products over 24 to 40, 11 positions, and back, over 33 rows
 FORWARD, BACKWARD = 2, 8  # roundings to half precision on either side that the largest value may show
 DIM = 24
@@ -65,8 +65,7 @@ FIELDS = {  # with the shape of x
     "SpectralConv of a line": (lambda: [nn.SpectralConv(3, 4, (3,))], (2, 9, 3)),
     "SpectralConv of a plane": (lambda: [nn.SpectralConv(3, 2, (2, 3))], (2, 6, 7, 3)),
 }
-SHAPED = [*((make, shape) for make in LAYERS.values() for shape in [(3, 11, DIM), (1, 11, DIM)]), *FIELDS.values()]
-NAMED = [*(f"{name}-{batch}" for name in LAYERS for batch in (3, 1)), *FIELDS]
+SHAPED = [*((make, (3, 11, DIM)) for make in LAYERS.values()), *FIELDS.values()]
 
 
 def numbers(shape, dtype, seed=0, size=1.0):
@@ -104,7 +103,7 @@ def near_gradients(device, host):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make, shape", SHAPED, ids=NAMED)
+@pytest.mark.parametrize("make, shape", SHAPED, ids=[*LAYERS, *FIELDS])
 def test_a_layer_is_the_same_on_the_device(gpu, make, shape, dtype):
     host, device = twins(make, dtype)
     x = numbers(shape, dtype, 1)

@@ -25,12 +25,6 @@ def test_the_mean_stays_and_the_share_is_right(probability):
     assert len(np.unique(y)) == 2
 
 
-def test_neighbours_are_independent():
-    y = mask(nn.Stage([nn.Dropout(0.5)]), (1000, 1000)) - 1
-    for product in (y[1:] * y[:-1], y[:, 1:] * y[:, :-1], y[:, 4:] * y[:, :-4]):
-        assert abs(product.mean(dtype=np.float64)) < 0.006  # six standard deviations of a million signs
-
-
 def test_the_mask_depends_on_seed_name_step_replica_and_microbatch_only():
     base = mask(nn.Stage([nn.Dropout(0.5)], first=3))
     elsewhere = nn.Stage([nn.Linear(64, 64), nn.Dropout(0.5)], dtype="float64", first=2)

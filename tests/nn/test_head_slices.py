@@ -195,34 +195,8 @@ def test_a_gpu_computes_the_same(gpu, monkeypatch, dtype, kept):
         np.testing.assert_allclose(found.astype(np.float64), wide, rtol=0, atol=64 * unit * (1 + largest(wide)))
 
 
-def test_a_gpu_gives_the_logits_without_labels(gpu):
-    stages = [sliced(3, labels=False, device=device) for device in ("cpu", "cuda")]
-    dy = RANDOM.standard_normal((*SHAPE, VOCAB))
-    for stage, place in zip(stages, (np.asarray, arrays.upload)):
-        logits, saved = stage.forward(place(H))
-        dx = stage.backward(place(dy), saved)
-        np.testing.assert_allclose(arrays.download(logits), H @ whole(stage).T, rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(arrays.download(dx), dy @ whole(stage), rtol=1e-12, atol=1e-13)
-
-
 def test_a_gpu_shows_labels_outside(gpu):
     stage, labels = sliced(2, device="cuda"), LABELS.copy()
     labels[1, 2] = VOCAB
     losses, _ = stage.forward(Branches(arrays.upload(H), labels=arrays.upload(labels)))
     assert np.flatnonzero(np.isnan(arrays.download(losses)).reshape(-1)).tolist() == [SHAPE[1] + 2]
-
-
-def test_a_gpu_has_the_embedding_in_slices_and_the_mean_of_losses(gpu):
-    stages = [nn.Stage([nn.Embedding(VOCAB, DIM, tie="t", slices=k)], "float32", 1, "cuda") for k in (1, 5)]
-    dy = arrays.upload(RANDOM.standard_normal((*SHAPE, DIM)).astype(np.float32))
-    for ids in (LABELS, arrays.upload(LABELS)):
-        found = [(stage, *stage.forward(ids)) for stage in stages]
-        assert arrays.download(found[0][1]).tobytes() == arrays.download(found[1][1]).tobytes()
-        for stage, _, saved in found:
-            stage.backward(dy, saved)
-    first, second = (np.concatenate([arrays.download(x) for x in stage.gradients.values()]) for stage in stages)
-    np.testing.assert_allclose(first, second, rtol=1e-6)
-    losses = RANDOM.standard_normal(SHAPE).astype(np.float32)
-    value, gradient = nn.mean_of_losses(arrays.upload(losses), LABELS, 3.0)
-    np.testing.assert_allclose(arrays.download(value), np.mean(losses, dtype=np.float64), rtol=1e-12)
-    assert arrays.download(gradient).tobytes() == nn.mean_of_losses(losses, LABELS, 3.0)[1].tobytes()

@@ -19,12 +19,12 @@ STATED = {name: member for name, member in vars(kernels.Kernels).items() if insp
 STATED = {name: member for name, member in STATED.items() if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", STATED)
 @pytest.mark.parametrize("module", [any_dtype, full_precision, kernels.cuda], ids=lambda module: module.__name__)
-def test_a_module_has_each_stated_function(module, name):
-    found = inspect.signature(getattr(module, name)).parameters.values()
-    stated = list(inspect.signature(STATED[name]).parameters.values())[1:]
-    assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in stated]
+def test_a_module_has_each_stated_function(module):
+    for name, function in STATED.items():
+        found = inspect.signature(getattr(module, name)).parameters.values()
+        stated = list(inspect.signature(function).parameters.values())[1:]
+        assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in stated], name
 
 
 def test_kernels_are_chosen_by_device_and_dtype():
@@ -37,8 +37,8 @@ def test_kernels_are_chosen_by_device_and_dtype():
         kernels.of_array([1.0])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("width", [1, 3, 64, 65])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 65])
 def test_copy_between_any_strides(dtype, width):
     """Large arrays with short rows are moved by rows, others by elements."""
     source = np.random.default_rng(2).standard_normal((3, 200, ELEMENTS // 300 // width + 1, width + 2))

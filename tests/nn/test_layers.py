@@ -70,7 +70,7 @@ def size_of(x, p):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("shape", [(DIM,), (1, DIM), (4, DIM), (2, 3, DIM), (2, 1, 3, DIM), (0, DIM)])
+@pytest.mark.parametrize("shape", [(DIM,), (2, 1, 3, DIM), (0, DIM)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_its_formula_over_the_last_axis(name, shape, dtype):
     make, dense = LAYERS[name]
@@ -82,10 +82,9 @@ def test_a_layer_is_its_formula_over_the_last_axis(name, shape, dtype):
     close(y, expected, 40, size_of(x.astype(np.float64), p))
 
 
-@pytest.mark.parametrize("shape", [(1, DIM), (2, 3, DIM)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients_agree_with_finite_differences(name, shape):
-    check_stage(made(LAYERS[name][0]()), RANDOM.standard_normal(shape))
+def test_gradients_agree_with_finite_differences(name):
+    check_stage(made(LAYERS[name][0]()), RANDOM.standard_normal((2, 3, DIM)))
 
 
 def test_gelu_is_near_the_exact_one():

@@ -105,9 +105,13 @@ def apart(_):
     return nn.softmax_cross_entropy
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1", "looped_bfs"])
 @pytest.mark.parametrize(
-    "dtype, tied, recompute", [("float32", False, False), ("float64", True, True), ("bfloat16", True, False)]
+    "schedule, dtype, tied, recompute",
+    [
+        ("one_f_one_b", "float32", False, False),
+        ("zero_bubble_h1", "float64", True, True),
+        ("looped_bfs", "bfloat16", True, False),
+    ],
 )
 def test_one_tile_has_the_bits_of_head_and_loss_apart(comm, schedule, dtype, tied, recompute):
     ranks = min(comm.size, 2)
@@ -199,7 +203,7 @@ def test_heads_and_targets_that_do_not_fit_are_refused():
             loss(np.zeros((2, width)), target)
 
 
-@pytest.mark.parametrize("kind", ["int64", "int16", "bool", "uint8", "float64", "float16"])
+@pytest.mark.parametrize("kind", ["int16", "bool", "float64"])
 def test_targets_of_any_real_dtype_may_be_on_the_gpu(gpu, kind):
     """As a loss of one's own has them, which calls these."""
     output = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)

@@ -68,7 +68,7 @@ SCALINGS = [
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-@pytest.mark.parametrize("head_dim, base", [(128, 1e6), (64, 5e5), (6, 1e4), (2, 1e4)])
+@pytest.mark.parametrize("head_dim, base", [(128, 1e6), (6, 1e4)])
 def test_frequencies_and_amplitude_are_the_formulas(scaling, head_dim, base):
     expected, amplitude = reference_rope.frequencies(head_dim, base, scaling)
     found = scaling.scaled(base ** (-np.arange(0, head_dim, 2) / head_dim), base)
@@ -78,7 +78,7 @@ def test_frequencies_and_amplitude_are_the_formulas(scaling, head_dim, base):
 
 
 @pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_tables_on_host_and_device_have_scaled_angles_and_amplitude(gpu, scaling, dtype):
     kind = arrays.dtype(dtype)
     wide = arrays.accumulator(kind)

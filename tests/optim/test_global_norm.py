@@ -72,15 +72,6 @@ def test_clipping_has_the_bits_of_a_norm_that_mpi_gathers(own, comm):
     assert norm != optim.gradient_norm(now, comm, scale=4.0)  # without `skip`, and after the last clipping
 
 
-def test_copies_of_tied_parameters_do_not_count(own, comm):
-    stages = made(comm.rank)
-    fill(stages, 2)
-    stages[0].tied_copies.add(f"{stages[0].first}.weight")
-    expected = optim.gradient_norm(stages, comm)
-    with optim.GlobalNorm(stages, comm) as over:
-        assert optim.clip_by_global_norm(stages, math.inf, over=over) == expected
-
-
 # -- waits -------------------------------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def factor_on_host(squares, max_norm, scale, divisor):
     return (max_norm / norm if norm > max_norm else 1.0) / divisor
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 31, 32, 33, 500, 3000])
+@pytest.mark.parametrize("count", [0, 1, 33, 3000])
 @pytest.mark.parametrize("scale, divisor", [(1.0, 1.0), (1024.0, 1024.0), (3.0, 1.0)])
 def test_the_factor_has_the_bits_of_an_exact_sum(gpu, count, scale, divisor):
     for seed in range(6):
@@ -94,7 +94,7 @@ def test_the_factor_of_a_sum_that_is_not_finite_is_nan(gpu, value, place):
 # -- a step
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_on_the_device_has_the_bits_of_one_with_the_norm_on_the_host(gpu, name, dtype):
     before, now = made(dtype), made(dtype)
@@ -161,8 +161,7 @@ def test_an_optimizer_that_raises_leaves_the_memory_of_the_copy_under_way(gpu, m
     assert arrays.pinned(64).ctypes.data != place
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name, value", zip(OPTIMIZERS, (math.inf, -math.inf, math.nan)))
 def test_an_overflow_changes_nothing_on_the_device_and_counts_no_step(gpu, name, value):
     stages, others = made("float16"), made("float16")
     optimizer, undisturbed = OPTIMIZERS[name](stages), OPTIMIZERS[name](others)
@@ -211,7 +210,7 @@ def test_a_communicator_of_one_rank_is_no_reason_to_wait(gpu):
 
 # -- the kernels, on the host and on the device
 
-CUTS = {"none": [0, 203], "one": [0, 64, 203], "odd": [0, 7, 64, 65, 190, 203], "many": [*range(0, 203, 16), 203]}
+CUTS = {"odd": [0, 7, 64, 65, 190, 203], "many": [*range(0, 203, 16), 203]}
 
 
 def cut(bounds, first):
@@ -220,7 +219,7 @@ def cut(bounds, first):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype, copy", [("float32", "bfloat16"), ("float32", "float16"), ("float64", "float64")])
-@pytest.mark.parametrize("first, cuts", [(True, "none"), (False, "one"), (True, "odd"), (False, "many")])
+@pytest.mark.parametrize("first, cuts", [(True, "odd"), (False, "many")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ranges_and_copy_have_the_bits_of_a_call_for_each_range(gpu, name, cuts, first, dtype, copy, device):
     kernels, ranges = of(device), cut(CUTS[cuts], first)

@@ -121,8 +121,8 @@ def test_threads_of_one_process_are_replicas_as_well():
     assert first == second == third and sizes[0] > others[2] == 0
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000, 1_000_003])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [0, 63, 65, 1_000_003])
+@pytest.mark.parametrize("replicas", [1, 7])
 def test_shares_follow_each_other_and_begin_on_lines_of_the_cache(size, replicas):
     shares = shares_of(size, replicas)
     assert [start for start, _ in shares] + [size] == [0] + [stop for _, stop in shares]
@@ -169,8 +169,8 @@ CUTS = {
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", CUTS)
-@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.long)])
-def test_a_training_with_ties_clipping_and_a_scale_has_the_same_bits(comm, name, steps):
+def test_a_training_with_ties_clipping_and_a_scale_has_the_same_bits(comm, name):
+    steps = 4
     pipe, schedule_of = CUTS[name]
     if comm.size % (2 * pipe):
         pytest.skip(f"needs a multiple of {2 * pipe} ranks")

@@ -209,12 +209,3 @@ def test_what_is_wrong_with_the_first_is_one_error_after_which_all_go_on(comm, c
             with pytest.raises(kind, match=match):
                 call(*dense.placed(schedule, comm.rank, give, goal))
         assert pipeline.step(*dense.placed(schedule, comm.rank, np.ones((8, 3)), goal)).loss == 1
-
-
-def test_forward_takes_fewer_micro_batches(comm):
-    schedule = one_f_one_b(comm.size, 6)
-    pieces, _ = pieces_of(schedule, [2, 1, 3])
-    with Pipeline([dense.Identity()], schedule, comm) as pipeline:
-        out = pipeline.forward(Asked(pieces, rows=[2, 1, 3]) if comm.rank == 0 else None)
-    if comm.rank == comm.size - 1:
-        assert all(x.tobytes() == y.tobytes() for x, y in zip(out, pieces, strict=True))

@@ -109,30 +109,6 @@ def test_optimizers_and_checkpoints_take_complex_parameters_as_pairs_of_real_one
             np.testing.assert_array_equal(array, states[kind][name])
 
 
-def test_a_stage_with_a_state_dict_gets_complex_arrays_back(subcomm, mpi_tmp_path):
-    alone = subcomm(1)
-    if alone is None:
-        return
-
-    class Own:
-        gradients = None
-
-        def state_dict(self):
-            return arrays
-
-        def load_state_dict(self, values):
-            self.loaded = values
-
-    stage = Own()
-    arrays = {"a": complex_model.drawn((2, 3), 1), "b": np.array(2 - 1j, np.complex64), "n": np.arange(3)}
-    with Mesh(alone) as mesh:
-        path = checkpoint.save(mpi_tmp_path, mesh, [stage], step=1)
-        checkpoint.load(path, mesh, [stage])
-    for name, array in arrays.items():
-        assert (stage.loaded[name].dtype, stage.loaded[name].shape) == (array.dtype, array.shape)
-        np.testing.assert_array_equal(stage.loaded[name], array)
-
-
 @pytest.mark.parametrize("value", [1 + 0j, np.complex64(1), np.ones((), "complex128")])
 def test_a_complex_loss_is_refused(value):
     def job(comm):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 
 import numpy as np
 import pytest
@@ -108,34 +107,6 @@ def test_a_slot_is_free_until_the_forward_is_run_again(gpu, comm, monkeypatch, n
             assert len(kind.free) == kind.made <= simulate(again).peak_activations[comm.rank] + 1
 
 
-OPTIONS = {
-    "GPT-2": dict(
-        norm="layer", positions="learned", max_positions=16, qkv_bias=True, out_bias=True, feed_forward="gelu",
-        feed_forward_bias=True, tied=True, embedding_scale=2.0,
-    ),
-    "norms of heads and windows": dict(qk_norm=True, head_dim=8, windows=(3, None, 5), feed_forward_bias=True),
-}  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", OPTIONS)
-def test_graphs_record_the_options_of_a_gpt(gpu, alone, monkeypatch, options):
-    schedule = dense.build("zero_bubble_h1", alone.size, 1, 3)
-    for each in compare(alone, schedule, monkeypatch, **OPTIONS[options]):
-        assert not each.reason
-        assert set(recorded(each)) >= {"forward", "backward_input", "backward_weight"}
-
-
-@pytest.mark.long
-def test_a_slot_for_each_activation_alive_of_each_shape(gpu, alone, monkeypatch):
-    """As many as the schedule holds at once, all of them free after the call; 10 rows make micro-batches of 2 and 1."""
-    (found,) = compare(alone, one_f_one_b(alone.size, 6), monkeypatch, rows=6)
-    (kind,) = found._kinds.values()
-    assert len(kind.free) == min(alone.size - alone.rank, 6)
-    (found,) = compare(alone, one_f_one_b(alone.size, 6), monkeypatch, rows=10)
-    assert len(found._kinds) == 2 and not found.reason
-
-
 @pytest.mark.long
 def test_more_shapes_than_are_recorded_and_calls_without_backward(gpu, alone, monkeypatch):
     def between(pipeline, step):
@@ -181,14 +152,6 @@ def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, alone, monkeypa
         started = sum(name.startswith("graph of") for name in emulated_gpu.launches)
         assert started == (8 if graphs else 0), emulated_gpu.launches
     assert counts[True] < counts[False] / 5 and counts[True] <= 8 * 3 + 4 * 8, counts
-
-
-@pytest.mark.long
-def test_dropout_cannot_be_recorded(gpu, alone, monkeypatch, caplog):
-    with caplog.at_level(logging.INFO, logger="mpipipe"):
-        for found in compare(alone, gpipe(alone.size, 4), monkeypatch, dropout=0.25):
-            assert "(Dropout): it draws another mask for each micro-batch" in found.reason
-    assert "CUDA graphs: stage" in caplog.text and "has none" in caplog.text
 
 
 def test_a_class_says_for_itself_that_it_can_be_recorded(gpu):

@@ -16,7 +16,7 @@ from support.small_gpt import text
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError, StageError
 from mpipipe.job import inprocess
-from mpipipe.schedules import gpipe, looped_bfs, simulate, with_recompute
+from mpipipe.schedules import gpipe, looped_bfs, simulate
 
 WIDTH = 3
 
@@ -158,19 +158,6 @@ def test_random_schedules_are_refused_or_right(schedule, data, seed, kind, scale
         check_steps(comm, schedule, data, seed, kind, scale, weights=weights)
 
     inprocess.run(schedule.ranks * data, job, synchronous=synchronous, seed=seed)
-
-
-@pytest.mark.parametrize("kind", ["over batch", "outside"])
-@pytest.mark.parametrize("name", ["looped_bfs", "recompute", "zero_bubble_h1"])
-@pytest.mark.parametrize("data", [1, 2])
-def test_over_mpi(comm, kind, name, data):
-    if comm.size % data:
-        pytest.skip("needs a multiple of that many ranks")
-    ranks = comm.size // data
-    schedules = {"looped_bfs": looped_bfs(ranks, 2, 4), "recompute": with_recompute(gpipe(ranks, 4))}
-    schedule = schedules.get(name) or dense.build(name, ranks, 1, 4)
-    for recompute in (False, True):
-        check_steps(comm, schedule, data, 5, kind, 1024.0, recompute, weights=data == 2)
 
 
 # -- Gradients that are added up --------------------------------------------------------------------------------------
@@ -439,22 +426,3 @@ def on_device(comm, device, recompute):
 def test_a_device_gives_what_the_host_gives(gpu, sending, comm, recompute):
     for mine, expected in zip(on_device(comm, "cuda", recompute), on_device(comm, "cpu", recompute), strict=True):
         near(mine, expected)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_by_nccl_with_replicas_halves_and_accumulation_are_those_of_the_host(own, comm):
-    pipe, found = max(1, comm.size // 2), []
-    schedule = gpipe(pipe, 3)
-    for device in ("cuda", "cpu"):
-        with Mesh(comm, pipe=pipe, data=comm.size // pipe) as mesh:
-            stage = nn.Stage([nn.Linear(WIDTH, WIDTH)], "float64", first=mesh.pipe.rank, device=device)
-            x, target = np.random.default_rng(mesh.data.rank).normal(size=(2, 6, WIDTH))
-            x, target = dense.placed(schedule, mesh.pipe.rank, x, target)
-            losses = None if target is None else (arrays.upload(target) if device == "cuda" else target)
-            with Pipeline([stage], schedule, mesh.pipe, nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
-                assert pipeline.engine.nccl.sums == (device == "cuda")
-                for number in range(3):  # the first sends headers
-                    pipeline.step(x, losses, accumulate=number > 0)
-                    pipeline.backward(pipeline.forward_train(x), accumulate=True)
-            found.append(arrays.download(stage.gradients.flat).copy())
-    near(*found)

@@ -137,19 +137,6 @@ CASES = {
 }
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["gpipe", "interleaved_zero_bubble", "zero_bubble_v"])
-@pytest.mark.parametrize("how", ["plain", "recompute", "layers again"])
-def test_gradients_are_those_of_the_whole_network(comm, name, how):
-    if comm.size != 2:
-        return
-    inputs, targets = batch(12)
-    options = {"recompute": True} if how == "recompute" else {}
-    recomputes = range(1, 8, 2) if how == "layers again" else ()
-    found = run(comm, CASES[name], NET, inputs, targets, recomputes=recomputes, **options)
-    check_all(found, reference(NET, inputs, targets))
-
-
 @st.composite
 def nets(draw, least):
     count = draw(st.integers(least, least + 3))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from support import dense
-from support.random_schedules import runnable_schedules
 from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
@@ -134,24 +132,6 @@ def test_slices_on_the_device(gpu, comm):
             outputs.append(pipeline.forward(dense.placed(plan, comm.rank, *text(3))[0]))
     if outputs[0] is not None:
         near(arrays.download(outputs[1]), outputs[0])
-
-
-@settings(max_examples=15)
-@given(schedule=runnable_schedules(slices=3))
-def test_every_legal_order_of_slices_gives_the_gradients(schedule):
-    """Orders drawn at random, with split backwards and forwards that run again."""
-    sizes = dict(layers=2, dim=8, heads=2, kv_heads=1, hidden=8)
-    expected, loss = inprocess.run(1, lambda comm: gradients(comm, gpipe(1, 1), rows=schedule.microbatches, **sizes))[0]
-
-    def job(comm):
-        lengths = slice_lengths(SEQ, schedule.slices)
-        found, value = gradients(comm, schedule, rows=schedule.microbatches, attend=Sliced(Local(), lengths), **sizes)
-        near(value, loss)
-        for key, gradient in found.items():
-            near(gradient, expected[key], key)
-
-    if schedule.stages <= 6:
-        inprocess.run(schedule.ranks, job)
 
 
 @pytest.mark.parametrize(
