@@ -32,20 +32,16 @@ CASES = {  # (inputs, outputs, width), space, options
     "points": ((3, 5, (1, 1)), (4, 3), {}),
     "space, stride, groups": ((4, 2, (3, 2, 3)), (4, 4, 6), dict(stride=2, groups=2, padding="periodic")),
 }
-WAYS = {  # (waste, elements at once, channels): last axis joined or not; all points or few; all groups or one at a time
-    "joined": (99, 1 << 19, 16),
-    "joined, in pieces": (99, 60, 1),
-    "gathered": (0, 1 << 19, 1),
-    "gathered, in pieces": (0, 60, 16),
+WAYS = {  # (elements at once, channels): all points or few; all groups or one at a time
+    "one group at a time": (1 << 19, 1),
+    "in pieces": (60, 16),
 }
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    waste, most, dense = WAYS[request.param]
+    most, dense = WAYS[request.param]
     monkeypatch.setattr(convolution, "DENSE", dense)
-    monkeypatch.setattr(convolution, "WASTE", waste)
-    monkeypatch.setattr(convolution, "LINES", most)
     monkeypatch.setitem(convolution.GATHERED, "cpu", most)
 
 

@@ -1,16 +1,7 @@
 """Convolution of fields, arrays (batch, *space, channels) with one to three axes of space, as products of matrices.
 
 A product has a row for each point of the output: the window of the input that the point sees. Rows are gathered for
-some points at a time, so that they stay in a core's cache. On the host the last axis of space is left out of that: with
-all other axes of the window gathered at each point, neighbours along a line of memory are a window as they lie there.
-
-    memory    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | ...     places of a line, each with width[:-1] x channels numbers
-    phase 0   [ window 0  ][ window 3  ][ ...           a matrix of windows of 3 places, for every third point,
-    phase 1       [ window 1  ][ window 4  ][ ...       and two more for the points between
-    phase 2           [ window 2  ][ window 5  ][ ...
-
-So a kernel of 3 x 3 copies each number three times and not nine times. Where each channel is a group of its own, the
-host has no matrices: it multiplies whole lines by the numbers of their channels, one after the other, and adds.
+some points at a time, so that they stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -31,8 +22,6 @@ from mpipipe.nn.parameters import normal, vector
 
 PADDINGS = ("same", "periodic", "valid")
 GATHERED = {"cpu": 1 << 19, "cuda": 1 << 26}  # elements that are gathered at once
-WASTE = 1.15  # points of a line that may be computed for one that is wanted, before windows are gathered whole
-LINES = 1 << 16  # elements of lines that are multiplied at once
 DENSE = 16  # channels of a product, up to which groups share one
 
 
@@ -43,21 +32,6 @@ class _Shape(NamedTuple):
     before: Sequence[int]
     stride: int
     sizes: tuple[int, ...]  # numbers of o
-
-    def phases(self, points: int) -> tuple[int, int]:
-        """Return (phases, points of a line and between it and the next) for these points of the last axis."""
-        least = -(-self.width[-1] // self.stride)
-        needed = points + least - 1
-        phases = min(range(least, 2 * least + 1), key=lambda count: -(-needed // count) * count)
-        return phases, -(-needed // phases) * phases
-
-
-class _Windows(NamedTuple):
-    """Rows of a product, and the points of the output that they are for."""
-
-    rows: Array  # (points, numbers of a window)
-    shape: tuple[int, ...]  # of the points, along the axes of the output
-    part: int  # which groups
 
 
 class Conv(Layer):
@@ -181,21 +155,16 @@ class Conv(Layer):
         self._add("bias", self._sum_points, dy)
 
     def _add_products(self, dy: Array, x: Array, grad: Array) -> None:
-        kernels, device = self.stage.kernels, self.stage.device
+        kernels = self.stage.kernels
         shape = _Shape(self.width, self.before, self.stride, dy.shape[1:-1])
-        if self._by_channel:
-            return self._add_lines(dy, x, grad, shape)
-        grad, joined = self._by_group(grad), self._joins_last(shape)
-        view = self._view(grad, joined)
-        sums = arrays.zeros(self._matrices_shape(grad), grad.dtype, device) if view is None else view
-        for windows, own in self._windows(x, shape, sums.shape[1]):
-            slopes = part = dy[own]
-            if part.shape[-2] < windows.shape[-1] or not part.flags.c_contiguous:
-                part = arrays.zeros((*windows.shape, sums.shape[1]), dy.dtype, device)
-                kernels.copy(slopes, part[..., : slopes.shape[-2], :])
-            kernels.linear_backward_weight(rows(part), windows.rows, sums[windows.part])
-        if view is None:
-            for of_grad, of_sums in self._pairs(grad, sums, joined):
+        grad = self._by_group(grad)
+        sums = grad.reshape(len(grad), grad.shape[2], -1)
+        if self.together > 1:
+            sums = arrays.zeros(self._matrices_shape(grad), grad.dtype, self.stage.device)
+        for windows, part, own in self._windows(x, shape, sums.shape[1]):
+            kernels.linear_backward_weight(rows(arrays.copied(dy[own])), windows, sums[part])
+        if self.together > 1:
+            for of_grad, of_sums in self._pairs(grad, sums):
                 kernels.copy(of_sums, of_grad, add=True)
 
     def _sum_points(self, dy: Array, grad: Array) -> None:
@@ -206,66 +175,17 @@ class Conv(Layer):
 
     def _correlate(self, x: Array, weight: Array, shape: _Shape, backward: bool = False) -> Array:
         """Return the output of these windows; `backward` with transposed matrices W[k], and without the bias."""
-        if self._by_channel:
-            return self._multiply_lines(x, weight, shape, None if backward else self.bias)
-        kernels, device = self.stage.kernels, self.stage.device
-        matrices = self._matrices(weight, self._joins_last(shape), backward)
+        kernels = self.stage.kernels
+        matrices = self._matrices(weight, backward)
         outputs = matrices.shape[2 if backward else 1]
-        y = arrays.empty((len(x), *shape.sizes, len(matrices) * outputs), x.dtype, device)
-        for windows, own in self._windows(x, shape, outputs):
-            matrix, bias = matrices[windows.part], None if self.bias is None else self.bias[own[-1]]
+        y = arrays.empty((len(x), *shape.sizes, len(matrices) * outputs), x.dtype, self.stage.device)
+        for windows, part, own in self._windows(x, shape, outputs):
             if backward:
-                part = kernels.linear_backward_input(windows.rows, matrix)
+                points = kernels.linear_backward_input(windows, matrices[part])
             else:
-                part = kernels.linear(windows.rows, matrix, bias)
-            target = y[own]
-            kernels.copy(part.reshape(*windows.shape, outputs)[..., : target.shape[-2], :], target)
+                points = kernels.linear(windows, matrices[part], None if self.bias is None else self.bias[own[-1]])
+            kernels.copy(points.reshape(y[own].shape), y[own])
         return y
-
-    # -- lines of groups of one channel
-
-    @property
-    def _by_channel(self) -> bool:
-        alone = self.stride == 1 < self.groups == self.inputs == self.outputs
-        return alone and self.stage.device == "cpu" and not arrays.is_half(self.weight.dtype)
-
-    def _multiply_lines(self, x: Array, weight: Array, shape: _Shape, bias: Array | None) -> Array:
-        y, points = arrays.empty((*x.shape[:1], *shape.sizes, self.inputs), x.dtype, "cpu"), shape.sizes[-1]
-        factors = np.tile(weight.reshape(self.inputs, -1).T, points)
-        first = np.zeros(1, x.dtype) if bias is None else np.tile(bias, points)
-        for place, lines in self._lines(x, shape):
-            total = y.reshape(*y.shape[:-2], -1)[place]
-            total[...] = first[: total.shape[-1]]
-            part = np.empty_like(total)
-            for line, numbers in zip(lines, factors):
-                total += np.multiply(line, numbers[: line.shape[-1]], out=part)
-        return y
-
-    def _add_lines(self, dy: Array, x: Array, grad: Array, shape: _Shape) -> None:
-        sums = np.zeros((math.prod(shape.width), shape.sizes[-1] * self.inputs), grad.dtype)
-        for place, lines in self._lines(x, shape):
-            slopes = dy.reshape(*dy.shape[:-2], -1)[place]
-            axes = "abl"[-slopes.ndim :]
-            for line, total in zip(lines, sums):
-                total[: line.shape[-1]] += np.einsum(f"{axes},{axes}->l", line, slopes)
-        grad.reshape(self.inputs, -1)[...] += sums.reshape(len(sums), -1, self.inputs).sum(1).T
-
-    def _lines(self, x: Array, shape: _Shape) -> Iterator[tuple[tuple[Any, ...], list[Array]]]:
-        """Yield places of lines (..., points x channels) of the output and, for each k, the lines that they see."""
-        (width, before, _, sizes), channels = shape, self.inputs
-        spans = [points + taps - 1 for points, taps in zip(sizes, width)]
-        padded = arrays.zeros((len(x), *spans, channels), x.dtype, "cpu")
-        self._gather(x, slice(None), [(-start, count, 1) for start, count in zip(before, spans)], padded)
-        padded = padded.reshape(len(x), *spans[:-1], -1)
-        height = max(1, LINES // (math.prod(sizes[1:]) * channels))
-        for row, top in product(range(len(x)), range(0, sizes[0], height)):
-            ends = (top, min(top + height, sizes[0])), *((0, points) for points in sizes[1:])
-
-            def place(k: Sequence[int], row: int = row, ends: Any = ends) -> tuple[Any, ...]:
-                *axes, (start, stop) = ((start + tap, stop + tap) for (start, stop), tap in zip(ends, k))
-                return row, *(slice(*axis) for axis in axes), slice(start * channels, stop * channels)
-
-            yield place([0] * len(width)), [padded[place(k)] for k in product(*map(range, width))]
 
     # -- weights: (parts, together, outputs of a group, *width, inputs of a group), and a matrix for each part
     #
@@ -281,77 +201,54 @@ class Conv(Layer):
         outputs, inputs = (outputs * points, inputs) if backward else (outputs, inputs * points)
         return len(weight), self.together * outputs, self.together * inputs
 
-    def _view(self, weight: Array, joined: bool) -> Array | None:
-        """View weights as matrices, or return None where that needs a copy."""
-        plain = self.together == 1 and not (joined and weight.ndim > 5)
-        return weight.reshape(self._matrices_shape(weight)) if plain else None
-
-    def _pairs(
-        self, weight: Array, matrices: Array, joined: bool, backward: bool = False
-    ) -> Iterator[tuple[Array, Array]]:
+    def _pairs(self, weight: Array, matrices: Array, backward: bool = False) -> Iterator[tuple[Array, Array]]:
         """Yield views of weights and of their matrices that hold the same numbers."""
         outputs, *width, inputs = weight.shape[2:]
-        taps = (width[-1], *width[:-1]) if joined else tuple(width)
-        ends = (self.together, outputs), (self.together, inputs)
-        shape = (*taps, *ends[0], *ends[1]) if backward else (*ends[0], *taps, *ends[1])
-        order = [axis + (1 if backward else 3) for axis in range(len(taps))]
-        row, output, column, of_input = (axis for axis in range(1, len(taps) + 5) if axis not in order)
-        order = [*order[1:], order[0]] if joined else order
-        matrices = matrices.reshape(len(matrices), *shape).transpose(0, row, column, output, *order, of_input)
+        row, column = (self.together, outputs), (self.together, inputs)
+        matrices = matrices.reshape(len(matrices), *((*width, *row) if backward else (*row, *width)), *column)
+        if backward:
+            points = range(1, len(width) + 1)
+            matrices = matrices.transpose(0, len(width) + 1, len(width) + 2, *points, -2, -1)
         for group, first in product(range(self.together), range(width[0])):
-            yield weight[:, group, :, first], matrices[:, group, group, :, first]
+            yield weight[:, group, :, first], matrices[:, group, :, first, ..., group, :]
 
-    def _matrices(self, weight: Array, joined: bool, backward: bool) -> Array:
-        matrices = None if backward else self._view(weight, joined)
-        if matrices is None:
-            matrices = arrays.zeros(self._matrices_shape(weight, backward), weight.dtype, self.stage.device)
-            for of_weight, of_matrices in self._pairs(weight, matrices, joined, backward):
-                self.stage.kernels.copy(of_weight, of_matrices)
+    def _matrices(self, weight: Array, backward: bool) -> Array:
+        if self.together == 1 and not backward:
+            return weight.reshape(self._matrices_shape(weight))
+        matrices = arrays.zeros(self._matrices_shape(weight, backward), weight.dtype, self.stage.device)
+        for of_weight, of_matrices in self._pairs(weight, matrices, backward):
+            self.stage.kernels.copy(of_weight, of_matrices)
         return matrices
 
     # -- windows
 
-    def _joins_last(self, shape: _Shape) -> bool:
-        """Return whether the last axis of windows is not gathered."""
-        points = shape.sizes[-1]
-        return self.stage.device == "cpu" and shape.phases(points)[1] <= WASTE * points
+    def _windows(self, x: Array, shape: _Shape, outputs: int) -> Iterator[tuple[Array, int, tuple[slice, ...]]]:
+        """Yield windows (points, numbers of a window), which groups they are of, and their places in an output.
 
-    def _windows(self, x: Array, shape: _Shape, outputs: int) -> Iterator[tuple[_Windows, tuple[slice, ...]]]:
-        """Yield the windows of all points, some at a time, and their places and channels in an output.
-
-        `outputs` are the channels of a part. The memory of the windows is used again for the next ones.
+        All points come, some at a time. `outputs` are the channels of a part. The memory of the windows is used again
+        for the next ones.
         """
-        joined, (width, before, stride, sizes) = self._joins_last(shape), shape
-        taps = list(product(*map(range, width[:-1] if joined else width)))
+        width, before, stride, sizes = shape
+        taps = list(product(*map(range, width)))
         channels = x.shape[-1] * self.together // self.groups
-        numbers, step = len(taps) * channels, stride if joined else 1  # of a place of memory; places of a point
-        most = max(1, GATHERED[self.stage.device] // (numbers * step * math.prod(sizes[1:])))
+        line = math.prod(sizes[1:]) * len(taps) * channels
+        most = max(1, GATHERED[self.stage.device] // line)
         height, deep = _even(sizes[0], most), _even(len(x), max(1, most // sizes[0]))
-        inner = (height, *sizes[1:])
-        phases, points = shape.phases(inner[-1]) if joined else (1, inner[-1])
-        count = deep * math.prod(inner[:-1]) * points + phases - 1
-        memory = arrays.zeros((count * step * numbers,), x.dtype, self.stage.device)
+        memory = arrays.zeros((deep * height * line,), x.dtype, self.stage.device)
         for first, top in product(range(0, len(x), deep), range(0, sizes[0], height)):
             batch = slice(first, min(first + deep, len(x)))
-            inner = (min(height, sizes[0] - top), *sizes[1:])
-            outer = (batch.stop - first, *inner[:-1])
-            lines = memory[: math.prod(outer) * points * step * numbers]
-            lines = lines.reshape(*outer, points * step, len(taps), channels)
-            starts = [top * stride - before[0], *(-points for points in before[1:])]
+            points = (min(height, sizes[0] - top), *sizes[1:])
+            there = batch, slice(top, top + points[0]), *(slice(0, size) for size in sizes[1:])
+            gathered = memory[: (batch.stop - first) * points[0] * line]
+            gathered = gathered.reshape(batch.stop - first, *points, len(taps), channels)
+            starts = [top * stride - before[0], *(-count for count in before[1:])]
             for part in range(self.groups // self.together):
                 own = slice(part * channels, (part + 1) * channels)
                 for place, offset in enumerate(taps):
-                    axes = [(start + k, n, stride) for start, k, n in zip(starts, offset, inner)]
-                    if joined:
-                        axes.append((starts[-1], (inner[-1] - 1) * stride + width[-1], 1))
-                    self._gather(x[batch], own, axes, lines[..., place, :])
-                for phase in range(phases):
-                    begin = phase * step * numbers
-                    matrix = memory[begin : begin + lines.size].reshape(-1, phases * step * numbers)
-                    *places, last = slice(top, top + inner[0]), *(slice(0, size) for size in sizes[1:])
-                    places = [batch, *places, slice(last.start + phase, last.stop, phases)]
-                    windows = _Windows(matrix[:, : math.prod(width) * channels], (*outer, points // phases), part)
-                    yield windows, (*places, slice(part * outputs, (part + 1) * outputs))
+                    axes = [(start + k, n, stride) for start, k, n in zip(starts, offset, points)]
+                    self._gather(x[batch], own, axes, gathered[..., place, :])
+                windows = gathered.reshape(-1, len(taps) * channels)
+                yield windows, part, (*there, slice(part * outputs, (part + 1) * outputs))
 
     def _gather(self, x: Array, own: slice, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
         """Copy points (start, count, step) along each axis.

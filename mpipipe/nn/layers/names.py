@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from keyword import iskeyword
 from typing import Any
 
@@ -25,7 +24,6 @@ from mpipipe.arrays import Array, Branches, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
-from mpipipe.nn.kernels.host import ELEMENTS, blocks
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.linear import Linear
@@ -328,31 +326,23 @@ class AdaptiveNorm(Layer):
             )
         (both, of_linear), points, scales = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
         y, kernels = arrays.empty(points.shape, x.dtype, self.stage.device), self.stage.kernels
-        if self.stage.device == "cpu" and 2 * points[:1].size <= ELEMENTS:  # several rows at once
-            for at in blocks(len(x), points[:1].size):
-                y[at] = _modulated(points[at], both[at], self.eps)
-        else:
-            for row in range(len(x)):
-                gain, shift = both[row, : self.size], both[row, self.size :]
-                _, normal, scale = kernels.norm(points[row], gain, shift, self.eps)
-                kernels.copy(normal, y[row])
-                scales.append(scale)
+        for row in range(len(x)):
+            gain, shift = both[row, : self.size], both[row, self.size :]
+            _, normal, scale = kernels.norm(points[row], gain, shift, self.eps)
+            kernels.copy(normal, y[row])
+            scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         (points, both, scales, of_linear), device, kernels = saved, self.stage.device, self.stage.kernels
         dpoints, dx = dy.reshape(points.shape), arrays.empty(points.shape, dy.dtype, device)
         total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
-        if not scales:
-            for at in blocks(len(dx), points[:1].size):
-                dx[at], total[at] = _modulated_backward(dpoints[at], points[at], both[at], self.eps)
-        else:
-            for row, scale in enumerate(scales):
-                gain = both[row, : self.size]
-                result, *sums = kernels.norm_backward(dpoints[row], points[row], scale, gain, True)
-                kernels.copy(result, dx[row])
-                for half, part in enumerate(sums):
-                    kernels.add_parts(part, total[row, half])
+        for row, scale in enumerate(scales):
+            gain = both[row, : self.size]
+            result, *sums = kernels.norm_backward(dpoints[row], points[row], scale, gain, True)
+            kernels.copy(result, dx[row])
+            for half, part in enumerate(sums):
+                kernels.add_parts(part, total[row, half])
         dboth = arrays.cast(total.reshape(both.shape), dy.dtype)
         dcondition, pending = self.modulation.backward_input(dboth, of_linear)
         self.stage.add_gradient(self.takes[0], dcondition)
@@ -360,35 +350,6 @@ class AdaptiveNorm(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         self.modulation.backward_weight(pending)
-
-
-@partial(arrays.upcast_halves, returned=(0,))
-def _modulated(x: np.ndarray, both: np.ndarray, eps: float) -> np.ndarray:
-    """Return gain * normal + shift for x (rows, points, size) and (gain, shift) of each row (rows, 2 size)."""
-    gain, shift = np.split(both[:, None], 2, axis=-1)
-    y, _ = _normalised(x, eps)
-    return np.add(np.multiply(y, gain, out=y), shift, out=y)
-
-
-@partial(arrays.upcast_halves, returned=(0,))
-def _modulated_backward(dy: np.ndarray, x: np.ndarray, both: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return dx, and the gradients (rows, 2, size) of gain and shift; the formula of dx is that of `LayerNorm`."""
-    (normal, scale), gain = _normalised(x, eps), both[:, None, : x.shape[2]]
-    dx = np.multiply(dy, normal)
-    total = np.stack([np.add.reduce(dx, 1), np.add.reduce(dy, 1)], 1)
-    turned, shifted = (np.matmul(each, gain.swapaxes(1, 2)) / x.shape[2] for each in (dx, dy))
-    np.multiply(normal, turned, out=normal)
-    np.multiply(dy, gain, out=dx)
-    np.subtract(dx, normal, out=dx)
-    np.subtract(dx, shifted, out=dx)
-    return np.multiply(dx, scale, out=dx), total
-
-
-def _normalised(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (x - mean) * scale over the last axis, and scale = 1 / sqrt(variance + eps)."""
-    normal = x - np.add.reduce(x, -1, keepdims=True) / x.shape[-1]
-    scale = 1 / np.sqrt(np.vecdot(normal, normal)[..., None] / x.shape[-1] + eps)
-    return np.multiply(normal, scale, out=normal), scale
 
 
 def _ones_and_zeros(_generator: np.random.Generator, shape: arrays.Shape) -> np.ndarray:
