@@ -4,7 +4,7 @@
 #   1. a byte-pair tokenizer is made from the text
 #   2. a small Llama learns from the standard library's source; it is the model to begin from
 #   3. adapters (LoRA) learn from four fifths of the text
-#   4. the loss on the last fifth, before and after, and a text after
+#   4. the loss on the last fifth, before and after, and a text after; the model as a folder for `transformers`
 #
 #   bash jobs/finetune.sh [TEXT [MODEL]]             TEXT: a folder of text, docs/ by default
 #                                                    MODEL: a folder of Hugging Face, instead of steps 1 and 2
@@ -55,9 +55,9 @@ tokenizer.save(str(folder / "tokenizer.json"))
 PYTHON
     library=$("$python" -c 'import json; print(json.__path__[0])')
     mpipipe tokenize --tokenizer "$out/tokenizer" "$library" "$(dirname "$library")/email" --out "$out/library.tokens"
-    mpipipe train --data "$out/library.tokens" --tokenizer "$out/tokenizer" --steps "$steps" --save-as huggingface \
-        --sample-bytes 0 --out "$out/first"
-    model=$out/first/huggingface
+    mpipipe train --data "$out/library.tokens" --tokenizer "$out/tokenizer" --steps "$steps" --sample-bytes 0 \
+        --out "$out/first"
+    model=$out/first/weights
 fi
 mpipipe tokenize --tokenizer "$model" "$out/learn" --out "$out/learn.tokens"
 mpipipe tokenize --tokenizer "$model" "$out/keep" --out "$out/keep.tokens"
@@ -69,7 +69,8 @@ loss() {  # of a model on the last fifth
 
 before=$(loss "$model")
 mpipipe train --from "$model" --lora 8,16,q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj \
-    --data "$out/learn.tokens" --steps "$steps" --lr 0.01 --save-as huggingface --sample-bytes 0 --out "$out/tuned"
-after=$(loss "$out/tuned/huggingface")
-mpipipe generate "$out/tuned/huggingface" --prompt "A stage is" --count 60
-echo "mpipipe: fine-tuned $out/tuned/huggingface loss before=$before after=$after"
+    --data "$out/learn.tokens" --steps "$steps" --lr 0.01 --sample-bytes 0 --out "$out/tuned"
+after=$(loss "$out/tuned")
+mpipipe generate "$out/tuned" --prompt "A stage is" --count 60
+"$python" -m mpipipe convert "$out/tuned" "$out/folder"
+echo "mpipipe: fine-tuned $out/folder loss before=$before after=$after"

@@ -162,7 +162,7 @@ COMMANDS = {
     "tokenize": Command("Turn text into a file of tokens", "cli.tokenize:tokenize"),
     "generate": Command("Let a model continue prompts", "cli.generate:generate"),
     "evaluate": Command("Compute the loss of a model", "cli.evaluate:evaluate"),
-    "convert": Command("Turn a model folder of Hugging Face into ours, or back", "cli.convert:convert"),
+    "convert": Command("Turn a trained model into a folder of Hugging Face", "cli.convert:convert"),
     "simulate": Command("Run a schedule on paper", "cli.simulate:simulate"),
     "draw": Command("Pictures of schedules, as PNG or SVG", commands=DRAW),
     "bench": Command("Measure; every number beside what it can be compared with", commands=BENCH),

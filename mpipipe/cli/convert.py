@@ -1,4 +1,4 @@
-"""mpipipe convert: a model folder of Hugging Face into one of this package, and back; a run folder into one file."""
+"""mpipipe convert: a model into a folder of Hugging Face; a run folder into one file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def convert(
     dtype: Annotated[str | None, Option("float32, bfloat16, float16 or float64; default: as in FROM")] = None,
     shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
-    """Turn a model folder of Hugging Face into weights of this package, or the other way round; or export a task.
+    """Turn the weights of a training, or an adapter with its model, into a folder of Hugging Face; or export a task.
 
     Where TO ends with .safetensors, FROM is the output folder of a task of your own, and TO one file with the weights
     of its end, or of its newest checkpoint, by name.
 
-    One process does it, without MPI (python -m mpipipe convert runs/first/weights first-model). The tokenizer goes
+    One process does it, without MPI (python -m mpipipe convert runs/first first-model). The tokenizer goes
     along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
     with refusing("convert"):

@@ -103,17 +103,6 @@ class ModelOptions:
         "of PEFT to go on with",
         decides=True,
     )
-    save_as: str = option(
-        "mpipipe",
-        "format of the model at the end: mpipipe in weights/, huggingface in huggingface/",
-        choices=("mpipipe", "huggingface"),
-    )
-    save_dtype: str | None = option(
-        None,
-        "dtype of a model that is saved as huggingface: float32, bfloat16, float16 or float64; default: that of the "
-        "parameters",
-        choices=("float32", "bfloat16", "float16", "float64"),
-    )
     sample_bytes: int = option(200, "bytes or tokens of text to generate at the end", least=0)
 
 
@@ -128,16 +117,6 @@ class TrainConfig(TaskConfig, ModelOptions, DataOptions):
     ConfigError
         For a value of the wrong type or out of its range.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
-        if self.save_dtype is not None and self.save_as == "mpipipe":
-            raise ConfigError(
-                "save_dtype without save_as = huggingface",
-                found=f"save_dtype {self.save_dtype}",
-                expected="none: mpipipe saves parameters as they are",
-            )
 
     @classmethod
     def _check_given(cls, values: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
-from mpipipe.language.models import fine_tuning, huggingface, model_folder, weights
+from mpipipe.language.models import fine_tuning, huggingface, weights
 from mpipipe.language.models.gpt import GPT, Architecture, Model, balanced_slices, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
 from mpipipe.language.packing import PackedAttend, Packing
@@ -138,7 +137,7 @@ class TextTask(Task):
         self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
         self.layout, self.packing = config.layout, Packing(1) if self.everywhere else None
         self.units, self.copies = config.seq_len, config.sample_bytes > 0
-        self.folders = ("weights", model_folder.INSIDE, fine_tuning.INSIDE)
+        self.folders = ("weights", fine_tuning.INSIDE)
 
     @classmethod
     def of(
@@ -243,8 +242,6 @@ class TextTask(Task):
         self.tuning.check(self.model, self.origin)
         if self.base is not None:
             self.base.folder.with_slices(self.head_slices)  # raises where it has others
-        if config.save_as == "huggingface":
-            huggingface.config_of(cast(GPT, self.model), config.save_dtype or "float32", self.origin)
         if config.packing == "segments" and asdict(self.model).get("positions") == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with the sequence",
@@ -407,23 +404,12 @@ class TextTask(Task):
         return self.tokens.summary(record)
 
     def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int) -> None:
-        """Write the model to weights/ or huggingface/, as --save-as says; its adapters, merged there, to adapter/."""
-        lora, ours, theirs = self.tuning.lora, weights.folder_of(out), out / model_folder.INSIDE
+        """Write the model to weights/, and adapters, which are merged there, to adapter/ as well."""
+        lora, model = self.tuning.lora, cast(GPT, self.model)
         if lora is not None:
-            save_adapter(
-                out / fine_tuning.INSIDE, lora, cast(GPT, self.model), weights.own_arrays(stages), mesh, self.origin
-            )
-        stages = without_adapters(stages, merged=True)
-        if self.config.save_as == "mpipipe":
-            weights.save(ours, self.model, stages, plan.schedule, mesh, self.origin)
-        else:
-            model, dtype = cast(GPT, self.model), self.config.save_dtype or stages[0].parameters.flat.dtype.name
-            huggingface.save(
-                theirs, model, weights.own_arrays(stages), mesh, dtype=dtype, origin=self.origin, replaces=True
-            )
-        with group_of(mesh.comm).raise_together("train: the model in the other format"):
-            if mesh.rank == 0:  # what the training left there before it was resumed would be taken for the newest
-                shutil.rmtree(theirs if self.config.save_as == "mpipipe" else ours, ignore_errors=True)
+            save_adapter(out / fine_tuning.INSIDE, lora, model, weights.own_arrays(stages), mesh, self.origin)
+        whole = without_adapters(stages, merged=True)
+        weights.save(weights.folder_of(out), self.model, whole, plan.schedule, mesh, self.origin)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""

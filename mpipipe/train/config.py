@@ -215,6 +215,8 @@ _WITHOUT = {
     "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp tp_size": "layers are not divided over ranks: "
     "give pipe for large models, and seq for long sequences",
     "init": "give --from: a training of text takes architecture and weights from one folder",
+    "save_as save_dtype": "a training leaves weights: `mpipipe convert RUN FOLDER --dtype bfloat16` makes a folder of "
+    "Hugging Face of them",
     "survive": "save checkpoints (save_every), and start a job that has ended again with resume = auto",
 }
 INSTEAD = {name: remedy for names, remedy in _WITHOUT.items() for name in names.split()}

@@ -172,11 +172,11 @@ def test_what_a_sharded_training_begins_with_and_leaves_is_that_of_one_without_s
     train(base, GPT, comm)
     for sharded in (False, True):
         run = config(
-            str(sharded), pipe=1, dtype="bfloat16", shard_optimizer=sharded, check_weights=1, save_as="huggingface",
+            str(sharded), pipe=1, dtype="bfloat16", shard_optimizer=sharded, check_weights=1,
             from_=base.out, **keys,
         )  # fmt: skip
         train(run, GPT, comm)
-        ends.append((records(run), arrays_of(run), content(run.out + "/huggingface")))
+        ends.append((records(run), arrays_of(run), content(run.out + "/weights")))
     assert ends[0] == ends[1] and len(ends[0][2]) > 1
 
 

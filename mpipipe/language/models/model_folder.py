@@ -2,7 +2,7 @@
 
     what is in the folder, or below it     kind
     weights/model.json, or model.json      "weights": a training of mpipipe that ended
-    config.json, or huggingface/           "huggingface": a model of Hugging Face, also one that a training has left
+    config.json                            "huggingface": a model of Hugging Face
     manifest.json, step-.../, checkpoints/ "checkpoint": a training of mpipipe, the newest of several
     adapter_config.json                    "adapter": an adapter of PEFT, which names the folder of its model
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +39,6 @@ from mpipipe.nn import announce_write, is_adapter
 from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
-INSIDE = "huggingface"  # the folder in which a training leaves one
 BASE = "base_model_name_or_path"  # of an adapter
 GENERATION = "generation_config.json"
 
@@ -201,7 +200,7 @@ class HuggingFaceFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return _standing((path, path / INSIDE), CONFIG, SINGLE, INDEX, *PICKLES)  # tensors without a config.json, too
+        return _standing((path,), CONFIG, SINGLE, INDEX, *PICKLES)  # tensors without a config.json, too
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
@@ -294,38 +293,22 @@ def open_on_all(comm: Communicator, path: str) -> ModelFolder:
     return group_of(comm).from_one("opening the model", lambda: open_model(absolute))
 
 
-# -- A folder turned into one of another kind, by one process and without MPI: layer groups one after the other --------
+# -- A folder turned into one of Hugging Face, by one process and without MPI: layer groups one after the other --------
 
 
 def convert(source: str | Path, target: str | Path, dtype: str | None = None, most: int = writing.SHARD_BYTES) -> str:
-    """Turn a folder of Hugging Face into one of this package, or the other way round; or merge an adapter of PEFT.
+    """Turn a folder into one of Hugging Face; the adapter of a folder of PEFT is merged into its model.
 
-    `dtype` is by default that of the old files, and float32 for halves that become weights of this package. A file has
-    `most` bytes, or one layer. Returns a line about what was done. No folder is left where an error is raised.
+    `dtype` is by default that of the old files, and float32 for halves. A file has `most` bytes, or one layer. Returns
+    a line about what was done. No folder is left where an error is raised.
     """
-    target, folder = Path(target), open_model(source)
-    ours = isinstance(folder, HuggingFaceFolder)
+    folder = open_model(source)
     kind, model, origin = dtype or folder.dtype, folder.model, huggingface.Origin.of(folder.path)
-    choices = weights.FLOATS if ours else writing.FLOATS
-    if kind not in choices:
-        what = "weights of this package" if ours else "a folder of Hugging Face"
-        raise ConfigError(f"the dtype of {what}", found=kind, expected=" or ".join(choices))
+    if kind not in writing.FLOATS:
+        raise ConfigError("the dtype of a folder of Hugging Face", found=kind, expected=" or ".join(writing.FLOATS))
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
-    if ours:
-        what = f"weights in {kind}"
-        with (
-            checkpoint.replacing(target, None, writing.explained, replaces=False) as unnamed,
-            writing.explained(target),
-        ):
-            sums: dict[str, str] = {}
-            for number, shapes in enumerate(groups):
-                sums.update(weights.write_stage(unnamed, number, read_group(folder, kind, shapes)))
-            origin.copy(unnamed, keep_config=True)
-            weights.write_description(unnamed, weights.WeightsDescription(asdict(model), kind, len(groups), sums))
-    else:
-        what = f"{writing.config_of(model, kind, origin)[0].architecture} in {kind}"
-        read = partial(read_group, folder, folder.dtype)
-        writing.write_alone(target, model, groups, read, dtype=kind, origin=origin)
+    huggingface.save(Path(target), model, groups, partial(read_group, folder, folder.dtype), dtype=kind, origin=origin)
+    what = f"{writing.config_of(model, kind, origin)[0].architecture} in {kind}"
     return f"converted {folder.path} ({folder.kind}) into {target}: {what}, {model.parameters:,} parameters"
 
 

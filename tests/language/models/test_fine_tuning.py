@@ -50,11 +50,12 @@ def validations(out):
 
 
 def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, base, capsys):
-    out = run("run", from_=str(base), lora=LORA, save_as="huggingface", steps=50, eval_every=50)
+    out = run("run", from_=str(base), lora=LORA, steps=50, eval_every=50)
     if comm.rank:
         return
     assert "and 552 of adapters, which alone are trained" in capsys.readouterr().out
-    before, after, adapter = (theirs.tensors_in(at) for at in (base, out / "huggingface", out / "adapter"))
+    convert(out, out / "folder", "float64")
+    before, after, adapter = (theirs.tensors_in(at) for at in (base, out / "folder", out / "adapter"))
     assert set(before) == set(after) and len(adapter) == 2 * 3 * 3
     for name, tensor in after.items():
         a, b = (adapter.get(f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight") for part in "AB")
@@ -74,8 +75,8 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
 
 
 def test_an_adapter_is_a_model_by_itself_and_what_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
-    out = run("run", from_=str(base), lora=LORA, save_every=2, save_as="huggingface")
-    assert open_model(out).path == out / "huggingface"
+    out = run("run", from_=str(base), lora=LORA, save_every=2)
+    assert open_model(out).path == out / "weights"
     for name, place in (("whole", out), ("adapter", out / "adapter")):
         again = run(name, from_=str(place), steps=1)
         close(validations(again)[0], validations(out)[-1], 4000, 100)
@@ -107,12 +108,13 @@ def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm,
 
 
 def test_what_is_frozen_stays_as_it_is(comm, run, base, capsys):
-    out = run("run", from_=str(base), freeze=("*", "!5.*", "!7.1.weight"), save_as="huggingface", steps=50,
-              eval_every=50, schedule="zero_bubble_h1")  # fmt: skip
+    out = run("run", from_=str(base), freeze=("*", "!5.*", "!7.1.weight"), steps=50, eval_every=50,
+              schedule="zero_bubble_h1")  # fmt: skip
     if comm.rank:
         return
     assert "of which 1,552 are trained" in capsys.readouterr().out  # norm and attention of a block, head
-    before, after = theirs.tensors_in(base), theirs.tensors_in(out / "huggingface")
+    convert(out, out / "folder", "float64")
+    before, after = theirs.tensors_in(base), theirs.tensors_in(out / "folder")
     changed = {name for name in after if after[name].tobytes() != before[name].tobytes()}
     attention = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
     expected = {"lm_head.weight"} | {f"model.layers.2.{name}" for name in ["input_layernorm.weight", *attention]}

@@ -13,6 +13,7 @@ from support.windows import training_batch, validation_batch
 from mpipipe import optim
 from mpipipe.language import data
 from mpipipe.language.models import GPT
+from mpipipe.language.models.model_folder import convert
 from mpipipe.train import TrainConfig, train
 
 pytestmark = pytest.mark.judges
@@ -72,11 +73,12 @@ def test_twenty_steps_equal_those_of_transformers_with_adamw(torch, comm, mpi_tm
     config = TrainConfig(
         from_=str(folder), out=str(out), seq_len=LENGTH, batch=BATCH, microbatches=4, steps=STEPS, lr=LR, warmup=WARMUP,
         clip=CLIP, weight_decay=DECAY, log_every=1, eval_every=STEPS, eval_batches=1, sample_bytes=0, device="cpu",
-        pipe=comm.size, save_as="huggingface",
+        pipe=comm.size,
     )  # fmt: skip
     train(config, GPT, comm, data=source)
     if comm.rank:
         return
+    convert(out, out / "folder")
     expected = train_there(torch, model, source)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line.get("loss") is not None]
@@ -85,7 +87,7 @@ def test_twenty_steps_equal_those_of_transformers_with_adamw(torch, comm, mpi_tm
     inputs, targets = validation_batch(
         source.validation, index=0, batches=1, batch=BATCH, rows=slice(0, BATCH), seq_len=LENGTH
     )
-    tuned = transformers.AutoModelForCausalLM.from_pretrained(out / "huggingface", dtype=torch.float32)
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(out / "folder", dtype=torch.float32)
     for each in (model, tuned):
         with torch.no_grad():
             logits = each(torch.tensor(inputs)).logits.flatten(0, 1)

@@ -1,9 +1,8 @@
-"""Trainings that begin from a model folder, and what they leave: the doors --from and --save-as."""
+"""Trainings that begin from a model folder, what they leave, and the folder that `convert` makes of it."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language import data
 from mpipipe.language.models import GPT, huggingface
-from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.train import TrainConfig, train
 
 FAMILIES = {
@@ -68,21 +67,24 @@ def test_a_training_begins_with_the_model_of_the_folder(comm, folder, chosen, so
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_it_leaves_is_the_model_whose_loss_it_reports(comm, folder, chosen, source, family):
-    place, config = folder(family)
+def test_what_it_leaves_becomes_a_folder_with_the_loss_that_it_reports(comm, folder, chosen, source, family):
+    place, config = folder(family, bos_token_id=11)
     if comm.rank == 0:
         (place / "tokenizer_config.json").write_text('{"eos_token": null}')
     comm.Barrier()
-    run = chosen(from_=str(place), save_as="huggingface")
+    run = chosen(from_=str(place))
     record = train(run, GPT, comm, data=source)
-    left = Path(run.out, "huggingface")
-    assert (left / "tokenizer_config.json").exists() and not Path(run.out, "weights").exists()
+    if comm.rank:
+        return
+    left = Path(run.out, "folder")
+    convert(run.out, left)
+    assert (left / "tokenizer_config.json").exists()
     after = json.loads((left / "config.json").read_text())
-    assert after["model_type"] == family
+    assert (after["model_type"], after["bos_token_id"]) == (family, 11)
     longest = {"gpt2": "n_positions"}.get(family, "max_position_embeddings")
     assert after[longest] == config[longest]  # not the shorter sequences of the training
-    found = open_model(run.out)
-    assert (found.kind, found.path, found.dtype) == ("huggingface", left, "float64")
+    found = open_model(left)
+    assert (found.kind, found.dtype) == ("huggingface", "float64")
     stage = nn.Stage(found.model.build(Local()), "float64")
     huggingface.read(found.folder, stage.parameters)
     inputs, targets = validated(source)
@@ -91,27 +93,14 @@ def test_what_it_leaves_is_the_model_whose_loss_it_reports(comm, folder, chosen,
     assert loss != first_loss(run.out)
 
 
-def test_a_model_saved_as_ours_goes_back_with_its_options(comm, folder, chosen, source):
-    place, config = folder("qwen2", bos_token_id=11)
-    first = chosen("first", from_=str(place))
-    train(first, GPT, comm, data=source)
-    assert Path(first.out, "weights", "huggingface_config.json").exists()
-    second = chosen("second", from_=first.out, save_as="huggingface", save_dtype="bfloat16")
-    train(second, GPT, comm, data=source)
-    after = json.loads(Path(second.out, "huggingface", "config.json").read_text())
-    assert (after["bos_token_id"], after["torch_dtype"]) == (11, "bfloat16")
-    assert after["max_position_embeddings"] == config["max_position_embeddings"]
-
-
-@pytest.mark.parametrize("name", ["mpipipe", "huggingface"])
-def test_an_answer_of_a_trained_model_ends_where_it_did_before(comm, folder, chosen, source, name):
+def test_an_answer_of_a_trained_model_ends_where_it_did_before(comm, folder, chosen, source):
     place, _ = folder(eos_token_id=7)
     if comm.rank == 0:
         (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 40, 4000]}))
-    train(chosen(from_=str(place), save_as=name), GPT, comm, data=source)
+    train(chosen(from_=str(place)), GPT, comm, data=source)
     assert open_model(place).ends == open_model(chosen().out).ends == (5, 40)
     comm.Barrier()  # all have looked
-    if comm.rank == 0 and name == "mpipipe":
+    if comm.rank == 0:
         Path(chosen().out, "weights", "generation_config.json").unlink()
         assert open_model(chosen().out).ends == (7,)
 
@@ -129,7 +118,7 @@ def test_the_sample_of_a_training_is_no_longer_than_learned_positions(comm, fold
 
 def test_a_training_from_a_folder_is_resumed(comm, folder, chosen, source):
     place, _ = folder("qwen2")
-    keys = dict(from_=str(place), save_every=1, resume="auto", save_as="huggingface", log_every=1)
+    keys = dict(from_=str(place), save_every=1, resume="auto", log_every=1)
     train(chosen(**keys, steps=2), GPT, comm, data=source)
     before = open_model(chosen().out)
     record = train(chosen(**keys, steps=4), GPT, comm, data=source)
@@ -139,23 +128,10 @@ def test_a_training_from_a_folder_is_resumed(comm, folder, chosen, source):
     assert not list(Path(chosen().out).glob("*former"))
 
 
-@pytest.mark.parametrize("order", [("mpipipe", "huggingface"), ("huggingface", "mpipipe")])
-def test_a_resumed_training_leaves_its_newest_model_alone(comm, folder, chosen, source, order):
-    place, _ = folder()
-    kinds = {"mpipipe": "weights", "huggingface": "huggingface"}
-    for steps, save_as in zip((1, 2), order):
-        keys = dict(from_=str(place), steps=steps, save_every=1, resume="auto")
-        train(chosen(save_as=save_as, **keys), GPT, comm, data=source)
-        comm.Barrier()
-        assert open_model(chosen().out).kind == kinds[save_as]
-
-
 REFUSED = [
     (dict(dim=24), "dim contradicts the model to begin from"),
     (dict(vocab=50), "vocab contradicts the model to begin from"),
     (dict(rope_base=3.0), "rope_base contradicts"),
-    (dict(save_dtype="float32"), "save_dtype without save_as"),
-    (dict(save_dtype="int8", save_as="huggingface"), "save_dtype"),
     (dict(seq_len=65), "max_positions of a GPT"),
     (dict(from_="nothing"), "no model is here"),
 ]
@@ -208,12 +184,5 @@ def test_the_tokenizer_in_a_folder_is_opened_and_goes_along(comm, mpi_tmp_path, 
     assert open_model(place).tokenizer().encode("two one") == [6, 5]
     tokens = np.random.default_rng(0).integers(5, 8, 3000)
     given = data.Source.of_arrays(tokens[:2500], tokens[2500:], vocab=8)
-    for name in ("mpipipe", "huggingface"):
-        train(chosen(name, from_=str(place), save_as=name), GPT, comm, data=given)
-        assert open_model(chosen(name).out).tokenizer().decode([5, 6]) == "one two"
-
-
-def test_a_model_that_no_family_has_is_refused_before_the_training(comm, mpi_tmp_path, chosen, source):
-    with pytest.raises(ConfigError, match="no family of Hugging Face models"):
-        train(chosen(save_as="huggingface"), lambda **sizes: GPT(**sizes, embedding_scale=2.0), comm, data=source)
-    assert os.listdir(mpi_tmp_path) == []
+    train(chosen(from_=str(place)), GPT, comm, data=given)
+    assert open_model(chosen().out).tokenizer().decode([5, 6]) == "one two"

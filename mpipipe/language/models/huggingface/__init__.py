@@ -2,6 +2,6 @@
 
 from mpipipe.language.models.huggingface.folder import Folder, Origin, open_folder
 from mpipipe.language.models.huggingface.reading import read
-from mpipipe.language.models.huggingface.writing import config_of, save
+from mpipipe.language.models.huggingface.writing import save
 
 __all__ = ["Folder", "Origin", "open_folder", "read", "save"]

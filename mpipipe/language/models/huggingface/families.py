@@ -173,7 +173,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
         "no family of Hugging Face models here can express this model",
         found=repr(model),
         expected=f"a model as one of {', '.join(FAMILIES)} has it; docs/model-folders.md has a table",
-        remedy="save it with --save-as mpipipe",
+        remedy="keep the weights that a training leaves",
     )
 
 

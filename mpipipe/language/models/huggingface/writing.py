@@ -1,8 +1,7 @@
-"""A model written as a folder that `transformers` opens: by the ranks of a mesh, or by one process.
+"""A model written as a folder that `transformers` opens, by one process.
 
-Each rank writes the tensors of its own layers, into model-00001-of-00003.safetensors and so on; rank 0 then copies the
-files of the tokenizer, and writes model.safetensors.index.json and config.json. A single file is called
-model.safetensors and has no index. The folder gets its name when it is whole.
+A file has a group of parameters, model-00001-of-00003.safetensors and so on, and model.safetensors.index.json says
+which tensors; a single file is called model.safetensors and has no index. The folder gets its name when it is whole.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays, files
-from mpipipe.arrays import Array, Shape
-from mpipipe.checkpoint import Planned, header_of, replacing, write_tensors
+from mpipipe.arrays import Array
+from mpipipe.checkpoint import Planned, replacing, write_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
-from mpipipe.even_split import consecutive_bins
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import HEAD, INDEX, Origin, count_not_finite
+from mpipipe.language.models.huggingface.folder import INDEX, Origin, count_not_finite
 from mpipipe.language.models.huggingface.names import Part, parts_of, shape_of, view
 from mpipipe.language.models.huggingface.options import CONFIG
 
@@ -36,7 +34,7 @@ SHARD_BYTES = 5_000_000_000
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library takes ids of its own
 METADATA = {"format": "pt"}  # without it `transformers` does not open a file
 TensorPlaces: TypeAlias = "dict[str, tuple[str, int]]"  # the file that has a tensor, and its bytes
-ReadGroup: TypeAlias = "Callable[[Mapping[str, Shape]], Mapping[str, Array]]"
+ReadGroup: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, Array]]"
 DROPOUT = {"gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}}  # where their default is another one than 0
 
 
@@ -63,91 +61,45 @@ def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str,
 
 
 def save(
-    target: Path,
-    model: GPT,
-    parameters: Mapping[str, Array],
-    mesh: Mesh,
-    *,
-    dtype: str,
-    origin: Origin,
-    most: int = SHARD_BYTES,
-    replaces: bool = False,
+    target: Path, model: GPT, groups: Sequence[Mapping[str, Any]], read: ReadGroup, *, dtype: str, origin: Origin
 ) -> None:
-    """Write a folder from the parameters that the ranks hold; collective over the mesh.
+    """Write a folder, each group of parameters into a file of its own; no more than one group is held at once.
 
     Parameters
     ----------
     target : Path
-        The folder, new or empty unless it is to be replaced, on a file system that all hosts share.
+        The folder, new or empty.
     model : GPT
         The description.
-    parameters : mapping of str to array
-        Those of this rank by their names in the model; the ranks of the first replica write.
-    mesh : Mesh
-        All ranks.
+    groups : sequence of mappings
+        The names of all parameters in the model, in groups; slices of a head are in one.
+    read : callable
+        Returns the arrays of such a group by name; `dict`, where the groups have them.
     dtype : str
         Of the files: float32, bfloat16, float16 or float64.
     origin : Origin
         Where the model comes from: the options without effect, and the files that are copied.
-    most : int
-        Bytes of a file; a larger tensor has one for itself.
-    replaces : bool
-        Whether a folder that is there goes when the new one is whole.
 
     Raises
     ------
     ArgumentError, NonFiniteError, StorageError
-        On every rank: the target is not empty, or no family can express the model; a value is not finite in the dtype;
-        files cannot be written. Nothing is left after an error.
+        The target is not empty, or no family can express the model; a value is not finite in the dtype; files cannot be
+        written. Nothing is left after an error.
 
     Examples
     --------
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from mpipipe import Mesh, attention, nn
-    >>> from mpipipe.job import inprocess
+    >>> from mpipipe import attention, nn
     >>> from mpipipe.language.models import GPT, huggingface
     >>> model, folder = GPT(dim=16, layers=2, heads=2), Path(tempfile.mkdtemp(), "model")
     >>> stage = nn.Stage(model.build(attention.Local()))
-    >>> def write(comm):
-    ...     with Mesh(comm) as mesh:
-    ...         origin = huggingface.Origin()
-    ...         huggingface.save(folder, model, stage.parameters, mesh, dtype="bfloat16", origin=origin)
-    >>> _ = inprocess.run(1, write)
+    >>> origin = huggingface.Origin()
+    >>> huggingface.save(folder, model, [stage.parameters], dict, dtype="bfloat16", origin=origin)
     >>> found = huggingface.open_folder(folder)
     >>> found.family.architecture, found.model.layers, huggingface.read(found, stage.parameters)
     ('LlamaForCausalLM', 2, 35040)
     """
-    group = group_of(mesh.comm)
-    with group.raise_together("saving a model folder: its description"):
-        family, config = config_of(model, dtype, origin)
-    with replacing(target, group, explained, replaces) as unnamed:
-        own = parameters if mesh.replicas.rank == 0 else {}
-        with group.raise_together("saving a model folder: its files"):
-            whole = outgoing(family, model, own, arrays.dtype(dtype))
-            mine = consecutive_bins(((item, _size_of(item[1])) for item in whole.items()), most)
-            parts = parts_of(family.table, model)
-            divided = {part: own[part.ours] for part in parts if part.ours in own and part.theirs not in whole}
-        counts, flags = zip(*group.gather("saving a model folder: its files", (len(mine), bool(divided))))
-        total = sum(counts) + any(flags)  # the last one for a head of which several ranks have slices
-        places: TensorPlaces = {}
-        with group.raise_together("saving a model folder: the tensors"), explained(target):
-            if mine:
-                unnamed.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
-            for number, shard in enumerate(mine, sum(counts[: mesh.rank])):
-                places.update(_write_file(unnamed, number, total, dict(shard)))
-        if any(flags):
-            places.update(_write_divided(unnamed, total, model, divided, mesh, arrays.dtype(dtype)))
-        everywhere = group.gather("saving a model folder: the tensors", places)
-        with group.raise_together("saving a model folder: its description"), explained(target):
-            if mesh.rank == 0:
-                _describe(unnamed, config, {name: place for part in everywhere for name, place in part.items()}, origin)
-
-
-def write_alone(
-    target: Path, model: GPT, groups: Sequence[Mapping[str, Shape]], read: ReadGroup, *, dtype: str, origin: Origin
-) -> None:
-    """Write a folder as `save` does, from one process: `read` gives the groups of parameters, each for a file."""
     family, config = config_of(model, dtype, origin)
     stored = {part.ours for part in parts_of(family.table, model)}
     filled = [group for group in groups if not stored.isdisjoint(group)]
@@ -196,19 +148,6 @@ def _write_file(folder: Path, number: int, total: int, tensors: Mapping[str, Pla
     return {theirs: (name, _size_of(tensor)) for theirs, tensor in tensors.items()}
 
 
-def _write_divided(
-    folder: Path, total: int, model: GPT, slices: Mapping[Part, Array], mesh: Mesh, dtype: np.dtype
-) -> TensorPlaces:
-    """Write the last file of `total`, with the head, from the slices that each rank has; collective."""
-    whole = Planned(dtype, (model.vocab, model.dim), lambda: np.empty(0))
-    header, entries = header_of({HEAD: whole}, METADATA)
-    start, row = entries[HEAD].start, model.dim * dtype.itemsize
-    pieces = {start + part.tensor.first * row: partial(converted, part, array, dtype, model)
-              for part, array in slices.items()}  # fmt: skip
-    write_jointly(folder / _file_name(total - 1, total), header, mesh, pieces)
-    return {HEAD: (_file_name(total - 1, total), _size_of(whole))}
-
-
 def write_jointly(path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Callable[[], np.ndarray]]) -> None:
     """Write a file from the pieces that each rank has, by where they begin in bytes; collective."""
     group = group_of(mesh.comm)
@@ -227,10 +166,7 @@ def write_jointly(path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Ca
 
 
 def outgoing(family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dtype) -> dict[str, Planned]:
-    """Return the tensors of a folder that these parameters are, by their names; each is made when it is written.
-
-    A tensor of several slices is left out unless all of them are there.
-    """
+    """Return the tensors of a folder that these parameters are, by their names; each is made when it is written."""
     parts: dict[str, list[Part]] = {}
     for part in parts_of(family.table, model):
         parts.setdefault(part.theirs, []).append(part)
@@ -242,7 +178,7 @@ def outgoing(family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dty
     return {
         theirs: Planned(dtype, shape_of(some[0].tensor, own[some[0].ours].shape, model), partial(make, some))
         for theirs, some in parts.items()
-        if all(part.ours in own for part in some)
+        if some[0].ours in own
     }
 
 

@@ -19,7 +19,7 @@ from mpipipe.attention import Local  # noqa: E402
 from mpipipe.language.inference.generation import Sampling, answers, build_decoder  # noqa: E402
 from mpipipe.language.models import huggingface  # noqa: E402
 from mpipipe.language.models.huggingface.names import parts_of, shape_of, view  # noqa: E402
-from mpipipe.language.models.model_folder import open_model, open_on_all  # noqa: E402
+from mpipipe.language.models.model_folder import convert, open_model  # noqa: E402
 from mpipipe.planning.layer_plan import LayerPlan  # noqa: E402
 
 pytestmark = pytest.mark.judges
@@ -111,29 +111,20 @@ def test_options_that_change_the_result_are_read(tmp_path, family, options):
 
 @pytest.mark.parametrize("family", judge.FAMILIES)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_a_folder_written_by_ranks_is_opened_bit_equal(comm, mpi_tmp_path, family, stored):
-    source, target = Path(mpi_tmp_path, "source"), Path(mpi_tmp_path, "target")
-    if comm.rank == 0:
-        judge.make(family).to(getattr(__import__("torch"), stored)).save_pretrained(source, max_shard_size="40KB")
-    comm.Barrier()
-    found = open_on_all(comm, str(source))
-    with Mesh(comm, pipe=comm.size) as mesh:
-        start, stop = schedules.partition(found.model.costs(), comm.size)[comm.rank]
-        stage = nn.Stage(found.model.build(Local())[start:stop], first=start)
-        found.load([stage], mesh)
-        keys = dict(dtype=stored, origin=huggingface.Origin.of(source), most=30_000)
-        huggingface.save(target, found.model, stage.parameters, mesh, **keys)
-    if comm.rank == 0:
-        before, after = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (source, target))
-        assert json.loads((target / "config.json").read_text())["torch_dtype"] == stored
-        assert type(after) is type(before) and after.dtype == before.dtype
-        one, other = before.state_dict(), after.state_dict()
-        assert set(one) == set(other)
-        assert all(bool((one[name] == other[name]).all()) for name in one)
-        ids = judge.tokens()
-        np.testing.assert_array_equal(
-            judge.logits_of(before.float(), ids).view(np.int32), judge.logits_of(after.float(), ids).view(np.int32)
-        )
+def test_a_folder_that_was_written_is_opened_bit_equal(tmp_path, family, stored):
+    source, target = tmp_path / "source", tmp_path / "target"
+    judge.make(family).to(getattr(__import__("torch"), stored)).save_pretrained(source, max_shard_size="40KB")
+    convert(source, target, stored, most=30_000)
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (source, target))
+    assert json.loads((target / "config.json").read_text())["torch_dtype"] == stored
+    assert type(after) is type(before) and after.dtype == before.dtype
+    one, other = before.state_dict(), after.state_dict()
+    assert set(one) == set(other)
+    assert all(bool((one[name] == other[name]).all()) for name in one)
+    ids = judge.tokens()
+    np.testing.assert_array_equal(
+        judge.logits_of(before.float(), ids).view(np.int32), judge.logits_of(after.float(), ids).view(np.int32)
+    )
 
 
 def cuts(size):
