@@ -137,11 +137,11 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_old_model_or_the_new_one
     while not ended:
         moment += 2  # after a call the files are as before the next one
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        save_huggingface(folder, 1)
-        ended = dying_at(moment, lambda: save_huggingface(folder, 2))
+        save_weights(folder, 1)
+        ended = dying_at(moment, lambda: save_weights(folder, 2))
         seen.append(value_of_model(folder))
         if moment % 5 == 0 or ended:  # the next save cleans up
-            save_huggingface(folder, 3)
+            save_weights(folder, 3)
             assert value_of_model(folder) == 3 and os.listdir(tmp_path / "run") == ["model"]
     assert moment > 20 and seen[0] == 1 and seen[-1] == 2 and seen == sorted(seen), seen
 
