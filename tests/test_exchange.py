@@ -150,10 +150,6 @@ def test_all_to_all_exchanges_the_axis_that_is_cut(ranks, scatter, gather, acros
     inprocess.run(ranks, lambda comm: check_all_to_all(comm, scatter, gather, [3, 0, 2, 5][:ranks], across))
 
 
-def test_all_to_all_on_real_ranks(comm):
-    check_all_to_all(comm, 2, 1, [301 + rank for rank in range(comm.size)], 17)
-
-
 # -- convolutions -----------------------------------------------------------------------------------------------------
 
 
@@ -201,14 +197,6 @@ def test_a_convolution_of_shards_is_that_of_the_whole_field(lengths, options):
     """Shards that are shorter than the window need several neighbours."""
     for axis in range(1, 1 + len(options["width"])):
         inprocess.run(len(lengths), partial(check_conv, axis=axis, lengths=lengths, **options))
-
-
-@pytest.mark.parametrize("options", CONVS[:1] + CONVS[4:], ids=str)
-def test_convolutions_on_real_ranks(comm, monkeypatch, options):
-    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
-    for lengths in ([4] * comm.size, [8 + 6 * (rank % 2) for rank in range(comm.size)]):
-        check_conv(comm, 1, lengths, **options)
-    check_conv(comm, 1, [4] * comm.size, **options, dtype="float32")
 
 
 def test_convolutions_of_device_arrays(gpu, comm):

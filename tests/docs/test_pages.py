@@ -15,6 +15,8 @@ from support.launch import ROOT, job_environment
 from support.svg import content
 
 import mpipipe
+from mpipipe import schedules
+from mpipipe.schedules import registry
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -88,6 +90,19 @@ def test_every_layer_of_nn_is_in_the_page_of_stages():
 
 def issubclass_of_layer(thing) -> bool:
     return isinstance(thing, type) and issubclass(thing, mpipipe.nn.Layer) and thing is not mpipipe.nn.Layer
+
+
+def test_the_timeline_is_the_one_that_is_drawn():
+    drawn = schedules.timeline(schedules.one_f_one_b(4, 4))
+    text = "\n".join(line.rstrip() for line in drawn.splitlines())
+    for page in (DOCS / "schedules.md", ROOT / "README.md"):
+        assert text in page.read_text()
+
+
+def test_every_schedule_is_in_the_table():
+    table = (DOCS / "schedules.md").read_text()
+    for name in {*registry.names(1), *registry.names(2), "forward_only"}:
+        assert f"| `{name}(" in table, name
 
 
 def test_the_glossary_is_sorted_and_has_each_word_once():

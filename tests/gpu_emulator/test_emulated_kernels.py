@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support.tolerance import close
 
 import gpu_emulator as emulator
 from gpu_emulator import CUDARuntimeError, now
@@ -43,27 +42,9 @@ extern "C" __global__ void halfway(T* y) {
     y[threadIdx.x] = 1;
 }
 
-extern "C" __global__ void early_exit(T* y, int n) {
-    if (threadIdx.x >= n) return;
-    __syncthreads();
-    y[threadIdx.x] = 1;
-}
-
 extern "C" __global__ void lost_lane(T* y) {
     if (threadIdx.x % 32 < 31) y[threadIdx.x] = __shfl_xor_sync(0xffffffffu, (float)threadIdx.x, 1);
     else __syncthreads();
-}
-
-extern "C" __global__ void shuffles(const int* x, int* y, int width) {
-    const int i = threadIdx.x, n = blockDim.x;
-    y[i] = __shfl_sync(0xffffffffu, x[i], 5, width);
-    y[i + n] = __shfl_up_sync(0xffffffffu, x[i], 3, width);
-    y[i + 2 * n] = __shfl_down_sync(0xffffffffu, x[i], 3, width);
-    y[i + 3 * n] = __shfl_xor_sync(0xffffffffu, x[i], 6, width);
-    y[i + 4 * n] = (int)__ballot_sync(0xffffffffu, x[i] % 3 == 0);
-    y[i + 5 * n] = __any_sync(0xffffffffu, x[i] == 40) + 2 * __all_sync(0xffffffffu, x[i] < 32);
-    y[i + 6 * n] = __syncthreads_count(x[i] % 3 == 0);
-    y[i + 6 * n] += 1000 * __syncthreads_or(x[i] == 40) + 2000 * __syncthreads_and(1);
 }
 
 extern "C" __global__ void mixed(const T* x, double* y, long long n, float f, double d, const unsigned char* keep,
@@ -84,17 +65,6 @@ extern "C" __global__ void beside_dynamic(T* y, int i) { extern __shared__ T a[]
 extern "C" __global__ void misaligned(T* y) { *(pack<T, 4>*)(y + 1) = pack<T, 4>(); }
 extern "C" __global__ void overflow(int* y, int n) { y[0] = n * n; }
 extern "C" __global__ void __launch_bounds__(128) bounded(T* y) { y[0] = 1; }
-extern "C" __global__ void __launch_bounds__(32 * 2, 1) indices(int* y) {
-    const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-    y[block * blockDim.x * blockDim.y * blockDim.z + thread] = block * 1000 + thread;
-}
-extern "C" __global__ void total(const T* x, T* y) {
-    __shared__ T shared[32];
-    const T sum = add_up(x[threadIdx.x], shared), most = largest(x[threadIdx.x], shared);
-    y[2 * threadIdx.x] = sum;
-    y[2 * threadIdx.x + 1] = most;
-}
 """
 
 
@@ -130,12 +100,6 @@ def test_a_missing_barrier_shows(device, kernel, name):
     assert right[True] == 8 and right[False] < 8
 
 
-def test_threads_that_left_do_not_hold_a_barrier(device, kernel):
-    y = arrays.empty((64,), np.float32, "cuda")
-    kernel("early_exit")((1,), (64,), (y, np.int32(40)))
-    assert (arrays.download(y)[:40] == 1).all()
-
-
 def test_barriers_apart_are_an_error(device, kernel):
     y = arrays.empty((64,), np.float32, "cuda")
     with failing(device, "wait"):
@@ -143,41 +107,6 @@ def test_barriers_apart_are_an_error(device, kernel):
     kernel("halfway")((1,), (64,), (y,))
     device.drain()
     assert device.errors == []  # the last barrier of the even threads comes when the odd ones have left
-
-
-@pytest.mark.parametrize("width", [32, 8])
-def test_warp_functions(device, kernel, width):
-    x = np.random.default_rng(0).permutation(64).astype(np.int32)
-    y = arrays.empty((7, 64), np.int32, "cuda")
-    kernel("shuffles")((1,), (64,), (arrays.upload(x), y, np.int32(width)))
-    found = arrays.download(y)
-    lane = np.arange(64)
-    start, inner = lane // width * width, lane % width
-    np.testing.assert_array_equal(found[0], x[start + 5])
-    np.testing.assert_array_equal(found[1], x[np.where(inner >= 3, lane - 3, lane)])
-    np.testing.assert_array_equal(found[2], x[np.where(inner + 3 < width, lane + 3, lane)])
-    np.testing.assert_array_equal(found[3], x[lane ^ 6])
-    for warp in (slice(0, 32), slice(32, 64)):
-        bits = sum(1 << i for i, value in enumerate(x[warp]) if value % 3 == 0)
-        assert (found[4, warp].view(np.uint32) == bits).all()
-        assert (found[5, warp] == (40 in x[warp]) + 2 * (x[warp] < 32).all()).all()
-    assert (found[6] == (x % 3 == 0).sum() + 3000).all()
-
-
-def test_reductions_of_a_block(device, kernel):
-    for threads in (32, 96, 1024):
-        x = np.random.default_rng(threads).standard_normal(threads).astype(np.float32)
-        y = arrays.empty((threads, 2), np.float32, "cuda")
-        kernel("total")((1,), (threads,), (arrays.upload(x), y))
-        found = arrays.download(y)
-        close(found[:, 0], np.full(threads, x.sum(dtype=np.float64)), threads, np.abs(x).sum(dtype=np.float64))
-        assert len(set(found[:, 0])) == 1 and (found[:, 1] == x.max()).all()
-
-
-def test_every_index_of_grid_and_block(device, kernel):
-    y = arrays.empty((24, 24), np.int32, "cuda")
-    kernel("indices")((2, 3, 4), (4, 3, 2), (y,))
-    np.testing.assert_array_equal(arrays.download(y), np.arange(24)[:, None] * 1000 + np.arange(24))
 
 
 def test_arguments_must_have_the_types_of_the_parameters(device, kernel):

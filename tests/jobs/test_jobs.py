@@ -9,7 +9,6 @@ import runpy
 import shutil
 import subprocess
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 from support.launch import ROOT, job_environment
@@ -239,13 +238,6 @@ def test_unknown_and_missing_mpi_are_refused_with_the_remedy(checkout):
     bash = shutil.which("bash")
     result = run([bash, "jobs/test.sh"], checkout, MPI="site", PATH=str(checkout / "bin"))
     assert result.returncode == 2 and "load the MPI module" in result.stderr
-
-
-def test_readme_shows_the_two_commands_and_they_exist():
-    readme = (ROOT / "README.md").read_text()
-    for script in ("jobs/quickstart.sh", "jobs/test.sh"):
-        assert f"bash {script}" in readme
-        assert Path(ROOT, script).is_file()
 
 
 def test_train_gpu_starts_one_rank_or_as_many_as_asked_for(checkout):

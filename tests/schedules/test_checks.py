@@ -29,12 +29,6 @@ def test_a_limit_that_is_no_number_is_one_error(taker, limit):
         TAKERS[taker](limit)
 
 
-@pytest.mark.parametrize("limit", [2, 2.5, np.float32(2), np.int64(2), float("inf")], ids=repr)
-@pytest.mark.parametrize("taker", TAKERS)
-def test_any_number_is_one(taker, limit):
-    TAKERS[taker](limit)
-
-
 def test_a_share_that_is_no_number_is_refused():
     with pytest.raises(ArgumentError, match="kept is no number"):
         schedules.zero_bubble_2p(2, 4, kept="1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 from support.random_schedules import runnable_schedules
 
 from mpipipe.errors import ScheduleError
@@ -31,19 +32,15 @@ def test_a_pair_that_overlaps_in_pytorch_is_two_actions_in_that_order():
     check(from_csv(together))
 
 
-@given(schedule=runnable_schedules())
+@given(schedule=st.integers(1, 4).flatmap(runnable_schedules))
 @example(schedule=forward_only(2, 2, 3))
+@example(schedule=forward_only(2, 2, 3, slices=4))
 def test_what_was_written_is_read_back(schedule):
     again = from_csv(schedule.to_csv())
-    assert (again.placement, again.microbatches, again.orders) == (
-        schedule.placement,
-        schedule.microbatches,
-        schedule.orders,
-    )
-    assert again.fingerprint == schedule.fingerprint
+    for part in ("placement", "microbatches", "slices", "orders", "fingerprint"):
+        assert getattr(again, part) == getattr(schedule, part)
     pairs = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.op == "R"}
-    assert again.recomputed == pairs
-    assert all(f"{stage}R{microbatch}" in schedule.to_csv() for stage, microbatch in pairs)
+    assert again.recomputed == pairs and ("R" in schedule.to_csv()) == bool(pairs)
 
 
 @pytest.mark.parametrize(

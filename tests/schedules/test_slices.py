@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_schedules import runnable_schedules
 from support.tolerance import close
@@ -197,18 +197,6 @@ def test_slices_are_a_part_of_what_a_schedule_is():
 
 
 # -- Text --------------------------------------------------------------------------------------------------------------
-
-
-@given(schedule=sliced_schedules)
-@example(schedule=schedules.forward_only(2, 2, 3, slices=4))
-def test_what_was_written_is_read_back(schedule):
-    again = from_csv(schedule.to_csv())
-    assert (again.placement, again.microbatches, again.slices) == (
-        schedule.placement,
-        schedule.microbatches,
-        schedule.slices,
-    )
-    assert again.orders == schedule.orders and again.fingerprint == schedule.fingerprint
 
 
 @pytest.mark.parametrize(
