@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
-from support import harness
 
 from mpipipe.errors import ConfigError
 from mpipipe.options import kinds_of, option_of
@@ -18,51 +14,6 @@ from mpipipe.train.config import INSTEAD
 from mpipipe.train.progress import make_scaler
 
 KINDS = kinds_of(TrainConfig)
-TYPED = ("partition", "memory_limit", "preempt_signals", "time_limit")  # texts that are parsed
-
-WHOLE = """# a training
-data = ["a.txt", "b.txt"]
-out = "runs/x"
-dim = 64
-layers = 2
-tied = true
-dropout = 0.1
-schedule = "gpipe"
-steps = 100
-lr = 3e-3
-seed = 7
-watchdog = 60
-"""
-# what somebody may write behind a key, or paste into the file
-ODD = st.sampled_from(
-    ["", "-1", "0", "9" * 40, "-9223372036854775809", "nan", "inf", "-inf", "1e400", "1e-400", "true", "'x'", "[]",
-     "[[[]]]", "[1, 'a']", "{}", "{a = 1}", "1979-05-27", "\"\\u0000\"", '"""x', "0x7f", "1_000", "[" * 2000,
-     "3 # but why", '"../../etc/passwd"', '"' + "x" * 5000 + '"'],
-)  # fmt: skip
-KEYS = st.sampled_from([*KINDS, "step", "Dim", "a.b", '"dim "', "[table]", "\x00", ""])
-LINES = st.builds(lambda key, value: f"{key} = {value}", KEYS, ODD)
-
-
-@st.composite
-def configurations(draw):
-    """The bytes of a config file in which something is wrong."""
-    lines = WHOLE.splitlines()
-    for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.integers(0, len(lines) - 1))
-        kind = draw(st.sampled_from(["value", "value", "line", "twice", "remove"]))
-        if kind == "value" and " = " in lines[place]:
-            lines[place] = f"{lines[place].split(' = ')[0]} = {draw(ODD)}"
-        elif kind == "line":
-            lines.insert(place, draw(LINES))
-        elif kind == "twice":
-            lines.insert(place, lines[-1])
-        else:
-            lines[place] = ""
-    content = "\n".join(lines).encode()
-    place = draw(st.integers(0, len(content)))
-    return draw(
-        st.sampled_from([content, content, content[:place], content[:place] + b"\xff" + content[place:], b"\x00" * 99])
-    )
 
 
 @pytest.fixture
@@ -148,32 +99,6 @@ def test_files_that_are_missing_or_not_toml_are_refused(toml, tmp_path):
         TrainConfig.load(str(tmp_path / "absent.toml"))
     with pytest.raises(ConfigError, match="not TOML"):
         TrainConfig.load(toml("steps: 3"))
-
-
-@settings(max_examples=300 if harness.AT_LENGTH else 60)
-@given(content=configurations())
-def test_a_damaged_config_is_refused_or_means_what_it_says(tmp_path, content):
-    """One that is taken has what its file says, to the last key and type, and is within all ranges."""
-    path = tmp_path / "job.toml"
-    path.write_bytes(content)
-    try:
-        config = TrainConfig.load(str(path))
-    except ConfigError as error:
-        event("refused")
-        assert error.found is not None and str(error)
-        return
-    event("taken")
-    written = tomllib.loads(content.decode())
-    for key, value in written.items():
-        taken = getattr(config, key)
-        if key in TYPED:
-            continue
-        assert taken == (tuple(value) if isinstance(value, list) else value), key
-        assert type(taken) is KINDS[key]
-    others = [entry for entry in dataclasses.fields(config) if entry.name not in (*written, *TYPED)]
-    assert all(getattr(config, entry.name) == entry.default for entry in others)
-    assert config.dim > 0 and config.steps > 0 and 0 <= config.dropout < 1 and 0 < config.lr < math.inf
-    assert 0 <= config.seed < 2**63 and config.dim < 2**63 and (config.watchdog is None or config.watchdog >= 0)
 
 
 def test_what_has_no_option_here_is_none():

@@ -74,7 +74,7 @@ def sample(job):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("train", "ranks", "pipe"),
-    [("text", 2, 1), ("sharded", 2, 1), ("text", 4, 2) if harness.AT_LENGTH else ("text", 2, 2), ("task", 2, 2)],
+    [("sharded", 2, 1), ("text", 4, 2) if harness.AT_LENGTH else ("task", 2, 2)],
     indirect=["train"],
 )
 def test_kills_change_nothing(train, tmp_path, ranks, pipe):

@@ -61,14 +61,6 @@ def test_the_folder_says_where_it_was_trained_what_was_shown_and_has_the_metrics
     assert list((tmp_path / "out/tensorboard").iterdir())
 
 
-def test_a_training_that_ended_before_its_first_checkpoint_can_begin_again_in_its_folder(text, tmp_path):
-    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), resume="auto")
-    first = trained(1, config)
-    for path in (tmp_path / "out/weights").iterdir():
-        path.unlink()
-    assert trained(1, config) == first
-
-
 def test_values_come_back_from_the_file_as_they_were(tmp_path):
     odd = 'a "quoted" \\ path\x7f\n\t\u00fc\U0001f600'
     keys = {"text": odd, "list": ("a", odd), "no": False, "count": 2**62, "small": 1e-300, "large": float("inf")}

@@ -112,8 +112,7 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("environment", [{}, C_LOCALE], ids=["UTF-8", "C"])
-def test_names_that_are_no_text_do_not_end_a_training(launch, tmp_path, environment):
+def test_names_that_are_no_text_do_not_end_a_training(launch, tmp_path):
     """In the C locale no letter outside of ASCII is text."""
     text, out, plan = (tmp_path / os.fsdecode(name) for name in (b"l\xe4uft.txt", b"\xe4\xff", "größe.toml".encode()))
     text.write_text("one two three four\n" * 200)
@@ -123,7 +122,7 @@ def test_names_that_are_no_text_do_not_end_a_training(launch, tmp_path, environm
     options = ["--data", text, "--sample-bytes", 4, "--eval-batches", 1, "--log-every", 1, "--save-every", 1]
     command = ["-m", "mpipipe", "train", "--config", plan, *options, "--out", out]
     for steps, more in ((2, ["--trace", tmp_path / "spür"]), (3, ["--resume", "auto"])):
-        job = launch(2, [*command, "--steps", steps, *more], env=environment)
+        job = launch(2, [*command, "--steps", steps, *more], env=C_LOCALE)
         assert job.returncode == 0, job.stderr
         assert f"mpipipe: ok steps={steps}" in job.stdout and not job.stderr
         assert (out / "weights" / "model.json").exists()

@@ -135,19 +135,6 @@ def test_a_plan_is_made_of_steps_with_a_sharded_optimizer(tmp_path):
     assert "shard_optimizer = true" in (tmp_path / "run" / "config.toml").read_text()
 
 
-def test_it_is_resumed_on_another_mesh_and_not_with_another_seed(tmp_path, alone):
-    config = replace(EXACT, out=str(tmp_path / "run"), save_every=2, keep=3)
-    trained(2, config)
-    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())[1]
-    trained(2, replace(config, pipe=1, seq=2, resume=str(saved), out=str(tmp_path / "again")))
-    again = losses(tmp_path / "again")
-    assert len(again) == 2
-    for found, expected in zip(again, alone[-2:]):
-        assert found == pytest.approx(expected, rel=1e-10)
-    with pytest.raises(ConfigError, match=r"another configuration(.|\n)*seed = 1"):
-        trained(1, replace(config, resume="auto", seed=1))
-
-
 def test_other_data_than_before_the_checkpoint_are_refused(tmp_path):
     class Louder(Field):
         def batch(self, step, rows, shard):

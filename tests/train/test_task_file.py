@@ -288,21 +288,6 @@ def test_a_plan_in_another_folder_names_the_file_from_there(waves, tmp_path, mon
     assert again.schedule == "gpipe" and load(again.task).file.path.samefile(waves)
 
 
-def test_a_file_that_has_changed_is_refused_unless_that_is_meant(waves, tmp_path):
-    config = dict(KEYS, out=str(tmp_path / "run"), resume="auto")
-    train(load_config(str(waves), None, **config))
-    waves.write_text(WAVES + "# another thought\n")
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(
-        ConfigError, match=r"waves.py, or a module next to it, has changed since the checkpoint(.|\n)*--changed-task"
-    ):
-        train(load_config(str(waves), None, **{**config, "steps": 5}))
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    assert train(load_config(str(waves), None, **{**config, "steps": 5}, changed_task=True)).step == 5
-    with pytest.raises(ConfigError, match=r"another configuration(.|\n)*width=6"):
-        train(load_config(str(waves), None, **config, set=["width=6"], changed_task=True))
-
-
 def test_attributes_are_set_in_their_types(waves):
     task = load(waves, "width=7", "late=true", "name=x=y")
     assert (task.width, task.late, task.name) == (7, True, "x=y")
