@@ -86,9 +86,3 @@ def test_a_file_that_exists_stays(draw, tmp_path):
     done = draw("memory", "--schedule", "gpipe", *TWO, "--out", "a.svg")
     assert "there is a file or folder of this name already" in done.report
     assert (tmp_path / "a.svg").read_text() == "mine"
-
-
-def test_several_ranks_are_refused(draw, monkeypatch):
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: ("mpiexec", 4))
-    done = draw("timeline", "--schedule", "gpipe", *TWO, "--out", "a.svg")
-    assert "draw is for one process" in done.report and "4 ranks" in done.report

@@ -56,13 +56,6 @@ def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):
     assert not out.exists()
 
 
-@pytest.mark.long
-def test_a_dry_run_under_a_launcher_is_of_its_ranks_and_shown_once(launch):
-    job = launch(2, ["-m", "mpipipe", "train", "--dry-run", *FLAGS])
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("nothing is trained. 2 ranks = pipe 2 x data 1 x seq 1") == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

@@ -47,17 +47,6 @@ def refused(job, match):
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.long
-def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other, tmp_path):
-    config, tokens = OTHER, [5, 17, 9]
-    tensors = reference.tensors_of(config)
-    for _ in range(8):
-        tokens.append(int(np.argmax(reference.logits(config, tensors, np.array([tokens]))[0, -1])))
-    prompts = ids_prompt(tmp_path, tokens[:3])
-    lines = whole(mpipipe(2, "generate", other, "--prompts", prompts, "--count", 8, "--temperature", 0)).splitlines()
-    assert lines[-1] == "mpipipe: tokens " + ",".join(map(str, tokens))
-
-
 def written_out(config, ids, length):
     """The losses of windows in plain numpy; what does not fill the last one is left out."""
     tensors, losses = reference.tensors_of(config), []

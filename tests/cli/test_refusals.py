@@ -55,12 +55,6 @@ def _check_form(report: str) -> None:
     assert "rank 0" not in report
 
 
-def test_a_command_for_one_process_is_refused_in_a_job(launch):
-    job = launch(2, ["-m", "mpipipe", "convert", "absent", "new"])
-    assert job.returncode == 2
-    assert job.stderr.count("is for one process\n  found: 2 ranks") == 1 and job.stdout == ""
-
-
 def test_an_error_of_the_only_rank_names_no_rank():
     def refuse(comm):
         from mpipipe.job.group import group_of

@@ -165,24 +165,6 @@ def test_a_training_on_tokens_goes_on_bit_by_bit(comm, config, tokens, keys):
     assert metrics(rest) == [line for line in metrics(whole) if line["step"] > 2]
 
 
-def test_other_tokens_another_order_and_other_packing_are_another_training(comm, config, tokens, mpi_tmp_path):
-    train(config("first", steps=2, save_every=2), GPT, comm)
-    begin = str(mpi_tmp_path / "first" / "checkpoints" / "step-00000002")
-    for number, keys in enumerate([dict(order="epoch"), dict(packing="segments")]):
-        with pytest.raises(ConfigError, match="another configuration"):
-            train(config(f"other-{number}", resume=begin, **keys), GPT, comm)
-    other = mpi_tmp_path / "other"
-    if comm.rank == 0:
-        content = bytearray(tokens.read_bytes())
-        content[200] ^= 1
-        other.write_bytes(content)
-        for end in (".json", ".documents"):
-            other.with_name(f"other{end}").write_bytes(tokens.with_name(tokens.name + end).read_bytes())
-    comm.Barrier()
-    with pytest.raises(ConfigError, match="other data"):
-        train(config("second", resume=begin, data=[str(other)]), GPT, comm)
-
-
 def test_losses_count_in_bits_per_byte_and_the_sample_in_ids(comm, config, tokens, capsys):
     chosen = config(sample_bytes=5)
     train(chosen, GPT, comm)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 
-import numpy as np
 import pytest
 from support.made_records import made
 
@@ -95,15 +94,3 @@ def test_an_answer_is_taken_to_come_from_the_middle_of_its_question():
         return found
 
     assert inprocess.run(2, job)[1] == (1.0, 0.0, 1.0)
-
-
-def test_large_things_are_collected_on_rank_0(comm):
-    group = group_of(comm)
-    private = group.split(0, group.rank, "test")
-    found = collect(group, private, np.full(100_000, comm.rank))
-    group.agree("test: the end")
-    private.Free()
-    if comm.rank == 0:
-        assert [int(array.sum()) for array in found] == [100_000 * rank for rank in range(comm.size)]
-    else:
-        assert found is None

@@ -65,12 +65,6 @@ def check(found, ranks, chunks=1):
     assert all(each.nbytes == 2 * 16 * 4 for each in messages)
 
 
-def test_ranks_that_are_threads():
-    found = inprocess.run(2, recorded)
-    assert found[1] is None
-    check(found[0], 2)
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_ranks_of_mpi(comm, chunks):
     found = recorded(comm, chunks)
