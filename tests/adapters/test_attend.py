@@ -83,18 +83,6 @@ def test_a_ring_is_dense_attention(comm, library, kind, options):
 
 
 @each_library
-def test_keys_of_another_sequence_and_ranks_without_rows(comm, library):
-    whole = arrays(comm.size, keys=3, batch=1)
-    rows, keys = (Layout("contiguous", comm.size, each.shape[1]) for each in whole[:2])
-    layouts = rows, keys, keys, rows
-    attend = ATTEND[library](Ring(comm, causal=False))
-    found = THROUGH[library](attend, *(each.shard(x, comm.rank) for each, x in zip(layouts, whole)))
-    expected = THROUGH[library](partial(DENSE[library], mask=np.ones((comm.size, 3), bool)), *whole)
-    for parts, right, layout in zip(zip(*comm.allgather(found)), expected, (rows, rows, keys, keys)):
-        assert np.abs(layout.unshard(parts) - right).max() <= ENOUGH
-
-
-@each_library
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_on_one_rank_in_other_dtypes(library, dtype):
     q, k, v, dout = whole = arrays(SEQ, dtype=np.float32)

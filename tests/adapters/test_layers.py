@@ -231,22 +231,6 @@ def test_a_gradient_of_the_input_that_nobody_asks_for_is_not_computed(kind, sche
         assert (expected[1], expected[2]) == (found[1], found[1]) and found[2] <= first
 
 
-@pytest.mark.parametrize("kind", FIRST)
-def test_none_stands_for_a_gradient_that_nobody_asks_for(kind):
-    x, lead = np.ones((8, WIDTH)), np.ones(8)
-    stage, given = FIRST[kind](), Branches(x, lead_time=lead) if kind == "names" else x
-    for ends in (True, True, False, True):
-        if isinstance(stage, nn.Stage):
-            stage.end_backward(ends)
-        else:
-            stage.ends = ends
-        y, saved = stage.forward(given)
-        found = stage.backward_input(np.ones_like(y), saved)[0]
-        main = found.main if kind == "names" else found
-        assert ends or main.any()  # PyTorch computes it the first time
-    assert main is None
-
-
 def test_what_pytorch_cannot_differentiate_in_part_is_refused_where_nobody_asks():
     """A reentrant checkpoint leaves out all gradients within, without an error, where its input takes none."""
 

@@ -91,16 +91,3 @@ def alone():
 def test_any_mesh_has_the_losses_of_pytorch_alone(alone, tmp_path, ranks, keys):
     found = inprocess.run(ranks, lambda comm: losses(comm, tmp_path / "run", **keys))[0]
     assert found == pytest.approx(alone, rel=1e-10)
-
-
-def test_so_have_the_ranks_of_a_job(alone, comm, mpi_tmp_path):
-    found = losses(comm, mpi_tmp_path / "run", pipe=min(2, comm.size))
-    assert not found or found == pytest.approx(alone, rel=1e-10)
-
-
-@pytest.mark.long
-def test_eddies_are_better_than_a_third_as_wrong_as_persistence(tmp_path):
-    """That what is now will stay has a relative error of 0.62."""
-    keys = dict(steps=200, batch=16, microbatches=4, lr=4e-3, warmup=10, eval_batches=2, clip=1.0, dtype="float32")
-    found = inprocess.run(2, lambda comm: records(comm, tmp_path / "run", (), **keys))[0]
-    assert found[-1]["relative_error"] < 0.2

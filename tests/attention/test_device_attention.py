@@ -35,14 +35,6 @@ def test_local_attention_equals_dense(gpu, monkeypatch, kernel, options, sizes, 
     agrees(found, reference(whole, **options), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_heads", [8, 2, 1])
-def test_grouped_heads(gpu, monkeypatch, kv_heads, dtype):
-    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    whole = make(dtype, seq=11, heads=8, kv_heads=kv_heads)
-    agrees(through_local(whole, gpu)[0], reference(whole), dtype)
-
-
 @pytest.mark.parametrize("options, sizes", CASES[:7], ids=str)
 def test_many_tiles(gpu, monkeypatch, options, sizes):
     """Tiles of few rows and columns that divide nothing: the running maximum, both bounds, and sums over tiles."""

@@ -156,12 +156,6 @@ def test_the_default_is_the_order_of_the_shards(comm, kind, said):
         within(layout.unshard(comm.allgather(out)), expected[0], expected.bounds(np.float64)[0], "out")
 
 
-def test_a_ring_says_in_a_line_what_it_is(comm):
-    ring = Ring(comm, layout=Layout("zigzag", comm.size, SEQ), window=3)
-    assert repr(ring) == f"<Ring zigzag: rank {comm.rank} of {comm.size}, causal, window 3, 23 positions>"
-    assert repr(Ring(comm, causal=False)) == f"<Ring contiguous: rank {comm.rank} of {comm.size}, not causal>"
-
-
 def test_a_layout_that_does_not_fit_is_refused(comm):
     layout = Layout("striped", comm.size, SEQ)
     mine = [layout.shard(x, comm.rank) for x in whole()]
@@ -295,16 +289,6 @@ def test_a_ring_does_what_its_table_says(comm, monkeypatch, kind, causal, window
             assert row.mask != "causal" or any(triangle)
             # a window may cut a triangle into parts
             assert row.mask == "causal" or not any(triangle) or row.pairs in (0, 1) or window is not None
-
-
-def test_the_table_of_the_first_systems():
-    """Ranks, sources and masks of rank 2 of 4, of 256 positions each; and their ring of two."""
-    assert [row[1:5] for row in Layout("contiguous", 4, 1024).table(2)] == [
-        (3, 1, 2, "causal"), (3, 1, 1, "full"), (3, 1, 0, "full"), (None, None, 3, "none"),
-    ]  # fmt: skip
-    assert [row[1:4] for row in Layout("contiguous", 2, 8).table(0)] == [(1, 1, 0), (None, None, 1)]
-    for rank in range(4):
-        assert {row.keys_of for row in Layout("striped", 4, 64).table(rank)} == {0, 1, 2, 3}
 
 
 def test_tables_that_do_not_exist_and_those_of_other_keys():

@@ -111,19 +111,6 @@ def test_arrays_of_every_dtype_and_of_any_size_come_back(tmp_path, monkeypatch):
         np.testing.assert_array_equal(array, known[name], name)
 
 
-def test_a_gpu_loads_what_the_host_saved_and_back(gpu, comm, mpi_tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 256)
-    right = expected(comm)
-    saved(comm, mpi_tmp_path / "host", comm.size)
-    there, _, steps = loaded(comm, mpi_tmp_path / "host", comm.size, device="cuda", dtype="bfloat16")
-    saved(comm, mpi_tmp_path / "device", comm.size, device="cuda", dtype="bfloat16")
-    back, _, _ = loaded(comm, mpi_tmp_path / "device", comm.size, dtype="bfloat16")
-    assert steps == 7
-    for name in there:
-        np.testing.assert_array_equal(there[name], right[name], name)
-        np.testing.assert_array_equal(back[name], right[name], name)
-
-
 def test_parameters_alone_are_loaded_without_an_optimizer_or_into_another_one(comm, mpi_tmp_path):
     saved(comm, mpi_tmp_path, comm.size)
     got, _, steps = loaded(comm, mpi_tmp_path, comm.size, parameters_alone=True)

@@ -25,7 +25,7 @@ from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError
-from mpipipe.job import context, inprocess
+from mpipipe.job import context
 from mpipipe.job.group import RankGroup
 from mpipipe.job.wait import wait_for
 
@@ -99,19 +99,6 @@ def test_long_arrays(gpu, comm, kind_of_transport, nbytes):
     transport.close()
 
 
-def test_direct_messages_travel_in_pieces_too(gpu, comm):
-    check_mpi_takes(gpu, comm)
-
-    class Pieces(DeviceTransport):
-        piece_bytes = 1000
-
-    transport = Pieces(comm)
-    received = transport.empty((12_345,), np.dtype(float))
-    go_round(comm, transport, arrays.upload(np.arange(12_345.0) + comm.rank), received, 0, 1)
-    np.testing.assert_array_equal(arrays.download(received), np.arange(12_345.0) + neighbours(comm)[1])
-    transport.close()
-
-
 def test_the_host_waits_for_nothing(gpu, comm, kind_of_transport):
     transport = kind_of_transport(comm)
     received = transport.empty((1 << 19,), np.dtype(float))
@@ -161,23 +148,6 @@ def test_messages_of_one_name_keep_their_order_whichever_event_is_done_first(gpu
 def test_messages_sent_in_another_order_arrive_under_their_names(gpu, comm, kind_of_transport, window, count):
     transport = kind_of_transport(comm, synchronous=True)
     check_names(comm, transport, window, count, make)
-    transport.close()
-
-
-def test_headers_and_host_arrays_travel_beside_device_arrays(gpu, comm, kind_of_transport):
-    transport = kind_of_transport(comm)
-    mailbox = Mailbox(transport)
-    ((to,), (source,)), left = envelopes(comm, 1), neighbours(comm)[1]
-    mailbox.put_header(to, f"from {comm.rank}".encode())
-    ids = np.arange(5) + comm.rank
-    mailbox.put(to, [make(comm.rank), ids, arrays.upload(ids)])
-    assert mailbox.take_header(source) == f"from {left}".encode()
-    leaves = [((16,), np.dtype(float)), ((5,), ids.dtype), ((5,), ids.dtype)]
-    taken, lease = mailbox.take_unknown(source, leaves)
-    values, first, second = arrays.download(*taken)
-    assert (values == left).all() and (first == np.arange(5) + left).all() and (second == first).all()
-    mailbox.release(lease)
-    mailbox.flush()
     transport.close()
 
 
@@ -297,21 +267,6 @@ def test_an_array_may_be_forgotten_once_it_is_sent(gpu, comm, kind_of_transport)
 # -- ranks on the host, and waits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
-@pytest.mark.parametrize("count", [1, 900_000])
-def test_ranks_on_the_host_and_ranks_on_a_gpu_talk(gpu, comm, direct, count):
-    if direct:
-        check_mpi_takes(gpu, comm)
-    device = "cuda" if comm.rank % 2 == 0 else "cpu"
-    transport = make_transport(comm, 1, True, device, GpuAwareness(direct, "a test"))
-    value = content((count,), "float64", comm.rank)
-    received = transport.empty((count,), np.dtype(float))
-    assert arrays.device_of(received) == device
-    go_round(comm, transport, value if device == "cpu" else arrays.upload(value), received, 0, 3)
-    np.testing.assert_array_equal(arrays.download(received), content((count,), "float64", neighbours(comm)[1]))
-    transport.close()
-
-
 def test_the_transport_follows_device_and_verdict(gpu, comm):
     def kind(device, verdict=None):
         transport = make_transport(comm, 1, False, device, verdict)
@@ -322,17 +277,6 @@ def test_the_transport_follows_device_and_verdict(gpu, comm):
     assert kind("cuda", GpuAwareness(True, "")) is DeviceTransport
     mixed = GpuAwareness(comm.rank != comm.size - 1, "")
     assert kind("cuda", mixed) is StagedTransport, "direct on all ranks, or on none"
-
-
-def test_threads_of_one_process_exchange_device_arrays(gpu):
-    def job(comm):
-        transport = make_transport(comm, 1, False, "cuda")
-        received = transport.empty((300_000,), np.dtype(float))
-        go_round(comm, transport, make(comm.rank, 300_000), received, 0, 1)
-        transport.close()
-        return set(arrays.download(received).tolist())
-
-    assert inprocess.run(3, job) == [{2.0}, {0.0}, {1.0}]
 
 
 def test_any_wait_drives_what_is_held_back(gpu, comm, kind_of_transport):

@@ -4,55 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support import dense
-from support.tolerance import within
 
-from mpipipe import Pipeline
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.job.inprocess import InProcessError
-from mpipipe.schedules import simulate
-
-
-@settings(max_examples=40)
-@given(
-    case=st.sampled_from(dense.CASES),
-    ranks=st.integers(1, 6),
-    microbatches=st.integers(1, 9),
-    extra=st.integers(0, 5),
-    synchronous=st.booleans(),
-    delay=st.sampled_from([0.0, 2e-4]),
-    recompute=st.booleans(),
-    seed=st.integers(0, 1000),
-    tag_ub=st.sampled_from([31, 32767]),
-)
-def test_random_pipelines_under_random_delays_equal_the_dense_model(
-    case, ranks, microbatches, extra, synchronous, delay, recompute, seed, tag_ub
-):
-    schedule = dense.build(case[0], ranks, case[1], microbatches)
-    inputs, targets = dense.batch(microbatches + extra, schedule.stages, seed)
-    loss, gradients, dx, _ = dense.reference(schedule.stages, inputs, targets)
-    allowed = dense.bounds(schedule.stages, inputs, targets)
-
-    def job(comm):
-        stages = dense.model(schedule, comm.rank)
-        mine = dense.placed(schedule, comm.rank, inputs, targets)
-        with Pipeline(stages, schedule, comm, loss=dense.mean_squared, recompute=recompute) as pipeline:
-            for _ in range(2):
-                for stage in stages:
-                    stage.gradient.fill(0)
-                result = pipeline.step(*mine)
-            return result, [stage.gradient for stage in stages], pipeline.peak_activations
-
-    found = inprocess.run(ranks, job, synchronous=synchronous, delay=delay, seed=seed, tag_ub=tag_ub)
-    for rank, (result, mine, peak) in enumerate(found):
-        within(result.loss, loss, allowed[0], "loss")
-        assert peak == simulate(schedule).peak_activations[rank]
-        for number, gradient in zip(schedule.stages_of(rank), mine):
-            within(gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
-    within(np.concatenate(found[0][0].input_grads), dx, allowed[2], "input gradient")
 
 
 def finish(*requests):

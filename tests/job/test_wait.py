@@ -79,22 +79,6 @@ def test_a_peer_that_left_is_missed_by_those_who_make_a_communicator_with_it():
     inprocess.run(2, job)
 
 
-def test_a_peer_that_left_after_a_failure_is_missed_by_those_who_make_a_communicator_with_it():
-    def job(comm):
-        known = RankGroup(comm)
-        if comm.rank == 1:
-            known.fail(ValueError("wet paint"), "wet paint")
-            known.leave()
-            return
-        with pytest.raises(PeerError, match="wet paint"):
-            wait_for(Never(), group=known)
-        with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
-            RankGroup(comm)
-
-    with suppress(inprocess.InProcessError):  # rank 1 does not hear that rank 0 gives up
-        inprocess.run(2, job)
-
-
 def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_peers_that_hear_of_it_there():
     """The cause comes after the others have raised what it told them. It raises that too, as each later try does."""
     seen = {}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.errors import HangError, PeerError
+from mpipipe.errors import HangError
 from mpipipe.job import inprocess
 from mpipipe.job.flight import KEPT, FlightRecorder, Message, Snapshot
 from mpipipe.job.group import RankGroup
@@ -230,20 +230,5 @@ def test_threads_that_wait_for_longer_than_the_limit_while_one_goes_on_are_left_
         group.agree("a test")
         alone.close()
         group.close()
-
-    inprocess.run(2, job)
-
-
-def test_a_wait_that_ends_with_the_failure_of_a_peer_is_no_hang(monkeypatch):
-    monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
-
-    def job(comm):
-        group = RankGroup(comm)
-        if comm.rank == 0:
-            time.sleep(0.3)
-            group.fail(ValueError("wet paint"), "wet paint")
-            return
-        with pytest.raises(PeerError, match="wet paint"):
-            group.agree("a test")
 
     inprocess.run(2, job)

@@ -11,8 +11,6 @@ from mpipipe import arrays, attention, nn
 from mpipipe.attention import Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
-from mpipipe.nn.kernels.host import any_dtype
-from mpipipe.nn.rope import RopeTables, angles
 
 RANDOM = np.random.default_rng(6)
 
@@ -173,16 +171,6 @@ class Apart:
         self.forward, self.backward = inner.forward, inner.backward
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_of_a_users_object_are_the_same(name):
-    found, (x, dy) = [], RANDOM.standard_normal((2, 2, 5, 8))
-    for attend in (attention.Local(), Apart(attention.Local())):
-        stage = stirred(nn.SelfAttention(8, 4, 2, attend, **OPTIONS[name]))
-        found.append((stage.backward(dy, stage.forward(x)[1]), stage.gradients.flat))
-    for one, other in zip(*found):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_without_a_base_nothing_is_turned():
     x = RANDOM.standard_normal((1, 4, 8))
     stage = nn.Stage([nn.SelfAttention(8, 2, attend=attention.Local(causal=False), rope_base=None)], dtype="float64")
@@ -199,17 +187,6 @@ def test_gains_begin_as_ones_and_biases_as_zeros_without_decay():
     for name, value in (("qkv_bias", 0), ("out_bias", 0), ("q_norm", 1), ("k_norm", 1)):
         assert (stage.parameters[f"0.{name}"] == value).all()
     assert [decays for *_, decays in stage.decay_ranges] == [True, False]
-
-
-def test_default_positions_are_the_first_ones_for_every_length():
-    tables = RopeTables(any_dtype.rope_table, np.dtype("float64"))
-    for seq in (1, 2, 3, 64, 65):
-        table = tables.of(seq, 8, 10000.0)
-        np.testing.assert_array_equal(
-            table, any_dtype.rope_table(*angles(np.arange(seq), 8, 10000.0), np.dtype("float64"))
-        )
-        np.testing.assert_array_equal(table, tables.of(range(seq), 8, 10000.0))
-    assert tables.of(33, 8, 10000.0).base is tables.of(64, 8, 10000.0).base
 
 
 def test_positions_have_gradients_and_a_wrong_shape_is_named():

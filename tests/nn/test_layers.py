@@ -167,14 +167,3 @@ def test_gradients_of_embedding_agree_with_finite_differences():
 def test_ids_are_integers_within_the_table(ids, match):
     with pytest.raises(ArgumentError, match=match):
         nn.Stage([nn.Embedding(9, 4)]).forward(np.array(ids, np.float32 if ids[0] == 0.5 else np.int64))
-
-
-def test_a_tied_head_starts_equal_but_apart():
-    first = nn.Stage([nn.Embedding(9, 4, tie="tokens")], seed=5)
-    last = nn.Stage([nn.Linear(4, 9, bias=False, tie="tokens")], seed=5, first=8)
-    np.testing.assert_array_equal(first.parameters["0.weight"], last.parameters["8.weight"])
-    assert first.ties == {"tokens": ["0.weight"]} and last.ties == {"tokens": ["8.weight"]}
-    both = nn.Stage([nn.Embedding(9, 4, tie="tokens"), nn.Linear(4, 9, bias=False, tie="tokens")])
-    assert both.ties == {"tokens": ["0.weight", "1.weight"]}
-    assert not np.shares_memory(both.parameters["0.weight"], both.parameters["1.weight"])
-    assert not np.shares_memory(both.gradients["0.weight"], both.gradients["1.weight"])

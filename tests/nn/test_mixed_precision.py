@@ -105,15 +105,6 @@ def test_rotation_in_place_and_from_strided_arrays_rounds_once(dtype, back):
     np.testing.assert_array_equal(whole[:, :, 4:], rest)
 
 
-def test_rotation_of_transposed_arrays_is_that_of_contiguous_ones():
-    table = any_dtype.rope_table(*angles(np.arange(5), 8, 10000.0), np.dtype(np.float32))
-    x = RANDOM.standard_normal((2, 8, 3, 5)).astype(np.float32).transpose(0, 3, 2, 1)
-    expected, found = np.empty((2, 5, 3, 8), np.float32), np.empty_like(x)
-    any_dtype.apply_rope(np.ascontiguousarray(x), table, expected)
-    any_dtype.apply_rope(x, table, found)
-    np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_embedding_in_halves_takes_rounded_rows_and_sums_gradients_in_float32(dtype):
     stage = nn.Stage([nn.Embedding(7, 4)], dtype=dtype)

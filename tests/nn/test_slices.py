@@ -7,46 +7,14 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from mpipipe import attention, nn
-from mpipipe.attention import Layout, Local, Ring, Sliced
+from mpipipe import nn
+from mpipipe.attention import Local, Sliced
 from mpipipe.errors import ArgumentError
-from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.nn.layers.layer import Layer
 
 SEQ, BATCH = 24, 2
 SIZES = dict(vocab=17, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, seq=SEQ)
-CASES = {
-    "rotary": {},
-    "learned positions": dict(positions="learned"),
-    "windows": dict(windows=(7, None)),
-    "norms of heads": dict(qk_norm=True),
-}
-
-
-def stage_of(attend, wrap=lambda layer: layer, **options):
-    model = GPT(**SIZES, **options)
-    return nn.Stage([wrap(layer) for layer in model.build(attend)], "float64", seed=5)
-
-
-def run(stage, ids, dy, rows, sequences=2, forwards_again=False):
-    """(outputs of sequences, gradients), with their slices by turns: y and dy are (sequences, batch, seq, vocab)."""
-    ends, slices = [0, *accumulate(rows)], len(rows)
-    y, saved = np.empty_like(dy), {}
-    stage.gradients.flat[...] = 0
-    for at in range(slices):
-        for number in range(sequences):
-            part = slice(ends[at], ends[at + 1])
-            position = nn.Position(step=3, microbatch=number * slices + at)
-            y[number, :, part], saved[number, at] = stage.forward(ids[number, :, part], position)
-    for at in reversed(range(slices)):
-        for number in range(sequences):
-            part = slice(ends[at], ends[at + 1])
-            if forwards_again:
-                position = nn.Position(step=3, microbatch=number * slices + at)
-                saved[number, at] = stage.forward(ids[number, :, part], position)[1]
-            stage.backward(dy[number, :, part], saved.pop((number, at)))
-    return y, stage.gradients.flat.copy()
 
 
 def data(vocab=17):
@@ -57,33 +25,6 @@ def data(vocab=17):
 def same(found, expected):
     for one, other in zip(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * np.abs(other).max())
-
-
-@pytest.mark.parametrize("slices", [1, 2, 3, 8])
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_a_model_whose_layers_share_one_attend_object_equals_that_of_whole_sequences(slices, options):
-    lengths, (ids, dy) = attention.slice_lengths(SEQ, slices, 4), data()
-    expected = run(stage_of(Local(), **options), ids, dy, (SEQ,))
-    same(run(stage_of(Sliced(Local(), lengths), **options), ids, dy, lengths), expected)
-    same(run(stage_of(Sliced(Local(), lengths), **options), ids, dy, lengths, forwards_again=True), expected)
-    same(run(stage_of(Sliced(Local(), lengths), nn.Recompute, **options), ids, dy, lengths), expected)
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_each_rank_of_a_ring_has_its_shard_of_each_slice(kind, positions):
-    ids, dy = data()
-    lengths = (13, 7, 4)
-    layout = Layout(kind, 2, SEQ, lengths)
-    y, gradients = run(stage_of(Local(), positions=positions), ids, dy, (SEQ,))
-
-    def on_rank(comm):
-        attend = Sliced(Ring(comm, layout=layout), lengths)
-        mine = (layout.shard(x, comm.rank, axis=2) for x in (ids, dy))
-        return run(stage_of(attend, positions=positions), *mine, attend.slice_rows)
-
-    ys, parts = zip(*inprocess.run(2, on_rank))
-    same((layout.unshard(ys, axis=2), sum(parts)), (y, gradients))
 
 
 def test_coordinates_of_the_whole_sequence():
@@ -117,13 +58,15 @@ def test_layers_below_the_end_of_backwards_keep_nothing():
 
 
 def test_tables_of_all_slices_are_kept(monkeypatch):
-    stage = stage_of(Sliced(Local(), (3,) * 8))
+    stage = nn.Stage(GPT(**SIZES).build(Sliced(Local(), (3,) * 8)), "float64")
     made = []
     make = stage.tables.make
     monkeypatch.setattr(stage.tables, "make", lambda *arguments: made.append(1) or make(*arguments))
+    ids, _ = data()
     for _ in range(2):
-        run(stage, *data(), (3,) * 8)
-    assert len(made) == 8  # of both layers, forward and backward
+        for at in range(8):
+            stage.forward(ids[0, :, 3 * at : 3 * at + 3], nn.Position(microbatch=at, keeps=False))
+    assert len(made) == 8  # of both layers
 
 
 # -- Which layers cannot take slices ----------------------------------------------------------------------------------

@@ -110,23 +110,6 @@ def test_sgd_is_the_textbook_one(dtype, momentum, decay):
     check(made, start, history, textbook)
 
 
-@pytest.mark.parametrize("make", [lambda s: optim.SGD(s, lr=1.0), lambda s: optim.AdamW(s, lr=1.0)])
-def test_a_learning_rate_for_one_step_overrides(make):
-    one, other = stages(), stages()
-    first, second = make(one), make(other)
-    second.lr = 0.01
-    fill(one), fill(other)
-    first.step(lr=0.01)
-    second.step()
-    for a, b in zip(one, other):
-        np.testing.assert_array_equal(a.parameters.flat, b.parameters.flat)
-    gradients = [stage.gradients.flat.copy() for stage in one]
-    first.step(lr=0.0)
-    for a, b, gradient in zip(one, other, gradients):
-        np.testing.assert_array_equal(a.parameters.flat, b.parameters.flat)
-        np.testing.assert_array_equal(a.gradients.flat, gradient)
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 LR, DECAY = 0.01, 0.1
@@ -360,14 +343,6 @@ def test_a_gradient_that_is_no_number_is_named_with_its_stage():
     assert caught.value.stage == 3
     with pytest.raises(NonFiniteError, match="parameter flat is"):
         optim.clip_by_global_norm([without_names(stage)], 1.0)
-
-
-def test_a_step_is_announced_to_those_who_read():
-    stage, heard = own(), []
-    stage.before_write = [lambda: heard.append(stage.parameters.flat.copy())]
-    before = stage.parameters.flat.copy()
-    optim.AdamW([stage], lr=0.1).step()
-    np.testing.assert_array_equal(heard, [before])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

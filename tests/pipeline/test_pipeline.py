@@ -195,19 +195,6 @@ def count_sent(transport):
     return sent
 
 
-def test_no_messages_on_one_rank(comm, monkeypatch):
-    """P=1 with several chunks needs no point-to-point message at all."""
-    alone = comm.Split(comm.rank, 0)
-    schedule = interleaved_1f1b(1, 3, 4)
-    inputs, targets = dense.batch(4, 3)
-    with Pipeline(dense.model(schedule, 0), schedule, alone, loss=dense.mean_squared) as pipeline:
-        pipeline.engine.messages.mailbox.transport = None  # any use would raise
-        result = pipeline.step(inputs, targets)
-        pipeline.engine.messages.mailbox.transport = type("Closed", (), {"close": lambda self: None})()
-    within(result.loss, dense.reference(3, inputs, targets)[0], dense.bounds(3, inputs, targets)[0], "loss")
-    alone.Free()
-
-
 def test_closing_twice_is_allowed_and_use_after_close_is_refused(comm):
     schedule = gpipe(comm.size, 1)
     pipeline = Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared)

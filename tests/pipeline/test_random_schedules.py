@@ -72,8 +72,14 @@ def expected_of(schedule):
 
 
 @settings(max_examples=40)
-@given(schedule=runnable_schedules(), synchronous=st.booleans(), seed=st.integers(0, 99))
-def test_every_schedule_without_a_cycle_runs_and_gives_the_same_gradients(schedule, synchronous, seed):
+@given(
+    schedule=runnable_schedules(),
+    synchronous=st.booleans(),
+    delay=st.sampled_from([0.0, 2e-4]),
+    tag_ub=st.sampled_from([31, 32767]),
+    seed=st.integers(0, 99),
+)
+def test_every_schedule_without_a_cycle_runs_and_gives_the_same_gradients(schedule, synchronous, delay, tag_ub, seed):
     inputs, targets = batch(schedule.microbatches)
 
     def job(comm):
@@ -84,7 +90,8 @@ def test_every_schedule_without_a_cycle_runs_and_gives_the_same_gradients(schedu
 
     expected = expected_of(schedule)
     check(schedule)
-    found = inprocess.run(schedule.ranks, job, synchronous=synchronous, seed=seed)
+    options = dict(synchronous=synchronous, delay=delay, tag_ub=tag_ub, seed=seed)
+    found = inprocess.run(schedule.ranks, job, **options)
     for rank, (stages, peak) in enumerate(found):
         assert peak == simulate(schedule).peak_activations[rank]
         for stage in stages:

@@ -9,7 +9,7 @@ from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths
-from mpipipe.errors import ArgumentError, StageError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.schedules import gpipe, one_f_one_b
@@ -45,18 +45,18 @@ def compare(comm, cuts, slices, lengths=None, microbatches=2, windows=None, **op
 
 
 @pytest.mark.parametrize(
-    "slices, lengths, microbatches, windows, tied",
+    "slices, lengths, microbatches, windows, options",
     [
-        (3, (5, 4, 3), 2, WINDOWS, True),
-        pytest.param(2, None, 1, None, False, marks=pytest.mark.long),
-        pytest.param(8, None, 3, WINDOWS, False, marks=pytest.mark.long),
+        (3, (5, 4, 3), 2, WINDOWS, dict(tied=True)),
+        (2, None, 1, None, dict(positions="learned", qk_norm=True)),
+        pytest.param(8, None, 3, WINDOWS, {}, marks=pytest.mark.long),
     ],
 )
 def test_gradients_equal_those_of_whole_sequences_for_every_generator(
-    comm, slices, lengths, microbatches, windows, tied
+    comm, slices, lengths, microbatches, windows, options
 ):
     cuts = [cut for cut in CUTS if cut[2] < 3]  # of each generator, on 1, 2 and 4 ranks with 1 and 2 stages
-    compare(comm, cuts, slices, lengths, microbatches, windows, tied=tied)
+    compare(comm, cuts, slices, lengths, microbatches, windows, **options)
 
 
 def test_packed_documents_evaluation_and_replicas(comm):
@@ -154,35 +154,3 @@ def test_attention_that_does_not_take_the_slices_is_refused_on_all_ranks(attend,
         return str(caught.value)
 
     assert len({*inprocess.run(2, job)}) == 1
-
-
-@pytest.mark.parametrize("rows", [4, 3])
-def test_a_step_that_has_failed_half_way_is_repeated_by_another_pipeline(rows):
-    lengths, schedule, calls = (5, 4, 3), one_f_one_b(1, 2, slices=3), []
-    x, target = text(4)
-
-    def loss(output, target):
-        calls.append(target)
-        if len(calls) == 5:  # backwards of the first sequence have been
-            raise RuntimeError("once")
-        return nn.softmax_cross_entropy(output, target)
-
-    loss.mean_over_entries = True
-
-    def job(comm):
-        found = []
-        for fails in (False, True):
-            stages = build(schedule, 0, attend=Sliced(Local(), lengths))
-            if fails:
-                calls.clear()
-                with (
-                    pytest.raises(StageError, match="once"),
-                    Pipeline(stages, schedule, comm, loss, slice_lengths=lengths) as pipeline,
-                ):
-                    pipeline.step(x, target)
-            with Pipeline(stages, schedule, comm, nn.softmax_cross_entropy, slice_lengths=lengths) as pipeline:
-                pipeline.step(x[:rows], target[:rows])
-            found.append(stages[0].gradients.flat)
-        np.testing.assert_array_equal(*found)
-
-    inprocess.run(1, job)

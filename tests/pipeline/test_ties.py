@@ -230,27 +230,6 @@ def test_places_of_different_shape_are_refused_as_they_are(comm):
     alone.Free()
 
 
-def test_replicas_sum_every_place(comm):
-    """Two replicas of half a batch each have the gradients of the whole batch."""
-    if comm.size % 2:
-        pytest.skip("needs an even number of ranks")
-    alone = parts_of(comm, 1)
-    whole = build(gpipe(1, 2), 0)
-    with Pipeline(whole, gpipe(1, 2), alone, loss=nn.softmax_cross_entropy) as pipeline:
-        pipeline.step(*text(8))
-    alone.Free()
-    with Mesh(comm, pipe=comm.size // 2, data=2) as mesh:
-        schedule = gpipe(mesh.pipe.size, 2)
-        stages = build(schedule, mesh.pipe.rank)
-        inputs, targets = (part[mesh.data.rank * 4 :][:4] for part in text(8))
-        mine = dense.placed(schedule, mesh.pipe.rank, inputs, targets)
-        with Pipeline(stages, schedule, mesh.pipe, nn.softmax_cross_entropy, replicas=mesh.replicas) as pipeline:
-            pipeline.step(*mine)
-    for stage in stages:
-        for name, gradient in stage.gradients.items():
-            close_norm(gradient, whole[0].gradients[name], 1000, "float32", name)
-
-
 class Around:
     """A stage around another, whose gradients it shows as the array that they were in before any pipeline."""
 

@@ -159,13 +159,3 @@ def test_ranks_that_disagree_raise(comm):
     with pytest.raises(MismatchError, match="different pipelines") as caught:
         Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm, input_grads=comm.rank == 0)
     assert "input_grads" in str(caught.value)
-
-
-def test_an_attribute_of_a_users_own_that_is_no_bool_stays(comm):
-    class Rod(dense.Identity):
-        ends = (0.0, 1.0)
-
-    stage = Rod()
-    with Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error, input_grads=False) as pipeline:
-        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))))
-    assert stage.ends == (0.0, 1.0)

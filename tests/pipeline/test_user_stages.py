@@ -96,17 +96,6 @@ def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
     own.Free()
 
 
-def test_a_subclass_of_stage_may_have_a_forward_of_its_own():
-    class Doubled(nn.Stage):
-        def forward(self, x):
-            y, saved = super().forward(x)
-            return 2 * y, saved
-
-    stage, x = Doubled([nn.Dropout(0.0)]), np.ones((4, 3), np.float32)
-    found = alone(lambda comm: Pipeline([stage], schedules.forward_only(1, 1, 2), comm).forward(x))
-    np.testing.assert_array_equal(found, 2 * x)
-
-
 def test_a_stage_needs_the_methods_of_its_actions_alone():
     class Forward:
         def forward(self, x):
@@ -116,25 +105,6 @@ def test_a_stage_needs_the_methods_of_its_actions_alone():
     assert alone(lambda comm: Pipeline([Forward()], schedules.forward_only(1, 1, 2), comm).forward(x)).sum() == 12
     with pytest.raises(ArgumentError, match="without backward"):
         alone(lambda comm: Pipeline([Forward()], schedules.gpipe(1, 2), comm))
-
-
-class Listed(np.ndarray):
-    """An array type of the user's own."""
-
-
-def test_outputs_of_a_subclass_of_ndarray_are_sent(pair):
-    class Typed:
-        def forward(self, x):
-            return (2 * x).view(Listed), None
-
-        def backward(self, dy, saved):
-            return (2 * dy).view(Listed)
-
-    schedule, x = schedules.gpipe(2, 2), np.ones((4, 3))
-    with Pipeline([Typed()], schedule, pair, loss=dense.mean_squared) as pipeline:
-        for _ in range(3):
-            result = pipeline.step(*dense.placed(schedule, pair.rank, x, x))
-    assert result.loss == 9.0
 
 
 def test_what_a_call_leaves_and_what_may_be_asked_within_it():
@@ -224,20 +194,6 @@ def test_a_stage_is_told_where_the_training_stands(pair, recompute):
         assert sorted(trained) == expected
         assert [(position.microbatch, position.training) for position in rest] == [(m, False) for m in range(3)] * 2
         assert stage.poll is None and stage.refreshed == 4
-
-
-def test_a_forward_that_takes_no_position_may_take_the_place_of_one_that_does():
-    (stage,), (x, t) = stages_of(schedules.gpipe(1, 2), 0), dense.batch(4, 1)
-    plain = dense.TanhStage(0, *dense.widths(1))
-
-    def job(comm):
-        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
-            before = pipeline.step(x, t).loss
-            stage.forward = plain.forward
-            assert pipeline.step(x, t).loss == before
-
-    inprocess.run(1, job)
-    assert len(stage.positions) == 2
 
 
 def replaced(stage):

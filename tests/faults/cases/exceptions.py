@@ -106,7 +106,6 @@ except errors.PeerError:
         "after the pipeline", "train()\n" + on("last", "fail()"), "ValueError: wet paint", ranks=(1, 2, 4), never=()
     ),
     failing("in every rank", "exception", "fail()", "ValueError: wet paint", ranks=(1, 2, 4)),
-    failing("in every forward", "exception", "breaks('forward', fail)\ntrain()", "ValueError: wet paint"),
     Fault(
         "before mpipipe is imported",
         "exception",
@@ -116,9 +115,7 @@ except errors.PeerError:
         never=("finished",),
     ),
     _kind("RecursionError", "act()", "RecursionError"),
-    _kind("an error of MPI", "comm.Send(np.ones(1), size + 5)", "micro-batch 0"),
     _kind("a base exception", "raise type('Stop', (BaseException,), {})('wet paint')", "wet paint"),
     _kind("an exception without a text", "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "Mute"),
     _kind("an exception that cannot be pickled", "raise type('Odd', (Exception,), {'f': sys.stdin})('wet')", "Odd"),
-    _kind("an exception with a cause", "raise ValueError('wet paint') from KeyError('colour')", "wet paint", "colour"),
 )

@@ -9,19 +9,6 @@ ALL = (1, 2, 3, 4)
 FAULTS = (
     good("a training", "train()", ranks=ALL, by_all=("finished",), quick=(4, RUN)),
     good(
-        "two pipelines in turn",
-        """
-with build() as a, build() as b:
-    for _ in range(4):
-        a.step(inputs, targets)
-        b.evaluate(inputs, targets)
-        b.step(inputs, targets)
-print("finished")
-""",
-        by_all=("finished",),
-        ranks=ALL,
-    ),
-    good(
         "two threads with a pipeline each",
         """
 comms, seen = [comm.Dup(), comm.Dup()], []
@@ -41,22 +28,6 @@ print("finished")
         ranks=(1, 2, 4),
     ),
     good(
-        "messages of the user with the same tags",
-        """
-box, requests = np.zeros(20000), []
-peer = (rank + 1) % size
-for tag in range(20):
-    requests.append(comm.Isend(np.full(20000, tag + 0.5), peer, tag))
-train()
-for tag in range(20):
-    comm.Recv(box, (rank - 1) % size, tag)
-    assert (box == tag + 0.5).all()
-for each in requests: each.Wait()
-""",
-        ranks=(2, 4),
-        by_all=("finished",),
-    ),
-    good(
         "a rank that is 4 s late for everything",
         on("last", "time.sleep(4)")
         + """
@@ -67,16 +38,6 @@ train()
 """,
     ),
     good("a pipeline that is never closed", "pipeline = build()\npipeline.step(inputs, targets)", ranks=ALL),
-    good(
-        "ranks outside a communicator",
-        """
-part = comm.Split(0 if rank < 2 else 1, rank)
-with mpipipe.Pipeline(stages, schedules.gpipe(part.size, 2), part, loss=loss) as pipeline:
-    x = np.ones((1024, 64), np.float32)
-    pipeline.step(x if part.rank == 0 else None, x if part.rank == part.size - 1 else None)
-""",
-        ranks=(3, 4),
-    ),
     good("ranks that end one after another", "train()\ntime.sleep(rank)\nsys.exit(0)"),
     good(
         "refusals that the user catches",

@@ -126,15 +126,6 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
     _code("None", 1)[0],
     *(_agreed(code) for code in (0, 1, 75)),
     Fault(
-        "all ranks exit with 256",
-        "exit",
-        OPENING + "train()\nsys.exit(256)",
-        code=NONZERO,
-        plain_code="any",
-        reports=None,
-        ranks=(1, 2),
-    ),
-    Fault(
         "ranks exit with codes of their own",
         "exit",
         OPENING + "train()\nsys.exit(3 + rank)",
@@ -145,13 +136,6 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
         plain_says=(),
         clean=False,
     ),
-    _exits(
-        "sys.exit(3) in a forward",
-        on("last", "breaks('forward', lambda: sys.exit(3))") + "train()",
-        code=3,
-        ranks=(1, 2, 4),
-        reports=None,
-    ),
     _vanishes(
         "os._exit(0) before training",
         on("last", "os._exit(0)") + "train()",
@@ -160,14 +144,6 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
         plain_code="any",
         quick=(2, RUN),
     ),
-    _vanishes(
-        "os._exit(0) in a forward",
-        on("last", "breaks('forward', lambda: os._exit(0))") + "train()",
-        "rank {last}",
-        modes=(RUN,),
-        ranks=(1, 2, 4),
-    ),
-    _vanishes("os._exit(0) of all ranks", "train()\nos._exit(0)", "rank", modes=(RUN,), ranks=(1, 2, 4), never=()),
     Fault(
         "MPI_Abort by the user",
         "vanishes",

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import signal
 
-from faults.blocks import NONZERO, PLAIN, RUN, TEXT, command, on
+from faults.blocks import PLAIN, RUN, TEXT, command, on
 from faults.fault import Send
 from faults.saving_blocks import BEFORE, KIND, dies_in_forward, dies_outside, loads, raises, refused, saving, signalled
 
 FAULTS = (
     raises("a forward", "nn.Stage", "forward", "micro-batch", modes=(RUN, PLAIN)),
     raises("an optimizer", "optim.AdamW", "step", quick=(2, RUN)),
-    saving(
-        "os._exit(0) in a forward",
-        on("last", "during(nn.Stage, 'forward', lambda: os._exit(0))"),
-        "rank {last}",
-        code=NONZERO,
-        reports=None,
-    ),
     *dies_in_forward(signal.SIGKILL),
     *dies_in_forward(signal.SIGSEGV),
     *dies_outside(signal.SIGKILL),
@@ -45,14 +38,6 @@ FAULTS = (
         code=124,
     ),
     saving(
-        "a rank that stalls",
-        on("last", "during(nn.Stage, 'forward', lambda: time.sleep(1000))"),
-        "no rank has made progress",
-        "rank {last} on",
-        "has been computing",
-        code=124,
-    ),
-    saving(
         "a rank that comes to its limit of memory (ulimit -v)",
         on(
             "last",
@@ -68,12 +53,6 @@ during(nn.Stage, "forward", limit)
         "micro-batch",
     ),
     refused("another schedule on one rank", "keys.update(schedule='gpipe')", "MismatchError: rank {last}", "schedule"),
-    refused(
-        "other data on one rank",
-        "keys.update(data=('other.txt',))\nopen('other.txt', 'w').write('or not to be\\n' * 20000)",
-        "MismatchError",
-        "rank {last}",
-    ),
     saving(
         "a disk that is full at a checkpoint",
         on("last", "during(Trainer, 'step', lambda: no_room(1000))"),

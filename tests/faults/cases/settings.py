@@ -10,11 +10,6 @@ import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
 os.execv(sys.executable, [sys.executable, *{arguments}])
 """
-INTERCOMM = """
-half = comm.Split(rank % 2, rank)
-comm = half.Create_intercomm(0, comm, 1 - rank % 2, 7)
-schedule = schedules.gpipe(comm.size, 4)
-"""
 
 
 def _refused_at_start(name, value, **options) -> Fault:
@@ -31,10 +26,6 @@ def _refused_at_start(name, value, **options) -> Fault:
 
 def _state(name, body, *says, **options) -> Fault:
     return failing(name, "MPI state", body, *says, **{"code": NONZERO, "reports": None, **options})
-
-
-def _misuse(name, body, *says, **options) -> Fault:
-    return refused(name, "misuse", body, *says, **options)
 
 
 FAULTS = (
@@ -137,10 +128,5 @@ raise errors.ArgumentError("wet paint")
         code=0,
         ranks=(1, 2),
         quiet=True,
-    ),
-    _misuse("a pipeline on an intercommunicator", INTERCOMM + "train()", "ArgumentError", code=(1, 2)),
-    _misuse("a communicator that is not one", "comm = 'world'\ntrain()", "ArgumentError", ranks=(1, 2)),
-    _misuse(
-        "a freed communicator", "comm = comm.Dup()\ncomm.Free()\ntrain()", "ommunicator", code=(1, 2), ranks=(1, 2)
     ),
 )

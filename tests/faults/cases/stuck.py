@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from faults.blocks import OPENING, PLAIN, RUN, Fault, failing, good, on
+from faults.blocks import OPENING, PLAIN, RUN, Fault, failing, on
 
 SHORT = {"MPIPIPE_TIMEOUT": "5"}
-STALL = ("StallError", "nothing came within 5 s")
 LOOP = "breaks('forward', lambda: [None for _ in iter(int, 1)])"
 
 
@@ -40,8 +39,6 @@ print("finished")
 
 FAULTS = (
     _stalls("an endless loop in a forward", on("last", LOOP) + "train()", "rank {last}", quick=(2, RUN)),
-    # without `run` nobody knows who is missing in the first call on a communicator
-    _stalls("a sleep before training", on("last", "time.sleep(1000)") + "train()", "rank {last}", plain_says=STALL),
     _stalls(
         "a collective of the user in place of a step",
         """
@@ -75,7 +72,6 @@ with build() as pipeline:
         "micro-batch 0",
         quick=(2, RUN),
     ),
-    good("a pipeline stepped in another thread", OTHER_THREAD, kind="thread", by_all=("finished",), ranks=(1, 2, 4)),
     Fault(
         "an exception in a thread of the user's own",
         "thread",
