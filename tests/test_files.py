@@ -14,7 +14,6 @@ from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError, DataError
 from mpipipe.language.data import find_files
 from mpipipe.language.models import weights
-from mpipipe.train import TrainConfig
 
 
 @pytest.fixture(params=["FIFO", "socket", "character device", "folder"])
@@ -81,20 +80,6 @@ def test_a_name_that_no_file_can_have_is_not_there(tmp_path, name):
     assert caught.value.filename == str(path)
 
 
-def test_a_config_file_that_is_none_is_refused(odd):
-    path, kind = odd
-    with pytest.raises(ConfigError, match=f"config file cannot be read: .*{kind}") as caught:
-        TrainConfig.load(str(path))
-    assert str(path) in str(caught.value) and "--config" in caught.value.remedy
-
-
-def test_data_that_are_no_file_are_refused(odd):
-    path, kind = odd
-    with pytest.raises(DataError, match="no text" if kind == "folder" else kind) as caught:
-        find_files(path)
-    assert str(path) in str(caught.value)
-
-
 def test_a_fifo_in_a_folder_of_data_is_left_out(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "text.txt").write_text("text")
@@ -116,14 +101,6 @@ def test_a_file_of_weights_that_is_none_is_refused(odd):
     (folder / "model.json").write_text('{"model": {}, "dtype": "float32", "stages": 1}')
     with pytest.raises(ArgumentError, match=f"file of weights cannot be read: .*{kind}"):
         weights.load(folder, [])
-
-
-def test_a_text_that_is_too_long_is_not_read_on(tmp_path):
-    path = tmp_path / "big.toml"
-    with open(path, "wb") as file:
-        file.truncate(1 << 40)  # a hole: a terabyte that takes no room
-    with pytest.raises(ConfigError, match="more than"):
-        TrainConfig.load(str(path))
 
 
 def test_bytes_by_position_end_where_the_file_does(tmp_path, monkeypatch):

@@ -68,8 +68,7 @@ def test_the_executor_is_measured_against_its_own_kernels(gpu):
     assert rate.peer_value > 0 and "8 actions" in rate.what
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("shape", [(0,), (3, 5), (7, 11), (64,), (1000,)])
+@pytest.mark.parametrize(("shape", "dtype"), [((0,), "float32"), ((7, 11), "bfloat16"), ((1000,), "float64")])
 def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtype):
     monkeypatch.setattr(timing, "BLOCK", 64)
     values = arrays.download(timing.normal(shape, dtype, 3))

@@ -56,11 +56,7 @@ def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):
     )
     assert "4 ranks = pipe 2 x data 2" in job.stdout.splitlines()[0]
     assert job.stdout.count("step 5/5  loss") == 1  # rank 0 alone reports
-    before = (out / "metrics.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in before.splitlines()] == [0, 1, 5]
-    again = mpipipe(2, "train", "--config", small, "--out", str(out), "--steps", "1")
-    assert again.returncode != 0 and "--out" in again.stderr
-    assert (out / "metrics.jsonl").read_text() == before, "a second run into the same folder is refused"
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1, 5]
 
 
 @pytest.mark.parametrize("line", ["train --steps many", "nothing", "run", "generate", "generate run --bytes 0"])

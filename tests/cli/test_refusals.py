@@ -102,9 +102,7 @@ def test_a_table_in_a_configuration_is_named(tmp_path, content, table, remedy):
     [
         ["train", "--out", ""],
         ["train", "--data", "", "--data", "here"],
-        ["train", "--config="],
         ["generate", ""],
-        ["generate", "here", "--out", ""],
         ["evaluate", "here", "--data", ""],
         ["run", ""],
     ],
@@ -164,7 +162,6 @@ def test_one_rank_introduces_itself_in_the_singular():
         (["train", "job"], "there is no place for job\n"),
         (["train", "--tied=yes"], "it takes no value, but 'yes' is given"),
         (["version"], "did you mean: --version"),
-        (["help"], "did you mean: --help"),
         (["train", "--seed", "-1", "--dry-run"], "expected: at least 0 and below 2^63"),
         (["train", "--lr", "0", "--dry-run"], "expected: above 0 and finite"),
     ],

@@ -116,18 +116,13 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
     "options, words",
     [
         (dict(schedule="gpipe", transfer_model="1"), "no model of links"),
-        (dict(schedule="gpipe", transfer_model="1,-2"), "does not describe a link"),
         (dict(schedule="gpipe", transfer_model="1,2"), "says nothing without the length"),
         (dict(schedule="gpipe", transfer_model="1,inf", transfer="1"), "messages have two costs"),
         (dict(schedule="gpipe", message_bytes=1.0), "without a model of the links"),
         (dict(schedule="gpipe", transfer_model="1,2", message_bytes=-1.0), "no length of a message"),
         (dict(schedule="v_half", chunks=2, ranks=2**12, microbatches=2**12), "at most 262,144 forwards"),
         (dict(), "found: neither --schedule nor --csv"),
-        (dict(schedule="gpipe", csv="order.csv"), "found: --schedule and --csv"),
-        (dict(schedule="unheard_of"), "unknown schedule"),
         (dict(schedule="gpipe", forward="one"), "--forward is no list of numbers"),
-        (dict(schedule="gpipe", forward="nan"), "the cost forward does not fit"),
-        (dict(schedule="gpipe", weight_grad="-1"), "the cost weight_grad does not fit"),
         (dict(schedule="gpipe", transfer="1,2"), "the cost transfer does not fit"),
         (dict(schedule="gpipe", memory_limit=2.0), "does not keep the memory limit"),
         (dict(schedule="gpipe", chunks=2), "one stage per rank"),
@@ -137,7 +132,6 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
         (dict(csv="order.csv", ranks=4), "--ranks does not go with --csv"),
         (dict(csv="order.csv", chunks=1, microbatches=8), "--chunks 1, --microbatches 8"),
         (dict(schedule="gpipe", out="."), "the order cannot be written"),
-        (dict(schedule="gpipe", out="absent/order.csv"), "the order cannot be written"),
     ],
 )
 def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys, tmp_path, monkeypatch, options, words):

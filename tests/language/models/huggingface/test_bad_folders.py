@@ -25,7 +25,6 @@ def pickled(folder):
 Q = "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = [
     (1, lambda folder: (folder / "config.json").unlink(), "config.json of a model folder cannot be read: No such"),
-    (1, on_bytes("config.json", lambda text: text[:40]), "config.json of a model folder is no JSON"),
     (1, lambda folder: (folder / "config.json").write_text("[]"), "config.json of a model folder is no JSON object"),
     (1, on_json("config.json", lambda facts: facts.update(strange=1)), "option strange of a model folder is not known"),
     (1, on_json("config.json", lambda facts: facts.update(num_hidden_layers=4)), "no tensor model.layers.3.input"),
@@ -34,10 +33,7 @@ DAMAGES = [
     (1, lambda folder: (folder / ONE).unlink(), "no tensors that can be read\n  found: neither model.safetensors nor"),
     (1, pickled, r"pytorch_model.bin in .*: pickled objects.*\n.*\n  remedy: let the library that wrote it"),
     (1, on_bytes(ONE, lambda content: content[:-5]), rf"is damaged: .*\n  found: .*{ONE}"),
-    (1, on_bytes(ONE, lambda content: content[:500]), "is damaged: "),
-    (1, on_bytes(ONE, flipped(7)), "is damaged: "),
     (1, on_bytes(ONE, flipped(40)), "is damaged"),
-    (1, on_bytes(ONE, lambda content: content + b"\0"), "is damaged: "),
     (1, on_tensors(ONE, lambda tensors: tensors.pop(Q)), f"has no tensor {Q}"),
     (1, on_tensors(ONE, lambda tensors: tensors.update(lora=np.zeros(1))), "has a tensor lora that the model has not"),
     (1, on_tensors(ONE, lambda tensors: tensors.update({Q: tensors[Q].T[:, 1:].copy()})),
@@ -47,11 +43,8 @@ DAMAGES = [
     (3, on_bytes(SECOND, lambda content: content[:-1]), rf"is damaged: .*\n  found: .*{SECOND}"),
     (3, on_json(INDEX, lambda facts: facts.pop("weight_map")), f"{INDEX} of a model folder has no weight_map"),
     (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: "../" + SECOND})), rf"found: {Q} in '../{SECOND}'"),
-    (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: "/etc/passwd"})), "a file that cannot be one of"),
-    (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: 5})), "a file that cannot be one of its own"),
     (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: "\0.safetensors"})), "no file has such a name"),
     (3, on_json(INDEX, lambda facts: facts["weight_map"].pop(Q)), f"has no tensor {Q}"),
-    (3, on_tensors("model-00001-of-00003.safetensors", lambda tensors: tensors.popitem()), "has no tensor"),
 ]  # fmt: skip
 
 

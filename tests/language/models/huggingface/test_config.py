@@ -28,16 +28,6 @@ QWEN = {
 }  # fmt: skip
 # the options of published models, and what they mean
 PUBLISHED = {
-    "Llama 2, 7B": (
-        {
-            **LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "bos_token_id": 1, "eos_token_id": 2,
-            "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096,
-            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rope_scaling": None,
-            "transformers_version": "4.31.0.dev0", "vocab_size": 32000,
-        },
-        dict(vocab=32000, dim=4096, layers=32, heads=32, hidden=11008, seq=4096, eps=1e-5),
-        6_738_415_616,
-    ),
     "Llama 3.2, 1B": (
         {
             **LLAMA, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64,
@@ -55,19 +45,6 @@ PUBLISHED = {
             rope_base=500000.0, rope_scaling=nn.Llama3Scaling(32.0, 1.0, 4.0, 8192),
         ),
         1_235_814_400,
-    ),
-    "SmolLM2, 135M": (
-        {
-            **LLAMA, "bos_token_id": 0, "eos_token_id": 0, "hidden_size": 576, "intermediate_size": 1536,
-            "is_llama_config": True, "max_position_embeddings": 8192, "num_attention_heads": 9,
-            "num_hidden_layers": 30, "num_key_value_heads": 3, "rope_interleaved": False, "rope_scaling": None,
-            "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
-        },
-        dict(
-            vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, hidden=1536, seq=8192, eps=1e-5, tied=True,
-            rope_base=100000.0,
-        ),
-        134_515_008,
     ),
     "Mistral, 7B": (
         {
