@@ -14,16 +14,6 @@ from mpipipe.attention.layout import Layout
 from mpipipe.job import inprocess
 
 
-def test_known_bytes():
-    """Local length 1024, 4 key heads of 64, 2 ranks, 24 layers, float32."""
-    block = cost.kv_bytes(1024, 4, 64)
-    assert block == 2_097_152
-    forward = 24 * cost.sent_forward([block, block], 0)
-    assert forward == 48 << 20
-    assert forward + 24 * cost.sent_backward_full_circle(block, 2) == 192 << 20
-    assert forward + 24 * cost.sent_backward([block, block], 0) == 96 << 20
-
-
 def test_known_savings_and_bytes_of_even_shards():
     assert [cost.saved_by_sharded_rows(n) for n in (1, 2, 4)] == [0, 0.5, 0.75]
     assert [cost.saved_by_ring_blocks(n) for n in (1, 2, 4)] == [0, 0.75, 0.9375]

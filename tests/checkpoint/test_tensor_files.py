@@ -58,19 +58,14 @@ def test_what_the_library_writes_is_read_and_a_part_of_an_array_alone(tmp_path):
 
 WRONG = {
     "a gap": {"x": entry(offsets=(4, 12))},
-    "an overlap": {"x": entry(), "y": entry(offsets=(4, 12))},
     "cut short": {"x": entry(shape=(3,), offsets=(0, 12))},
     "bytes after the last array": {"x": entry(shape=(1,), offsets=(0, 4))},
     "another size": {"x": entry(shape=(3,))},
     "a dtype that numpy does not have": {"x": entry("F8_E4M3", (8,))},
-    "a dtype of no name": {"x": entry(["F32"])},
     "a shape below 0": {"x": entry(shape=(-2,))},
     "a size that overflows": {"x": entry(shape=(2**60,), offsets=(0, 2**62))},
-    "three offsets": {"x": entry(offsets=(8, 0, 1))},
-    "no entry": {"x": [1]},
     "a list": [],
     "no JSON": b"{]",
-    "no text": b'"' + b"\xff" * 20 + b'"',
     "deep": b"[" * 100_000,
     "no arrays": {},
 }

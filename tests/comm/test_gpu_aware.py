@@ -53,10 +53,8 @@ class Library:
     "version, answers, maker, answer",
     [
         (OPEN5, {"MPIX_Query_cuda_support": 1}, "NVIDIA", 1),
-        (MPICH, {"MPIX_Query_cuda_support": 0}, "NVIDIA", 0),
         (OPEN5, {}, "NVIDIA", None),
         (MPICH, {"MPIX_Query_cuda_support": 1, "MPIX_Query_hip_support": 1}, "AMD", 1),
-        (OPEN5, {"MPIX_Query_rocm_support": 1}, "AMD", 1),
         (OPEN5, {"MPIX_Query_cuda_support": 1}, "AMD", None),
         (CRAY, {"MPIX_GPU_query_support": 1, "MPIX_Query_cuda_support": 0}, "NVIDIA", 1),
         (MPICH3, {"MPIX_Query_cuda_support": 1}, "NVIDIA", None),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
-from support.launch import Job
 
 from faults.fault import COMMAND, HEADING, Case, Fault, Send
-from faults.play import HUNG, PASSED, SILENT, WRONG, command_line, play
+from faults.play import HUNG, PASSED, SILENT, WRONG, play
 from faults.summary import last_line, table
 
 REPORT = f"import sys; sys.stderr.write('{HEADING} rank 0: wet paint')\n"
@@ -70,24 +68,6 @@ def test_signals_come_when_their_line_appears():
     program += "print('working', flush=True)\ntime.sleep(50)"
     verdict = play(job(program, code=5, reports=0, sends=(Send(2, "launcher"),)))
     assert verdict.status == PASSED, verdict
-
-
-def test_ranks_that_differ_have_a_command_each():
-    fault = Fault("a name", "a class", "", env_of={1: {"A": "1"}}, folders=("a", "b"))
-    parts = command_line(Case(fault, 2, "plain"), sys.executable, "/folder")[1:]
-    first, second = " ".join(parts).split(" : ")
-    assert first == f"-wdir /folder/a -n 1 {sys.executable} /folder/job.py"
-    assert second == f"-wdir /folder/b -n 1 env A=1 {sys.executable} /folder/job.py"
-
-
-def test_a_job_knows_its_processes(tmp_path):
-    running = Job([sys.executable, "-c", "import time; time.sleep(1000)"], tmp_path, {"NAME": "value"})
-    stop = time.monotonic() + 10
-    while not (found := running.processes()) and time.monotonic() < stop:  # its environment is set up behind its start
-        time.sleep(0.01)
-    assert [env["NAME"] for env in found.values()] == ["value"]
-    running.end()
-    assert running.processes() == {} and running.returncode != 0
 
 
 def test_the_table_counts_by_class():

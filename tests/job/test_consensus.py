@@ -70,18 +70,6 @@ def test_an_error_of_one_rank_is_raised_on_all(comm):
     group.close()
 
 
-def test_an_error_that_several_ranks_have_names_them_all(comm):
-    group = RankGroup(comm)
-
-    def call():
-        group.agree("a call", error=ArgumentError("wet paint") if comm.rank % 2 == 0 else None)
-
-    odd = [str(rank) for rank in range(0, comm.size, 2)]
-    names = f"{'rank' if len(odd) == 1 else 'ranks'} {', '.join(odd)}: " if comm.size > 1 else ""
-    assert everyone_raises(comm, ArgumentError, call) == f"{names}wet paint"
-    group.close()
-
-
 def test_errors_with_any_content_can_be_told(comm):
     group = RankGroup(comm)
 

@@ -39,14 +39,6 @@ def test_residual_adds_its_input():
     close(stage.forward(x)[0], x + x @ weight, 4, np.abs(x) + np.abs(x) @ np.abs(weight))
 
 
-def test_an_empty_sequential_is_the_identity():
-    stage = nn.Stage([nn.Sequential([])], dtype="float64")
-    x = RANDOM.standard_normal((4, 3))
-    y, saved = stage.forward(x)
-    np.testing.assert_array_equal(y, x)
-    np.testing.assert_array_equal(stage.backward(x, saved), x)
-
-
 @pytest.mark.parametrize("last", ["norm", "recomputed"])
 def test_an_empty_sequential_takes_the_whole_sum_that_a_residual_leaves(last):
     def stage(residual):

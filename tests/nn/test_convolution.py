@@ -169,13 +169,10 @@ def test_arrays_that_are_not_contiguous_give_the_same():
     "arguments, options, match",
     [
         ((4, 6, (3,)), dict(groups=4), "groups must divide the channels"),
-        ((0, 6, (3,)), {}, "inputs must be a positive integer"),
         ((4, 6, (3, 0)), {}, r"width\[1\] must be a positive integer"),
         ((4, 6, 3), {}, "width must have a size for each axis"),
-        ((4, 6, (3, 3, 3, 3)), {}, "width must have a size for each axis"),
         ((4, 6, (3,)), dict(stride=0), "stride must be a positive integer"),
         ((4, 6, (3,)), dict(padding="reflect"), "unknown padding"),
-        ((4, 6, (3,)), dict(padding=("same", "same")), "unknown padding"),
     ],
 )
 def test_a_wrong_layer_is_refused(arguments, options, match):
@@ -187,11 +184,9 @@ def test_a_wrong_layer_is_refused(arguments, options, match):
     "options, shape, match",
     [
         ({}, (2, 8, 4), "not a field"),
-        ({}, (2, 8, 8, 8, 4), "not a field"),
         ({}, (2, 0, 8, 4), "an empty one"),
         ({}, (2, 8, 8, 5), "last axis of the input"),
         (dict(padding="valid"), (2, 8, 2, 4), "does not fit the field"),
-        (dict(padding="periodic"), (2, 2, 8, 4), "does not fit the field"),
         (dict(padding=("same", "periodic"), stride=2), (2, 8, 7, 4), "does not fit the field"),
     ],
 )

@@ -18,20 +18,13 @@ FORWARD, BACKWARD = 2, 8  # roundings to half precision on either side that the 
 DIM = 24
 LAYERS = {
     "Linear": lambda: [nn.Linear(DIM, 40)],
-    "Linear without bias": lambda: [nn.Linear(DIM, 7, bias=False)],
-    "RMSNorm": lambda: [nn.RMSNorm(DIM)],
     "LayerNorm": lambda: [nn.LayerNorm(DIM)],
     "Gelu": lambda: [nn.Gelu()],
-    "SwiGLU": lambda: [nn.SwiGLU(DIM, 36)],
-    "Dropout": lambda: [nn.Dropout(0.3)],
-    "Residual": lambda: [nn.Residual(nn.Sequential([nn.RMSNorm(DIM), nn.Linear(DIM, DIM)]))],
     "Recompute": lambda: [nn.Recompute(nn.Sequential([nn.Linear(DIM, DIM), nn.Dropout(0.2), nn.Gelu()]))],
-    "SelfAttention": lambda: [nn.SelfAttention(DIM, 4, attend=Local())],
     "SelfAttention with grouped heads and positions": lambda: [
         nn.SelfAttention(DIM, 4, 2, attend=Local(), positions=[3, 0, 7, 11, 5, 4, 900, 2, 1, 60, 61])
     ],
     "FeedForward": lambda: [nn.FeedForward(DIM, 36)],
-    "SwiGLU with biases": lambda: [nn.SwiGLU(DIM, 36, bias=True)],
     "LearnedPositions": lambda: [nn.LearnedPositions(70, DIM, positions=[3, 0, 7, 11, 5, 4, 69, 2, 1, 60, 61])],
     "SelfAttention with biases and norms of heads": lambda: [
         nn.SelfAttention(
@@ -51,10 +44,8 @@ LAYERS = {
         nn.LayerNorm(DIM),
         nn.SelfAttention(DIM, 4, attend=Local(), rope_base=None, qk_norm=True),
     ],
-    "Identity": lambda: [],
 }
 FIELDS = {  # with the shape of x
-    "Conv of a line": (lambda: [nn.Conv(8, 12, (5,), padding="periodic")], (2, 11, 8)),
     "Conv of a plane": (lambda: [nn.Conv(4, 6, (3, 2), stride=2, groups=2)], (2, 5, 6, 4)),
     "Conv in space": (lambda: [nn.Conv(16, 32, (3, 2, 3), stride=2, groups=2, bias=False)], (1, 4, 3, 4, 16)),
     "GroupNorm": (lambda: [nn.GroupNorm(3, 6)], (2, 3, 4, 6)),
@@ -62,7 +53,6 @@ FIELDS = {  # with the shape of x
     "Downsample and Upsample": (lambda: [nn.Downsample((3, 2)), nn.Upsample((1, 2))], (2, 6, 4, 5)),
     "Patches": (lambda: [nn.Patches((1, 2, 2), (2, 1, 2)), nn.Linear(12, 12)], (2, 2, 2, 4, 3)),
     "a field of Patches": (lambda: [nn.Patches((2, 3), (2, 2), back=True)], (2, 4, 12)),
-    "SpectralConv of a line": (lambda: [nn.SpectralConv(3, 4, (3,))], (2, 9, 3)),
     "SpectralConv of a plane": (lambda: [nn.SpectralConv(3, 2, (2, 3))], (2, 6, 7, 3)),
 }
 SHAPED = [*((make, (3, 11, DIM)) for make in LAYERS.values()), *FIELDS.values()]

@@ -156,7 +156,6 @@ WRONG = {  # what a function gives for micro-batch 2, and what the error says of
     "structure": (lambda: (np.ones((2, 3)),), "than was agreed on"),
     "nothing": (lambda: None, "neither an array nor"),
     "order": (lambda: np.ones((3, 2)).T, "not C-contiguous"),
-    "mask": (lambda: np.ma.masked_array(np.ones((2, 3)), mask=False), "mask"),
 }
 
 
@@ -192,7 +191,6 @@ AT_ONCE = {  # what is wrong when the first is asked for
     "an exception": (failing(0, KeyError("gone")), StageError, r"inputs\(0\) raised KeyError"),
     "no array": (lambda m: 3, ArgumentError, r"inputs\(0\): neither an array"),
     "no rows": (Asked([np.ones((2, 3))] * 4, rows=5), ArgumentError, "rows of the micro-batches"),
-    "few rows": (Asked([np.ones((2, 3))] * 4, rows=[2, 2]), ArgumentError, "rows of the micro-batches"),
     "an empty one": (Asked([np.ones((2, 3))] * 4, rows=[2, 2, 0, 2]), ArgumentError, "rows of the micro-batches"),
     "other rows": (Asked([np.ones((2, 3))] * 4, rows=[1, 1, 1, 1]), ArgumentError, "than was agreed on"),
     "more than targets": (lambda m: np.ones((3, 3)), ArgumentError, "different numbers of rows"),

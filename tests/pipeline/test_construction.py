@@ -15,7 +15,6 @@ from mpipipe.pipeline.construction import construct_on_paper
     "name, chunks, microbatches",
     [
         ("interleaved_1f1b", 2, 128),
-        pytest.param("interleaved_1f1b", 2, 1024, marks=pytest.mark.long),
         pytest.param("dualpipe_v", 2, 1024, marks=pytest.mark.long),
         pytest.param("zero_bubble_2p", 1, 1024, marks=pytest.mark.long),
     ],
@@ -33,7 +32,7 @@ def test_a_rank_of_a_large_pipeline_needs_little_memory(name, chunks, microbatch
     assert len(plan.steps) >= 2 * chunks * microbatches and {each.peer for each in plan.sends} <= {62, 64}
 
 
-@pytest.mark.parametrize("name, chunks", [("gpipe", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2), ("v_min", 2)])
+@pytest.mark.parametrize("name, chunks", [("interleaved_1f1b", 2), ("v_min", 2)])
 def test_a_schedule_that_no_rank_can_prove_in_seconds_is_refused_with_the_limit(name, chunks):
     with pytest.raises(ArgumentError, match="too large") as refusal:
         schedules.by_name(name, ranks=128, chunks=chunks, microbatches=4096)

@@ -13,7 +13,7 @@ from mpipipe import Pipeline
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, ScheduleError, StageError
 from mpipipe.job import communicators, context
 from mpipipe.job.group import RankGroup
-from mpipipe.schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
+from mpipipe.schedules import Schedule, gpipe, one_f_one_b, zero_bubble_h1
 
 
 def make(comm, schedule, **options):
@@ -30,14 +30,6 @@ def refuses(comm, kind, match, build):
 
 def test_schedule_for_another_number_of_ranks(comm):
     refuses(comm, ArgumentError, "another number of ranks", lambda: make(comm, gpipe(comm.size + 1, 2), stages=[None]))
-
-
-def test_wrong_number_of_stages_on_one_rank(comm):
-    schedule = interleaved_1f1b(comm.size, 2, 2)
-    stages = dense.model(schedule, comm.rank)
-    if comm.rank == comm.size - 1:
-        stages = stages[:1]
-    refuses(comm, ArgumentError, "wrong number of stages", lambda: make(comm, schedule, stages=stages))
 
 
 def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):

@@ -114,8 +114,7 @@ def test_frozen_parameters_that_do_not_fit_are_refused_on_all_ranks(comm, chunks
         Pipeline(stages, with_frozen(schedule, frozen) if frozen else schedule, comm, loss=nn.softmax_cross_entropy)
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("schedule, adapters", [("one_f_one_b", False), ("zero_bubble_h1", True)])
 def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
     alone, gpu, monkeypatch, schedule, adapters
 ):

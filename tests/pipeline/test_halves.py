@@ -284,10 +284,7 @@ SHAPES = {
     "width": (lambda y: y[:, :2], "does not match the output"),
     "dtype": (lambda y: y.astype(np.float32), "does not match the output"),
     "tree": (lambda y: {"y": y}, "another structure"),
-    "list": (lambda y: [y], "wrong length"),
-    "pieces": (lambda y: [y[:1], y[1:]], "does not match the output"),
     "number": (lambda y: 1.0, "neither an array"),
-    "mask": (lambda y: np.ma.masked_array(y, mask=False), "mask"),
 }
 
 
@@ -359,7 +356,6 @@ def test_ranks_that_differ_in_accumulate_are_refused(comm):
 
 WRONG = {
     "one gradient": (lambda ys, ts: (0.0, ys[0]), "a loss over the batch"),
-    "few gradients": (lambda ys, ts: (0.0, ys[1:]), "a loss over the batch"),
     "a wrong one": (lambda ys, ts: (0.0, [ys[0], ys[1][:1]]), "does not match the output"),
     "no value": (lambda ys, ts: (None, ys), "value of a loss"),
     "an exception": (lambda ys, ts: 1 / 0, "the loss raised ZeroDivisionError"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,20 +55,6 @@ def test_the_last_gradient_of_each_stage_completes_it(schedule):
         steps = plan_of(schedule, rank).steps
         last = {step.stage: number for number, step in enumerate(steps) if step.op in "BW"}
         assert {number for number, step in enumerate(steps) if step.completes} == set(last.values())
-
-
-@pytest.mark.parametrize(
-    "schedule, windows",
-    [
-        (schedules.gpipe(1, 4), [0]),  # nothing to receive
-        (schedules.gpipe(2, 4), [1, 1]),  # each message is taken as soon as it is there
-        # rank 0 sends its fourth forward while rank 1, after three, waits for its first gradient; likewise rank 1 to 2
-        (schedules.one_f_one_b(4, 8), [1, 2, 2, 1]),
-    ],
-    ids=["one rank", "gpipe", "1f1b"],
-)
-def test_known_windows(schedule, windows):
-    assert [plan_of(schedule, rank).window for rank in range(schedule.ranks)] == windows
 
 
 @settings(max_examples=50)

@@ -331,16 +331,6 @@ def test_what_does_not_go_together_with_slices_is_refused_on_all_ranks_before_a_
     assert len({*inprocess.run(2, job)}) == 1
 
 
-def test_a_loss_that_does_not_say_what_it_is_a_mean_over_is_refused():
-    def job(comm):
-        schedule = in_place(gpipe(2, 2), 3)
-        with Pipeline([Running(comm.rank, 3)], schedule, comm, loss=loss_of()) as pipeline:
-            pipeline.step(*dense.placed(schedule, comm.rank, *data()))
-
-    with pytest.raises(ArgumentError, match="or are in slices"):
-        inprocess.run(2, job)
-
-
 def test_ranks_with_other_lengths_are_refused():
     schedule = in_place(gpipe(2, 2), 2)
 
