@@ -19,7 +19,7 @@ from mpipipe.text import counted, optional_library
 
 
 ORANGE, SKY_BLUE, GREEN, BLUE, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"
-GREY, PALE, WHITE, BLACK, INK = "#595959", "#d0d4d8", "#ffffff", "#000000", "#22313f"
+GREY, PALE, WHITE, BLACK, INK = "#8c8c8c", "#d0d4d8", "#ffffff", "#000000", "#22313f"
 LIGHTEST = 0.55  # how much white is in the lightest shade
 
 
@@ -46,19 +46,8 @@ def shade(colour: str, chunk: int, chunks: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in _parts(colour))
 
 
-def ink_on(colour: str) -> str:
-    """Return black or white, whichever is easier to read on the colour (contrast of WCAG 2)."""
-    light = sum(part * weight for part, weight in zip(map(_linear, _parts(colour)), (0.2126, 0.7152, 0.0722)))
-    return BLACK if (light + 0.05) / 0.05 >= 1.05 / (light + 0.05) else WHITE
-
-
 def _parts(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def _linear(part: int) -> float:
-    value = part / 255
-    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
 
 
 # -- A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it becomes -----------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them 
 TOP = 24.0  # points above the key
 FRAMED = 6.0  # points of a row below which frames would hide what they frame
 DIGIT = 0.64  # width of a digit, in sizes of its font
-TIGHT = 1.0  # points around the number in a narrow box
-SIZES = (9.0, 8.0, 7.0, 6.0)  # of the numbers in boxes
+SIZE = 7.0  # of the numbers in boxes
+AROUND = 2.0  # points around a number
 
 
 def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -73,7 +72,6 @@ def _fill(axes: Any, timeline: Timeline, row: float) -> None:
     """Draw the boxes of all ranks."""
     schedule = timeline.schedule
     points = (paper.WIDTH - paper.LEFT - paper.RIGHT) / axes.get_xlim()[1]  # of one unit of time
-    size = _size(timeline, points, row)
     frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
     for rank, spans in enumerate(timeline.spans):
         place = rank + (1 - high) / 2, high
@@ -96,10 +94,10 @@ def _fill(axes: Any, timeline: Timeline, row: float) -> None:
                 label=f"rank {rank} {op} chunk {chunk}",
             )
             for number, start, length in boxes:
-                own = size if _needed(number, size) <= points * length else SIZES[-1]
-                if own <= size < math.inf and _needed(number, own, TIGHT) <= points * length:
+                needed = DIGIT * SIZE * len(number) + AROUND
+                if SIZE <= 0.75 * BOX * row and needed <= points * length:
                     middle = start + length / 2, rank + 0.53
-                    axes.text(*middle, number, color=paper.ink_on(fill), fontsize=own, ha="center", va="center")
+                    axes.text(*middle, number, color=paper.BLACK, fontsize=SIZE, ha="center", va="center")
 
 
 def _number(action: Action, schedule: Schedule) -> str:
@@ -112,26 +110,6 @@ def _number(action: Action, schedule: Schedule) -> str:
 def _border(least: float) -> float:
     """Return the width of the border of a box whose shorter side has `least` points."""
     return 0.6 if least > 5 else 0.25 if least > 2 else 0.0
-
-
-def _size(timeline: Timeline, points: float, row: float) -> float:
-    """Return the largest size at which every number has room in its box; boxes too narrow for any do not count."""
-    sizes = [size for size in SIZES if size <= 0.75 * BOX * row]
-    if not sizes:
-        return math.inf  # no number has room in so low a row
-    roomy = []
-    for spans in timeline.spans:
-        for action, start, end in spans:
-            number, width = _number(action, timeline.schedule), points * (end - start)
-            if _needed(number, sizes[-1]) <= width:
-                roomy.append((number, width))
-    return next(
-        size for size in sizes if size == sizes[-1] or all(_needed(text, size) <= width for text, width in roomy)
-    )
-
-
-def _needed(number: str, size: float, around: float = 3.0) -> float:
-    return DIGIT * size * len(number) + around
 
 
 # -- The activations that each rank holds over time -------------------------------------------------------------------

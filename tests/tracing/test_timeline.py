@@ -81,7 +81,7 @@ def test_recomputation_has_its_own_colour(tmp_path):
     found = schedules.simulate(schedules.with_recompute(schedules.gpipe(1, 3), memory_limit=1))
     path = tmp_path / "timeline.svg"
     tracing.draw_timeline(found, path)
-    assert len(boxes_of(path, "#595959")) == sum(action.op == "R" for action in found.schedule.orders[0]) > 1
+    assert len(boxes_of(path, "#8c8c8c")) == sum(action.op == "R" for action in found.schedule.orders[0]) > 1
     assert "recomputation" in [text.words for text in texts(path)]
 
 
