@@ -21,6 +21,7 @@ steps=${STEPS:-200}
 [ -d "$text" ] || fail "$text is no folder"
 [ ! -e "$out" ] || fail "$out is there already: name a new folder with OUT"
 mkdir -p "$out/learn" "$out/keep"
+tokenize() { "$python" -m mpipipe tokenize "$@"; }
 mpipipe() { "$mpiexec" -n "${RANKS:=4}" "$python" -m mpipipe "$@"; }
 
 number=0
@@ -54,13 +55,13 @@ tokenizer.save(str(folder / "tokenizer.json"))
 (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 PYTHON
     library=$("$python" -c 'import json; print(json.__path__[0])')
-    mpipipe tokenize --tokenizer "$out/tokenizer" "$library" "$(dirname "$library")/email" --out "$out/library.tokens"
+    tokenize --tokenizer "$out/tokenizer" "$library" "$(dirname "$library")/email" --out "$out/library.tokens"
     mpipipe train --data "$out/library.tokens" --tokenizer "$out/tokenizer" --steps "$steps" --sample-bytes 0 \
         --out "$out/first"
     model=$out/first/weights
 fi
-mpipipe tokenize --tokenizer "$model" "$out/learn" --out "$out/learn.tokens"
-mpipipe tokenize --tokenizer "$model" "$out/keep" --out "$out/keep.tokens"
+tokenize --tokenizer "$model" "$out/learn" --out "$out/learn.tokens"
+tokenize --tokenizer "$model" "$out/keep" --out "$out/keep.tokens"
 loss() {  # of a model on the last fifth
     mpipipe evaluate "$1" --data "$out/keep.tokens" > "$out/evaluated"
     cat "$out/evaluated" >&2

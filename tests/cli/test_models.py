@@ -118,7 +118,7 @@ def test_a_file_of_tokens_has_the_loss_of_the_tokens_and_text_is_refused(mpipipe
     ids = [token for text in TEXTS for token in [*library.encode(text).ids, 0]]
     losses = written_out(config, np.array(ids), 24)
     texts = [str(tmp_path / f"{number}.txt") for number in range(2)]
-    whole(mpipipe(2, "tokenize", "--tokenizer", folder, *texts, "--out", tmp_path / "tokens"))
+    whole(mpipipe(0, "tokenize", "--tokenizer", folder, *texts, "--out", tmp_path / "tokens"))
     printed = whole(mpipipe(2, "evaluate", folder, "--data", tmp_path / "tokens", "--seq-len", 24))
     found = re.search(r"evaluated tokens=(\d+) loss=([\d.]+)", printed)
     assert int(found[1]) == len(losses) and abs(float(found[2]) - np.mean(losses)) < 1e-8

@@ -31,7 +31,7 @@ def folder(tmp_path):
 @pytest.mark.long
 def test_text_becomes_tokens_and_tokens_a_model(mpipipe, folder):
     out, text = str(folder / "tokens"), str(folder / "texts.jsonl")
-    job = mpipipe(2, "tokenize", text, "--tokenizer", str(folder), "--out", out)
+    job = mpipipe(0, "tokenize", text, "--tokenizer", str(folder), "--out", out)
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
     size = os.path.getsize(text)

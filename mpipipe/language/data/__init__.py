@@ -5,7 +5,7 @@ listing.py              the files that `--data` names, and what of them is held 
 token_files.py          tokens in files of every format
 file_bytes.py           bytes of files by position, and hashes by which ranks compare them
 windows.py              which windows of the tokens a step trains on
-tokenize.py             text to a file of tokens, with text_chunks and tokenizer
+tokenize.py             text to a file of tokens, with tokenizer
 """
 
 from mpipipe.language.data.file_bytes import glance

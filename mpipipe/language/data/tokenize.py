@@ -1,20 +1,16 @@
-"""Text to a file of tokens, by all ranks together; the file is the same for any number of them.
+"""Text to a file of tokens, by one process; the library uses all its cores.
 
-The texts are cut into chunks (text_chunks.py). Each rank has consecutive ones, of about as many bytes as any other,
-and writes their tokens into a part of its own. Rank 0 joins the parts. The ranks agree after each batch of about
-`BATCH` bytes, so that an error on one of them ends them all, and all know how far they are.
+A text file is one document, and so is each line of a file of JSON lines. The file of tokens gets its name last.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from hashlib import blake2b
-from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -24,17 +20,14 @@ import numpy as np
 from mpipipe import files
 from mpipipe.checkpoint import write_facts
 from mpipipe.errors import DataError, StorageError
-from mpipipe.even_split import consecutive_bins
-from mpipipe.job import Communicator, RankGroup, fair_share, group_of, own_cores, parse_cores
-from mpipipe.language.data.file_bytes import forget_files
+from mpipipe.language.data.file_bytes import forget_files, read_bytes
 from mpipipe.language.data.listing import find_files
-from mpipipe.language.data.text_chunks import TextChunk, chunks_of
 from mpipipe.language.data.token_files import DOCUMENTS, FACTS, TokenFacts, beside, dtype_for, npy_header
 from mpipipe.language.data.tokenizer import Tokenizer, library_errors, open_tokenizer
-from mpipipe.train import output_folder
 
-BATCH = 1 << 21  # bytes of text
-THREADS = "RAYON_NUM_THREADS"  # of the library
+BATCH = 1 << 21  # bytes of text that the library gets at once
+MOST = 1 << 27  # bytes of a text file
+LINES = (".jsonl", ".ndjson")  # names of files of JSON lines
 
 
 class Tokenized(NamedTuple):
@@ -46,70 +39,71 @@ class Tokenized(NamedTuple):
     seconds: float
 
 
+class Document(NamedTuple):
+    """A text, its bytes, and where it ends in its file."""
+
+    text: str
+    nbytes: int
+    end: int
+
+
 def tokenize(
     texts: Sequence[str],
     tokenizer: str,
     out: str,
-    comm: Communicator,
     *,
     end: str | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tokenized:
-    """Write the tokens of texts into a new file; collective. All ranks raise the same error, and leave no file then.
+    """Write the tokens of texts into a new file. Where an error is raised no file is left.
 
     `end` is the token after each document, in place of the one that the tokenizer's folder names. `progress` is called
     with the bytes that are done, and all.
     """
-    group, path = group_of(comm), Path(output_folder.shared_path(comm, out))
-    output_folder.make_folder(path.parent, comm, writes=True)
-    with group.raise_together("tokenize: the output"):
-        for place in (path, beside(path, DOCUMENTS), beside(path, FACTS)) if comm.rank == 0 else ():
-            files.check_new("the file of tokens", place)
-    share_threads(group)
-    with group.raise_together("tokenize: the tokenizer"):
-        encoder = Encoder(open_tokenizer(tokenizer, end))
-    group.agree(
-        "tokenize: the tokenizer",
-        (("tokenizer", encoder.tokenizer.hash), ("end of text", encoder.tokenizer.end)),
-        message="the ranks have different tokenizers",
-        remedy="give all hosts the same folder",
-    )
-
-    def list_texts() -> list[tuple[Path, int]]:
-        forget_files()
-        return [entry for text in texts for entry in find_files(Path(text).absolute())]
-
-    entries = group.from_one("tokenize: the list of texts", list_texts)
-    with group.raise_together("tokenize: the chunks"):
-        batches = divide(chunks_of(entries), comm.size)
-    start, total, done = perf_counter(), sum(size for _, size in entries), 0
-    part = part_path(path, comm.rank)
+    path = Path(out).absolute()
+    others = beside(path, DOCUMENTS), beside(path, FACTS)
+    for place in (path, *others):
+        files.check_new("the file of tokens", place)
+    encoder = Encoder(open_tokenizer(tokenizer, end))
+    forget_files()
+    entries = [entry for text in texts for entry in find_files(Path(text).absolute())]
+    start, before, total = perf_counter(), 0, sum(size for _, size in entries)
+    waiting: list[Document] = []
+    unwritten = 0  # bytes of text of these
     try:
-        with group.raise_together("tokenize: the parts"), writing(part):
-            part.write_bytes(b"")
-        for number in range(max(map(len, batches))):
-            error, size = None, 0
-            try:
-                for chunk in batches[comm.rank][number : number + 1]:
-                    ids = encoder.encode(chunk)
-                    with writing(part), part.open("ab") as file:
-                        file.write(ids.data)
-                    size = sum(text.stop - text.start for text in chunk)
-            except Exception as caught:
-                error = caught
-            done += int(group.agree("tokenize: some chunks", values=[size], error=error).sum())
-            progress(done, total)
-        lengths = np.array([encoder.lengths, encoder.nbytes], np.int64)
-        documents = group.gather("tokenize: the documents", lengths)
-        facts = group.from_one("tokenize: the file of tokens", lambda: join_parts(path, documents, encoder.tokenizer))
-    finally:
-        with suppress(OSError):
-            part.unlink()
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path), files.whole_file(path) as file:
+            file.write(npy_header(encoder.dtype, (0,)))
+            for place, size in entries:
+                for document in documents_of(place, size):
+                    waiting.append(document)
+                    unwritten += document.nbytes
+                    if unwritten >= BATCH:
+                        file.write(encoder.encode(waiting).data)
+                        waiting.clear()
+                        unwritten = 0
+                        progress(before + document.end, total)
+                before += size
+            file.write(encoder.encode(waiting).data)
+            progress(total, total)
+            index, facts = encoder.index_and_facts()
+            with files.whole_file(others[0]) as target:
+                target.write(npy_header("<u8", index.shape))
+                target.write(index.tobytes())
+            write_facts(others[1], asdict(facts))
+            file.seek(0)
+            file.write(npy_header(encoder.dtype, (facts.tokens,)))
+    except BaseException:
+        for place in others:
+            with suppress(OSError):
+                place.unlink()
+        raise
     return Tokenized(facts, path, len(entries), perf_counter() - start)
 
 
 class Encoder:
-    """Turns chunks of text into tokens, with the tokens that the tokenizer puts around each document.
+    """Turns documents into tokens, with the tokens that the tokenizer puts around each.
 
     `lengths` and `nbytes` are the tokens and the bytes of text of all documents so far.
     """
@@ -120,87 +114,86 @@ class Encoder:
         self.nbytes = array("q")
         ends = () if tokenizer.end is None else (tokenizer.end,)
         self._after = tokenizer.after if tokenizer.after[-1:] == ends else (*tokenizer.after, *ends)
-        self._dtype = np.dtype(dtype_for(tokenizer.vocab))
+        self.dtype = dtype_for(tokenizer.vocab)
 
-    def encode(self, chunks: Sequence[TextChunk]) -> np.ndarray:
-        """Return the tokens of some chunks, in the dtype of the file."""
-        texts = []
-        for chunk in chunks:
-            for text, nbytes in chunk.documents():
-                texts.append(text)
-                self.nbytes.append(nbytes)
+    def encode(self, documents: Sequence[Document]) -> np.ndarray:
+        """Return the tokens of some documents, in the dtype of the file."""
         with library_errors(self.tokenizer.path):
+            texts = [document.text for document in documents]
             encoded = self.tokenizer.library.encode_batch_fast(texts, add_special_tokens=False)
-        pieces = [np.zeros(0, self._dtype)]
-        for encoding in encoded:
-            pieces.append(np.array([*self.tokenizer.before, *encoding.ids, *self._after], self._dtype))
+        pieces = [np.zeros(0, self.dtype)]
+        for document, encoding in zip(documents, encoded):
+            pieces.append(np.array([*self.tokenizer.before, *encoding.ids, *self._after], self.dtype))
             self.lengths.append(len(pieces[-1]))
+            self.nbytes.append(document.nbytes)
         return np.concatenate(pieces)
 
-
-def divide(chunks: Sequence[TextChunk], ranks: int) -> list[list[list[TextChunk]]]:
-    """Return the chunks of each rank, in batches: consecutive ones, of about as many bytes on each rank."""
-    sizes = [chunk.stop - chunk.start for chunk in chunks]
-    total = max(1, sum(sizes))
-    shares: list[list[tuple[TextChunk, int]]] = [[] for _ in range(ranks)]
-    for chunk, size, end in zip(chunks, sizes, accumulate(sizes)):
-        shares[(end - size) * ranks // total].append((chunk, size))
-    return [consecutive_bins(share, BATCH) for share in shares]
-
-
-def share_threads(group: RankGroup) -> None:
-    """Let the library use this rank's share of the cores, hardware threads included, unless the user has set it."""
-    own = parse_cores(own_cores())
-    share = fair_share(group, own)
-    if own and THREADS not in os.environ:
-        os.environ[THREADS] = str(share)
+    def index_and_facts(self) -> tuple[np.ndarray, TokenFacts]:
+        """Return the index of the documents, and the facts. Raises DataError where there are no tokens."""
+        every = np.array([self.lengths, self.nbytes], np.int64)
+        tokens, nbytes = every.sum(axis=1).tolist()
+        if not tokens:
+            raise DataError("the texts have no tokens", remedy="give files that hold some text")
+        index = (np.cumsum(every, axis=1) - every).astype("<u8")
+        checksum = blake2b(index.tobytes(), digest_size=16).hexdigest()
+        made = self.tokenizer
+        return index, TokenFacts(made.vocab, made.end, tokens, every.shape[1], nbytes, made.hash, checksum)
 
 
-# -- The files of tokens: each rank writes its own part, and one rank puts them together ------------------------------
-
-
-def part_path(out: Path, rank: int) -> Path:
-    """Return the file with the token ids of a rank."""
-    return out.with_name(f"{out.name}.rank-{rank}{files.PARTIAL}")
-
-
-def join_parts(out: Path, documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> TokenFacts:
-    """Write the files of tokens, or none; `documents` are the tokens and bytes of each document, (2, n) by rank."""
-    counts = [int(lengths.sum()) for lengths, _ in documents]
-    every = np.concatenate(documents, axis=1)
-    tokens, nbytes = every.sum(axis=1).tolist()
-    if not tokens:
-        raise DataError("the texts have no tokens", found=str(out), remedy="give files that hold some text")
-    index = (np.cumsum(every, axis=1) - every).astype("<u8").tobytes()
-    checksum = blake2b(index, digest_size=16).hexdigest()
-    facts = TokenFacts(tokenizer.vocab, tokenizer.end, tokens, every.shape[1], nbytes, tokenizer.hash, checksum)
-    others = beside(out, DOCUMENTS), beside(out, FACTS)
-    dtype = dtype_for(tokenizer.vocab)
+def documents_of(path: Path, size: int) -> Iterator[Document]:
+    """Yield the documents of a file. Raises DataError, which names the file and the line or byte."""
+    if path.name.lower().endswith(LINES):
+        yield from _lines(path)
+        return
+    if size > MOST:
+        raise DataError(
+            "a text file is too long for one document",
+            found=f"{size} bytes in {path}",
+            expected=f"at most {MOST} bytes",
+            remedy="give the text as several files, or as JSON lines with a document in each",
+        )
+    content = read_bytes(path, 0, size)
     try:
-        with writing(out), files.whole_file(out) as file:  # it gets its name last
-            file.write(npy_header(dtype, (tokens,)))
-            for rank, count in enumerate(counts):
-                part = part_path(out, rank)
-                size = part.stat().st_size
-                if size != count * np.dtype(dtype).itemsize:
-                    raise DataError(
-                        "a part of the tokens is not all there",
-                        found=f"{size} bytes in {part}",
-                        expected="what a rank has written",
-                        remedy="put --out on a file system that all hosts share",
-                    )
-                with part.open("rb") as source:
-                    shutil.copyfileobj(source, file)
-            with files.whole_file(others[0]) as target:
-                target.write(npy_header("<u8", every.shape))
-                target.write(index)
-            write_facts(others[1], asdict(facts))
-    except BaseException:
-        for path in others:
-            with suppress(OSError):
-                path.unlink()
-        raise
-    return facts
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a text is not UTF-8: {error.reason}",
+            found=f"byte {content[error.start]:#04x} at position {error.start} of {path}",
+            expected="UTF-8",
+            remedy="convert the file, or leave it out",
+        ) from error
+    if text:
+        yield Document(text, size, size)
+
+
+def _lines(path: Path) -> Iterator[Document]:
+    place = 0
+    with files.reading("data", path, DataError), open(files.open_regular(path), "rb") as file:
+        for number, line in enumerate(file, 1):
+            place += len(line)
+            if line.strip():
+                text = _text_of(line, f"line {number} of {path}")
+                if text:
+                    yield Document(text, len(text.encode()), place)
+
+
+def _text_of(line: bytes, place: str) -> str:
+    """Return the text of a line of JSON."""
+    try:
+        facts = json.loads(line)
+        text = facts["text"] if isinstance(facts, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f"text is {type(text).__name__}" if isinstance(facts, dict) else type(facts).__name__)
+        text.encode()  # half a character is an error, too
+        return text
+    except (ValueError, KeyError, RecursionError) as error:
+        reason = "it has no text" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise DataError(
+            "a line is no JSON object with a text",
+            found=f"{reason[:200]}, {place}",
+            expected='a line like {"text": "..."}',
+            remedy="mend the line, or leave it out",
+        ) from error
 
 
 def writing(path: Path) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Text to tokens: the library's own, the same for any number of ranks, and nothing left where that fails."""
+"""Text to tokens: the library's own, and nothing left where that fails."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 
 from mpipipe.errors import BackendError, ConfigError, DataError, StorageError
-from mpipipe.job import inprocess
-from mpipipe.job.group import group_of
 from mpipipe.language import data
-from mpipipe.language.data import text_chunks
 from mpipipe.language.data.tokenizer import open_tokenizer
 
 library = pytest.importorskip("tokenizers")
@@ -26,11 +23,6 @@ WORDS = ["one", "two", "three", "four,", "Straße", "漢字", "x=1", "  indented
 def text_of(seed, words=400):
     rng = np.random.default_rng(seed)
     return "".join(str(word) + str(rng.choice([" ", "\n", "\n\n", "\n  "])) for word in rng.choice(WORDS, words))
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv(tokenize.THREADS, "1")
 
 
 @pytest.fixture
@@ -64,27 +56,18 @@ def texts(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Many chunks in small files of lines."""
-    monkeypatch.setattr(text_chunks, "CHUNK", 1500)
+    """Many calls of the library."""
     monkeypatch.setattr(tokenize, "BATCH", 4000)
 
 
-def run(ranks, *arguments, **options):
-    return inprocess.run(ranks, lambda comm: tokenize.tokenize(*arguments, comm, **options))[0]
-
-
-def test_tokens_are_those_of_the_library_for_any_number_of_ranks(folder, texts, small):
+def test_tokens_are_those_of_the_library(folder, texts, small):
     path, documents = texts
     made = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = made.token_to_id("<|end|>")
     expected = [[*made.encode(text).ids, end] for text in documents]
-    contents = set()
-    for ranks in (1, 2, 3):
-        out, told = folder / f"tokens-{ranks}", []
-        done = run(ranks, [path], str(folder), str(out), progress=lambda *numbers, told=told: told.append(numbers))
-        contents.add(tuple(out.with_name(out.name + end).read_bytes() for end in ("", ".documents", ".json")))
-        assert max(told) == (told[0][1], told[0][1]) and len(set(told)) > 3
-    assert len(contents) == 1
+    out, told = folder / "tokens", []
+    done = tokenize.tokenize([path], str(folder), str(out), progress=lambda *numbers: told.append(numbers))
+    assert max(told) == (told[0][1], told[0][1]) and len(set(told)) > 3
     found = data.find([out])
     whole = found.whole()
     assert whole.read(0, len(whole)).tolist() == list(chain.from_iterable(expected))
@@ -94,7 +77,7 @@ def test_tokens_are_those_of_the_library_for_any_number_of_ranks(folder, texts, 
     assert (facts.vocab, facts.end, facts.documents, facts.nbytes) == (made.get_vocab_size(), end, 32, sum(sizes))
     assert facts.tokenizer == open_tokenizer(folder).hash == found.tokenizer
     assert np.load(out).dtype == np.uint16 and np.load(out).tolist() == whole.read(0, len(whole)).tolist()
-    written = [f"tokens-{ranks}{end}" for ranks in (1, 2, 3) for end in ("", ".documents", ".json")]
+    written = [f"tokens{end}" for end in ("", ".documents", ".json")]
     assert sorted(os.listdir(folder)) == sorted(["texts", "tokenizer.json", "tokenizer_config.json", *written])
     before = [found.token_files[0].bytes_before(len(expected[0]) + shift) for shift in (0, len(expected[1]))]
     assert before == [sizes[0], sizes[0] + sizes[1]]
@@ -107,16 +90,16 @@ def test_what_the_tokenizer_puts_around_a_text_stands_around_each_document(tmp_p
     made.post_processor = library.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.save(str(tmp_path / "tokenizer.json"))
     path = Path(texts[0], "a.txt")
-    run(2, [str(path)], str(tmp_path), str(tmp_path / "tokens"), end="</s>")
+    tokenize.tokenize([str(path)], str(tmp_path), str(tmp_path / "tokens"), end="</s>")
     whole = data.find([tmp_path / "tokens"]).whole()
     assert whole.read(0, len(whole)).tolist() == [*made.encode(path.read_text()).ids, 3]
     assert whole.read(0, 1).tolist() == [0]
 
 
 def test_a_text_file_that_is_too_long_is_refused_by_name(folder, texts, monkeypatch):
-    monkeypatch.setattr(text_chunks, "MOST", 4000)
+    monkeypatch.setattr(tokenize, "MOST", 4000)
     with pytest.raises(DataError, match="too long for one document") as caught:
-        run(1, [texts[0]], str(folder), str(folder / "other"))
+        tokenize.tokenize([texts[0]], str(folder), str(folder / "other"))
     assert "a.txt" in caught.value.found and "JSON lines" in caught.value.remedy
 
 
@@ -136,10 +119,9 @@ def test_a_line_without_text_is_one_error_with_file_and_line(tmp_path, folder, s
     path = tmp_path / "lines.jsonl"
     good = b'{"text": "some words"}\n'
     path.write_bytes(good * 700 + BAD_LINES[bad] + b"\n" + good * 300)
-    for ranks in (1, 3):
-        with pytest.raises(DataError, match="no JSON object with a text") as caught:
-            run(ranks, [str(path)], str(folder), str(tmp_path / "tokens"))
-        assert f"line 701 of {path}" in caught.value.found
+    with pytest.raises(DataError, match="no JSON object with a text") as caught:
+        tokenize.tokenize([str(path)], str(folder), str(tmp_path / "tokens"))
+    assert f"line 701 of {path}" in caught.value.found
     assert not [name for name in os.listdir(tmp_path) if "tokens" in name]
 
 
@@ -147,7 +129,7 @@ def test_text_that_is_no_utf8_is_one_error_with_file_and_position(tmp_path, fold
     path = tmp_path / "latin.txt"
     path.write_bytes(b"words and\nmore words\n" * 300 + b"\xe4 umlaut")
     with pytest.raises(DataError, match="not UTF-8") as caught:
-        run(2, [str(path)], str(folder), str(tmp_path / "tokens"))
+        tokenize.tokenize([str(path)], str(folder), str(tmp_path / "tokens"))
     assert caught.value.found == f"byte 0xe4 at position 6300 of {path}"
 
 
@@ -158,7 +140,7 @@ def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folde
 
     monkeypatch.setattr(tokenize, broken, fail)
     with pytest.raises(StorageError, match="No space left"):
-        run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
+        tokenize.tokenize([texts[0]], str(folder), str(tmp_path / "tokens"))
     assert not [name for name in os.listdir(tmp_path) if "tokens" in name]
 
 
@@ -166,7 +148,7 @@ def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folde
 def test_what_is_there_already_stays(tmp_path, folder, texts, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError, match="already") as caught:
-        run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
+        tokenize.tokenize([texts[0]], str(folder), str(tmp_path / "tokens"))
     assert str(tmp_path / name) in caught.value.found and (tmp_path / name).read_text() == "mine"
 
 
@@ -189,24 +171,14 @@ def test_a_folder_without_a_good_tokenizer_is_refused_by_name(tmp_path, folder, 
     change, match = WRONG_FOLDERS[wrong]
     change(folder)
     with pytest.raises(DataError, match=match) as caught:
-        run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
+        tokenize.tokenize([texts[0]], str(folder), str(tmp_path / "tokens"))
     assert "tokenizer" in caught.value.found
-
-
-@pytest.mark.parametrize(("cores", "chosen", "threads"), [("0-5", None, "3"), ("0-5", "7", "7"), ("", None, None)])
-def test_ranks_divide_the_cores_that_they_share(monkeypatch, cores, chosen, threads):
-    monkeypatch.setattr(tokenize, "own_cores", lambda: cores)
-    monkeypatch.delenv(tokenize.THREADS)
-    if chosen is not None:
-        monkeypatch.setenv(tokenize.THREADS, chosen)
-    inprocess.run(2, lambda comm: tokenize.share_threads(group_of(comm)))
-    assert os.environ.get(tokenize.THREADS) == threads
 
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path, folder, texts, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(BackendError, match="tokenizers") as caught:
-        run(1, [texts[0]], str(folder), str(tmp_path / "tokens"))
+        tokenize.tokenize([texts[0]], str(folder), str(tmp_path / "tokens"))
     assert ".[tokens]" in caught.value.remedy
 
 
