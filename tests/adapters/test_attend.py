@@ -364,7 +364,6 @@ x = np.ones((1, 4, 2, 8), np.float32)
 {train}
 """
 TRAIN = {
-    "torch": "x = torch.from_numpy(x).requires_grad_()\nattend(x, x, x).sum().backward()",
     "jax": "stage = adapters.jax_stage(lambda _, x: attend(x, x, x), {})\nstage.backward(*stage.forward(x))",
     "jax, compiled": "print(jax.jit(jax.grad(lambda x: attend(x, x, x).sum()))(x))",
 }

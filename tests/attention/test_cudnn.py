@@ -63,7 +63,7 @@ def test_all_masks_by_cudnn(gpu, library, options, sizes, dtype):
 
 
 @pytest.mark.parametrize("low, high", [(None, None), (None, 0), (None, 4), (-3, 0), (-3, 2), (-5, None), (0, 0)])
-@pytest.mark.parametrize("seq, keys", [(9, 14), (14, 14), (14, 9)])
+@pytest.mark.parametrize("seq, keys", [(9, 14), (14, 9)])
 def test_any_band_of_a_slice(gpu, library, low, high, seq, keys):
     """A slice somewhere within the arrays: pointers and lengths, both bounds, and sums with what was there."""
     whole = make("bfloat16", seq=20, keys=22)

@@ -18,13 +18,9 @@ QUICK = (  # one of each kind that others do not show in less; the rest is long
     "vanishes:",
     "signal:",
     "mismatch: micro-batches of rank 1",
-    "misuse: missing targets",
     "settings: MPIPIPE_TIMEOUT=abc",
     "launcher: a lone process where PMI_SIZE",
-    "usage: an unknown flag [",
     "thread:",
-    "hang: a sleep in a backward",
-    "checkpoint: a disk that is full",
 )
 
 

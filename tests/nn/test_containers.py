@@ -54,7 +54,7 @@ def test_an_empty_sequential_takes_the_whole_sum_that_a_residual_leaves(last):
     np.testing.assert_array_equal(left.gradients.flat, summed.gradients.flat)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_recompute_gives_the_same_bits_and_keeps_only_the_input(dtype):
     plain = nn.Stage(block(), dtype=dtype)
     again = nn.Stage(block(nn.Recompute), dtype=dtype)

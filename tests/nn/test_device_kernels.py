@@ -78,7 +78,7 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-@pytest.mark.parametrize("size, skew", [(1, 0), (7, 0), (2091, 0), (2091, 1)])
+@pytest.mark.parametrize("size, skew", [(7, 0), (2091, 0), (2091, 1)])
 def test_single_elements(cuda, kind, draw, size, skew):
     x, hx = device(draw(size), kind, skew)
     y, hy = device(draw(size), kind, skew)
@@ -145,7 +145,7 @@ def test_activations_of_extreme_values(cuda, kind):
     assert np.isnan(dboth[-1]).all() and np.isfinite(dboth[:-1]).all()
 
 
-@pytest.mark.parametrize("rows, hidden, skew", [(1, 1, 0), (5, 12, 0), (3, 64, 0), (70, 40, 1), (0, 8, 0)])
+@pytest.mark.parametrize("rows, hidden, skew", [(5, 12, 0), (70, 40, 1), (0, 8, 0)])
 def test_swiglu(cuda, kind, draw, rows, hidden, skew):
     both, h = device(draw(rows, 2 * hidden), kind, skew)
     d, hd = device(draw(rows, hidden), kind, skew)
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(cuda, draw):
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, inputs, outputs", [(1, 1, 1), (5, 7, 3), (33, 16, 24), (0, 4, 3), (4, 0, 3), (4, 3, 0)])
+@pytest.mark.parametrize("rows, inputs, outputs", [(5, 7, 3), (33, 16, 24), (0, 4, 3), (4, 0, 3)])
 def test_products(cuda, kind, draw, rows, inputs, outputs):
     x, hx = device(draw(rows, inputs), kind)
     w, hw = device(draw(outputs, inputs), kind)
@@ -229,9 +229,7 @@ def test_products_of_a_batch(cuda, kind, draw, transpose_a, transpose_b, add, sh
         close(found, expected, 6, size, dtype=c.dtype)
 
 
-@pytest.mark.parametrize(
-    "rows, width, skew", [(1, 1, 0), (300, 24, 0), (41, 300, 0), (37, 9, 1), (0, 8, 0), (1100, 3, 0)]
-)
+@pytest.mark.parametrize("rows, width, skew", [(300, 24, 0), (37, 9, 1), (0, 8, 0), (1100, 3, 0)])
 def test_sum_rows(cuda, kind, draw, rows, width, skew):
     x, hx = device(draw(rows, width), kind, skew)
     grad, hgrad = accumulated(draw(width), kind)
@@ -282,7 +280,7 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
 
 
 @pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("rows, width, skew", [(1, 1, 0), (9, 48, 0), (2, 136, 1), (0, 16, 0), (530, 8, 0)])
+@pytest.mark.parametrize("rows, width, skew", [(9, 48, 0), (2, 136, 1), (0, 16, 0), (530, 8, 0)])
 def test_norms(cuda, kind, draw, rows, width, skew, centred):
     check_norm(cuda, kind, draw, rows, width, centred, skew)
 
@@ -403,7 +401,7 @@ def test_embed_backward_adds_in_the_order_of_rows(cuda):
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size, skew", [(1, 0), (15, 0), (513, 0), (4600, 0), (600, 1)])
+@pytest.mark.parametrize("size, skew", [(15, 0), (4600, 0), (600, 1)])
 def test_dropout_draws_the_mask_of_the_host(cuda, kind, draw, size, skew):
     x, host = device(draw(size), kind, skew)
     key, counter = random_key("dropout", 3, "1.layer"), (123456789012, 7, 2**53)
@@ -433,9 +431,7 @@ def cross_entropy(logits, ids):
 
 
 # the last one has rows that start between words
-@pytest.mark.parametrize(
-    "rows, vocab, skew", [(1, 1, 0), (3, 17, 0), (5, 256, 0), (2, 1031, 0), (1, 33001, 0), (3, 50, 3)]
-)
+@pytest.mark.parametrize("rows, vocab, skew", [(1, 1, 0), (2, 1031, 0), (1, 33001, 0), (3, 50, 3)])
 def test_softmax_cross_entropy(cuda, kind, draw, rows, vocab, skew):
     logits, host = device(draw(rows, vocab) * 3, kind, skew)
     ids = np.arange(rows) * 7 % vocab

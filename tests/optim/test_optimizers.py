@@ -98,7 +98,7 @@ def test_adamw_is_the_textbook_one(dtype, decay):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.1), (0.9, 0.1)])
+@pytest.mark.parametrize("momentum, decay", [(0.0, 0.1), (0.9, 0.0)])
 def test_sgd_is_the_textbook_one(dtype, momentum, decay):
     made = stages(dtype)
     start = before(made)

@@ -86,15 +86,14 @@ def steps_alike(comm, name, dtype, device="cpu", count=6):
     assert len(set(comm.allgather(str(parameters(cut, second))))) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_have_the_bits_of_an_optimizer_without_shares(comm, name, dtype):
     steps_alike(comm, name, dtype)
 
 
 @pytest.mark.parametrize("nccl", ["off", "on"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["AdamW in groups", "SGD with momentum"])
+@pytest.mark.parametrize("name, dtype", [("AdamW in groups", "bfloat16"), ("SGD with momentum", "float32")])
 def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype, nccl):
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 4000)
     monkeypatch.setattr(sums, "BUCKET_BYTES", 4000)

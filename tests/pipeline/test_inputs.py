@@ -133,11 +133,7 @@ def memmap(array, folder):
     return mapped
 
 
-KINDS_OF_ARRAYS = {
-    "memmap": memmap,
-    "matrix": lambda array, _: np.asmatrix(array),
-    "recarray": lambda array, _: array.view(np.recarray),
-}
+KINDS_OF_ARRAYS = {"memmap": memmap, "matrix": lambda array, _: np.asmatrix(array)}
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")

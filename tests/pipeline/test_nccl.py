@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 import pytest
 from support import dense
 from support.small_gpt import MODEL, build, text
@@ -117,20 +116,6 @@ def test_replicas_with_graphs_have_the_bits_of_those_without(own, comm, monkeypa
     same_bits(found, expected)
     launched = sum(launch.startswith("graph of") for launch in own.launches)  # in the last step
     assert launched == actions - (comm.size == 2)
-
-
-@pytest.mark.mpi(min_size=4)
-def test_sums_of_four_replicas_are_near_those_by_mpi(own, comm, subcomm, monkeypatch):
-    four = subcomm(4)
-    if four is None:
-        return
-    with Mesh(four, pipe=1, data=4) as mesh:
-        options = dict(replicas=mesh.replicas, part=slice(mesh.data.rank, mesh.data.rank + 1))
-        expected, *_ = run(own, mesh.pipe, gpipe(1, 1), monkeypatch, "off", steps=1, **options)
-        found, *_ = run(own, mesh.pipe, gpipe(1, 1), monkeypatch, "on", steps=1, **options)
-    for name in found:
-        largest = np.abs(expected[name]).max()
-        assert np.abs(found[name] - expected[name]).max() <= 8 * np.finfo(np.float32).eps * largest, name
 
 
 # -- choice ------------------------------------------------------------------------------------------------------------

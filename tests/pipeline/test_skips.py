@@ -201,46 +201,6 @@ def test_no_gradient_goes_over_skips_to_stages_without_a_backward(frozen):
         assert all(schedule.has_backward(stage) for stage in back)
 
 
-def test_a_skip_carries_dicts_and_integers_which_have_no_gradient():
-    """Stage 0 gives {h, rows}; the last stage picks by the integers."""
-
-    class First:
-        def forward(self, x):
-            return Branches(2 * x, picked={"rows": np.arange(len(x))[::-1].copy(), "h": 3 * x}), None
-
-        def backward(self, dy, saved):
-            assert dy["picked"]["rows"] is None
-            return 2 * dy.main + 3 * dy["picked"]["h"]
-
-    class Last:
-        def forward(self, x):
-            rows = x["picked"]["rows"].copy()
-            return x.main + x["picked"]["h"][rows], rows
-
-        def backward(self, dy, rows):
-            dh = np.zeros_like(dy)
-            dh[rows] = dy
-            return Branches(dy, picked={"rows": None, "h": dh})
-
-    schedule = with_skips(schedules.one_f_one_b(3, 2), {"picked": (0, 2)})
-    inputs, _ = batch(6, 3)
-
-    def job(comm):
-        stage = (First, Through, Last)[comm.rank]()
-        own = dense.placed(schedule, comm.rank, inputs, np.zeros_like(inputs))
-        with Pipeline([stage], schedule, comm, loss=dense.mean_squared) as pipeline:
-            pipeline.step(*own)
-            return pipeline.step(*own).input_grads, pipeline.forward(own[0])
-
-    (gradients, _), _, (_, output) = inprocess.run(3, job)
-    parts = [inputs[:3], inputs[3:]]
-    y = np.concatenate([2 * part + 3 * part[::-1] for part in parts])
-    np.testing.assert_allclose(output, y)
-    dy = 2 * y / y.size
-    expected = np.concatenate([2 * part + 3 * part[::-1] for part in (dy[:3], dy[3:])])
-    np.testing.assert_allclose(np.concatenate(gradients), expected)
-
-
 def test_reports_and_traces_name_the_skip():
     schedule = with_skips(schedules.one_f_one_b(3, 2), {"residual": (0, 2)})
     inputs, targets = batch(4, 3)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.pieces import SMALL, new_pool, set_sizes
 
-from mpipipe import Pipeline, attention, nn, optim, processor, schedules
-from mpipipe.attention import Layout, Local, Ring
+from mpipipe import Pipeline, nn, optim, processor, schedules
+from mpipipe.attention import Local
 from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, host
 from mpipipe.attention.mask import Slice
 from mpipipe.language.models import GPT
@@ -55,36 +55,6 @@ def test_a_gpt(comm, monkeypatch, sizes, dtype):
     text = np.random.default_rng(0).integers(0, 40, (2, 4, sizes["seq"]))
     model = GPT(**sizes, dropout=0.1)
     for_all_threads(monkeypatch, lambda: trained(comm, model.build(Local(causal=True)), dtype, text))
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_a_ring(comm, monkeypatch, group):
-    """Forward and backward of attention whose sequence lies on all ranks."""
-    layout = Layout("zigzag", comm.size, 96)
-    random = np.random.default_rng(2)
-    q, k, v, dout = (
-        layout.shard(random.standard_normal((2, 96, heads, 8)).astype(np.float32), comm.rank)
-        for heads in (4, 4 // group, 4 // group, 4)
-    )
-
-    def run():
-        ring = Ring(comm, layout=layout)
-        out, saved = ring.forward(q, k, v)
-        return [array.tobytes() for array in (out, *ring.backward(dout, saved))]
-
-    set_sizes(monkeypatch, SMALL)
-    new_pool(monkeypatch, 1)
-    expected = run()
-    for threads in (2, 3, 4):
-        new_pool(monkeypatch, threads)
-        assert run() == expected
-    for slices in (Local(causal=True), Local(causal=True, window=20), attention.Local()):
-        new_pool(monkeypatch, 1)
-        out, saved = slices.forward(q, k, v)
-        first = [array.tobytes() for array in (out, *slices.backward(dout, saved))]
-        new_pool(monkeypatch, 3)
-        out, saved = slices.forward(q, k, v)
-        assert [array.tobytes() for array in (out, *slices.backward(dout, saved))] == first
 
 
 def test_slices_that_share_keys_add_in_their_order(monkeypatch):

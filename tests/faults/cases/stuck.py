@@ -50,13 +50,6 @@ with build() as pipeline:
         quick=(2, PLAIN),
     ),
     _hangs(
-        "a sleep in a backward, watched",
-        on("last", "breaks('backward', lambda: time.sleep(99))") + "train()",
-        "has been computing",
-        "backward of stage {last}, micro-batch 0",
-        quick=(2, RUN),
-    ),
-    _hangs(
         "a sleep before a ring, watched",
         on("last", "time.sleep(1000)") + "ring()",
         "rank {last} on",
