@@ -15,7 +15,7 @@ from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_co
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.options import Option
-from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, shown_seconds, table
+from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, table
 from mpipipe.train import (
     INSTEAD,
     PLANNED,
@@ -87,11 +87,6 @@ def show(found: PlanReport) -> None:
     _say(
         *table(found.plans),
         f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above",
-        *(
-            [f"reading the next batch meanwhile adds {shown_seconds(found.reading)}, counted, too"]
-            if found.reading
-            else []
-        ),
         *([found.oversubscribed] if found.oversubscribed else []),
         "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",
         f"#SBATCH --ntasks-per-node={found.ranks_per_node}",

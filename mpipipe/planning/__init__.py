@@ -7,7 +7,7 @@ from mpipipe.planning.memory import check_memory, peak
 from mpipipe.planning.predict import Choice, Prediction, completed, predict
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, declared, layers_with, parameters_of
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes, parse_bytes
-from mpipipe.planning.search import Plan, Space, cuts_by_time, find_plans
+from mpipipe.planning.search import Plan, Space, find_plans
 from mpipipe.planning.step_memory import RankBytes, check_training, layer_bytes, rank_bytes
 
 __all__ = [

@@ -22,14 +22,12 @@ REAL = 3  # plans of which real steps are made
 class PlanReport:
     """The plans of a training: on rank 0 all of them, the fastest first, and on every rank the choice of that one.
 
-    `reading` are the seconds that a step is longer while the batch of the next one is read, which `profile.step` has;
     The last fields are those of `RankPlaces`.
     """
 
     plans: Sequence[Plan]
     choice: Choice
     profile: Profile
-    reading: float
     ranks_per_node: int
     threads: int
     oversubscribed: str
@@ -49,20 +47,15 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
             plans = find_plans(profile, space, problem.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))
     whole = [replace(choice, slices=1) for choice in tried]  # sequences, as they are measured
-    times: list[float] = []
-    reading = 0.0
-    for choice in whole:
-        seconds, more = trial_seconds(measured, choice, reads=not times)
-        times.append(seconds)
-        reading += more
+    times = [trial_seconds(measured, choice) for choice in whole]
     if group.rank == 0:
         expected = [predict(profile, choice, problem.rows, problem.trained_layers).seconds for choice in whole]
         scales = [
             max(1e-9, seconds - profile.step) / max(1e-9, each - profile.step) for each, seconds in zip(expected, times)
         ]
-        plans = [_scaled(plan, profile.step, median(scales), reading) for plan in plans]
-        profile = replace(profile, scale=median(scales), step=profile.step + reading)
-    return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), reading, *places)
+        plans = [_scaled(plan, profile.step, median(scales)) for plan in plans]
+        profile = replace(profile, scale=median(scales))
+    return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), *places)
 
 
 def measure(measured: MeasuredRanks) -> Profile:
@@ -109,9 +102,9 @@ def _different(plans: Sequence[Plan]) -> list[Choice]:
     return tried[:REAL]
 
 
-def _scaled(plan: Plan, step: float, scale: float, reading: float) -> Plan:
+def _scaled(plan: Plan, step: float, scale: float) -> Plan:
     prediction = plan.prediction
-    seconds = step + reading + scale * (prediction.seconds - step)
+    seconds = step + scale * (prediction.seconds - step)
     return replace(plan, prediction=replace(prediction, seconds=seconds))
 
 

@@ -128,14 +128,13 @@ def step_seconds(
 
 WARMUP = 2  # steps: in the first ones memory is allocated
 FIRST = 5  # steps after that
-TRIAL_SECONDS = 1.0  # of steps on example data, and of steps with batches that are read
+TRIAL_SECONDS = 1.0  # of steps on example data
 
 
-def trial_seconds(measured: MeasuredRanks, choice: Choice, reads: bool) -> tuple[float, float]:
-    """Return the seconds of a step of a plan, made as the trainer does, and by how many it is longer with reading.
+def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
+    """Return the seconds of a step of a plan on example data, made as the trainer does; collective over all ranks.
 
-    Collective over all ranks. Steps are on example data, and with `reads` also on batches, while the next one is
-    read. The first steps say how many there is time for, and do not count: libraries may still find their way.
+    The first steps say how many there is time for, and do not count: libraries may still find their way.
     """
     problem, mesh, group = measured.problem, measured.mesh, group_of(measured.mesh.comm)
     with group.raise_together("plan: the stages"):
@@ -165,12 +164,7 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice, reads: bool) -> tuple
         timed_steps(group, step, [batch] * WARMUP)
         first = median(timed_steps(group, step, [batch] * FIRST))
         count = min(max(REPEATS[0], int(TRIAL_SECONDS / max(first, 1e-9))), REPEATS[1])
-        reader = measured.batches(plan, count) if reads and measured.batches else None
-        more = 0.0
-        if reader is not None:
-            more = median(timed_steps(group, step, map(reader.batch, range(reader.steps))))
-        alone = median(timed_steps(group, step, [batch] * count))
-        return alone, max(0.0, more - alone)
+        return median(timed_steps(group, step, [batch] * count))
 
 
 def timed_steps(

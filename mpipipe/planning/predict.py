@@ -182,10 +182,6 @@ class Choice:
         """(start, stop) of the layers of each stage."""
         return list(pairwise(accumulate(self.partition, initial=0)))
 
-    def placement(self, ranks: int) -> tuple[int, ...]:
-        """Look up the rank of each stage, as the schedule has it for any number of micro-batches."""
-        return schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=1).placement
-
     def build(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
         """Build the schedule that a training with this plan runs, with its recomputations.
 

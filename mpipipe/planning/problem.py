@@ -156,8 +156,6 @@ class MeasuredRanks:
     layers : makes the layers of the whole model, bound to this rank's share of samples
     loss_for : makes the loss after a stage, for the samples of a micro-batch
     example : makes inputs and targets: of a number of rows, for a number of micro-batches
-    batches : makes what reads the batches of a plan's first steps, at most a number of them, as the training does: it
-        has a function `batch` of the step, and how many `steps` there are; None where `example` stands for them
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
     optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
     lr, clip, seed : of the training
@@ -171,7 +169,6 @@ class MeasuredRanks:
     message_shape: Callable[[int], tuple[int, ...]]
     optimizer: Callable[[Sequence[nn.Stage], Mesh | None], Optimizer]
     scaler: Callable[[], optim.LossScaler]
-    batches: Callable[[LayerPlan, int], Any] | None
     lr: float
     clip: float
     seed: int

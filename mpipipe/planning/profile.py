@@ -102,8 +102,7 @@ class Profile:
     optimizer, sums : tuple of float
         For each rank the seconds of clipping and optimizer, and of the sum over replicas, for one parameter.
     step : float
-        Seconds of a step besides all that: the agreement of the ranks, the loss that all of them learn, and by how much
-        the step is longer while the next batch is read.
+        Seconds of a step besides all that: the agreement of the ranks, and the loss that all of them learn.
     scale : float
         By which real steps last longer than what is predicted without it.
     process : int

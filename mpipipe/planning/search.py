@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from mpipipe import schedules
@@ -201,8 +198,9 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
         size = -(-space.rows // microbatches)
         for name, chunks in space.forms:
             slices = space.fixed.get("slices", 1)
-            choice = Choice(name, chunks, microbatches, (), slices=slices, **(space.recomputation or {}))
-            plan = _first(profile, space, choice, size, memory_limit)
+            partition = space.fixed.get("partition") or cut_by_time(profile, size, chunks * space.ranks)
+            choice = Choice(name, chunks, microbatches, partition, slices=slices, **(space.recomputation or {}))
+            plan = _predicted(profile, space, choice)
             key = None if plan is None else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
             if key is not None and key in seen:
                 continue
@@ -213,19 +211,6 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
                 yield plan
             else:
                 yield from _recomputing(profile, space, plan, memory_limit)
-
-
-def _first(profile: Profile, space: Space, choice: Choice, size: int, memory_limit: int | None) -> Plan | None:
-    """Return the fastest cut by time, first of those that keep the limit of memory.
-
-    None where no recomputation keeps the limit of activations.
-    """
-    partition = space.fixed.get("partition")
-    cuts = [partition] if partition is not None else cuts_by_time(profile, size, choice.placement(space.ranks))
-    plans = [_predicted(profile, space, replace(choice, partition=tuple(cut))) for cut in cuts]
-    most = math.inf if memory_limit is None else memory_limit
-    found = [plan for plan in plans if plan is not None]
-    return min(found, key=lambda plan: (plan.prediction.peak > most, *_rank(plan)), default=None)
 
 
 def _recomputing(profile: Profile, space: Space, plan: Plan, memory_limit: int) -> Iterator[Plan | None]:
@@ -277,48 +262,14 @@ def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield tuple(moved)
 
 
-# -- Cuts of the layers into stages by their measured time ------------------------------------------------------------
+def cut_by_time(profile: Profile, size: int, stages: int) -> tuple[int, ...]:
+    """Cut the layers such that the slowest stage is as fast as possible on the mean rank; return counts of layers.
 
-
-HALVINGS = 50  # of the interval in which the time of the slowest stage lies
-
-
-def cuts_by_time(profile: Profile, size: int, placement: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return cuts into stages in which the slowest one is as fast as possible: on the mean rank, and on its own rank.
-
-    `size` are the sequences of a micro-batch, and `placement` is the rank of each stage.
+    `size` are the sequences of a micro-batch.
     """
-    times = []
+    times = [0.0] * len(profile.kinds)
     for rank in profile.costs[size]:
-        times.append([rank.layers[kind].forward + rank.layers[kind].backward for kind in profile.kinds])
-        times[-1][-1] += rank.loss
-    even = schedules.partition([sum(of_ranks) for of_ranks in zip(*times)], len(placement))
-    found = tuple(stop - start for start, stop in even)
-    return list(dict.fromkeys([found, _cut_by_rank(times, placement)]))
-
-
-def _cut_by_rank(times: Sequence[Sequence[float]], placement: Sequence[int]) -> tuple[int, ...]:
-    """Give each stage in turn as many layers as its rank does in a time; find the least time that is enough."""
-    before = [list(accumulate(own, initial=0.0)) for own in times]  # on each rank, ahead of each layer
-    low, high = 0.0, max(own[-1] for own in before)
-    best = _filled(before, placement, high)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        tried = _filled(before, placement, middle)
-        if sum(tried) == len(times[0]):
-            high, best = middle, tried
-        else:
-            low = middle
-    return best
-
-
-def _filled(before: Sequence[Sequence[float]], placement: Sequence[int], limit: float) -> tuple[int, ...]:
-    """Fill the stages up to the limit, with a layer each at least, and one left for each later stage."""
-    counts, start = [], 0
-    for stage, rank in enumerate(placement):
-        own = before[rank]
-        most = len(own) - 1 - (len(placement) - 1 - stage)
-        stop = min(most, max(start + 1, bisect_right(own, own[start] + limit * (1 + 1e-12)) - 1))
-        counts.append(stop - start)
-        start = stop
-    return tuple(counts)
+        for place, kind in enumerate(profile.kinds):
+            times[place] += rank.layers[kind].forward + rank.layers[kind].backward
+        times[-1] += rank.loss
+    return tuple(stop - start for start, stop in schedules.partition(times, stages))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,7 +20,7 @@ from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingO
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, agree_on_layers, chain, example, has_example, layers_of, outline, shapes_of
+from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
 from mpipipe.train.task_loss import TaskLoss
 
 
@@ -196,9 +195,6 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
         optimizer=lambda stages, mesh: make_optimizer(config, stages, task, mesh),
         scaler=lambda: make_scaler(config),
-        batches=None
-        if has_example(task)
-        else lambda plan, steps: Reader(task, copy(shard), plan, mesh, min(steps, config.steps)),
         lr=config.lr,
         clip=config.clip,
         seed=config.seed,

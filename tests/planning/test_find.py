@@ -16,11 +16,10 @@ from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning
 from mpipipe.language.task import TextTask
-from mpipipe.planning import Choice, links, predict, probe, step_memory
-from mpipipe.planning import find as finding
+from mpipipe.planning import Choice, links, probe, step_memory
 from mpipipe.planning.find import find_plan
 from mpipipe.planning.memory import array_bytes
-from mpipipe.train import Task, TaskConfig, TrainConfig, train
+from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import read_keys
 from mpipipe.train.training_plan import measured_ranks
 
@@ -78,54 +77,6 @@ def test_a_plan_is_made_over_mpi(comm):
         found = find_plan(measured, "cpu")
     assert sum(found.choice.partition) == 10 and found.choice.schedule == "one_f_one_b"
     assert found.profile.ranks == comm.size and (comm.rank == 0) == bool(found.plans)
-
-
-class Read(Task):
-    """Notes which thread reads the batch of which step."""
-
-    def __init__(self):
-        self.read = []
-
-    def layers(self, shard):
-        return [nn.Linear(3, 3), nn.Gelu(), nn.Linear(3, 3)]
-
-    loss = staticmethod(nn.mean_squared_error)
-
-    def batch(self, step, rows, shard):
-        self.read.append((threading.current_thread().name, step, rows))
-        return np.ones((len(rows), 3)), np.zeros((len(rows), 3))
-
-
-@pytest.mark.parametrize(("steps", "expected"), [(10, [0, 1, 2, 3, 4]), (2, [0, 1])])
-def test_a_step_counts_what_reading_the_next_batch_adds_as_in_the_training(monkeypatch, steps, expected):
-    """Each rank that needs them reads the batches of the first steps, in a thread, one after the other."""
-    monkeypatch.setattr(links, "REPEATS", (5, 5))
-    make, measure, before = links.timed_steps, finding.measure, []
-
-    def with_reading(group, step, batches):
-        return [1.0 if isinstance(batches, list) else 1.25] * len(make(group, step, batches))
-
-    def noted(measured):
-        before.append(measure(measured))
-        return before[-1]
-
-    monkeypatch.setattr(links, "timed_steps", with_reading)
-    monkeypatch.setattr(finding, "measure", noted)
-
-    def on_each_rank(comm):
-        task, mesh = Read(), Mesh(comm, pipe=comm.size)
-        config = TaskConfig(batch=8, steps=steps, plan="auto", schedule="gpipe", fixed=("schedule",), device="cpu")
-        with mesh:
-            return find_plan(measured_ranks(config, task, mesh), "cpu"), task.read
-
-    (found, first), (_, last) = inprocess.run(2, on_each_rank)
-    for read in (first, last):
-        assert [(step, rows) for name, step, rows in read if name == "mpipipe batches"] == [
-            (step, range(8)) for step in expected
-        ]
-    assert found.reading == 0.25 and found.profile.step in [each.step + 0.25 for each in before]
-    best = found.plans[0]
-    assert best.prediction.seconds == pytest.approx(predict(found.profile, best.choice, 8).seconds)
 
 
 def test_the_kinds_of_layers():
