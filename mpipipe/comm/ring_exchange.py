@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from mpipipe.arrays import Array
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
@@ -43,17 +42,10 @@ class RingMessages(NamedTuple):
 class RingExchange:
     """Messages between the ranks of a communicator, on a private duplicate of it; collective. Texts call it `what`."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        synchronous: bool = False,
-        device: str = "cpu",
-        verdict: GpuAwareness | None = None,
-        what: str = "ring",
-    ) -> None:
+    def __init__(self, comm: Communicator, synchronous: bool = False, device: str = "cpu", what: str = "ring") -> None:
         self.what = what
         self.group = group_of(comm)
-        self.transport = make_transport(comm, 1, synchronous, device, verdict, self.group)
+        self.transport = make_transport(comm, 1, synchronous, device, self.group)
         self.pending: deque[tuple[RingMessages, bool, Request]] = deque()  # the flag: whether it receives
         self.started = self.polls = 0
         self.last: deque[RingMessages] = deque(maxlen=KEPT * self.group.size)

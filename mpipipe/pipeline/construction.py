@@ -62,7 +62,7 @@ class Partners(NamedTuple):
     pipe: RankGroup  # the ranks of the pipeline
     replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
     ties: list[dict[str, list[TieSite]]]  # of each rank of the pipe
-    devices: list[str]  # "cpu" or "cuda", of each rank of the pipe
+    device: str  # "cpu" or "cuda", of all ranks of the pipe
     stages: list[StageAdapter]  # of this rank
     check: bool  # whether all ranks look at all arrays
 
@@ -104,7 +104,7 @@ def _agree(groups: list[RankGroup], arguments: Arguments) -> Partners:
     """Agree in the pipe, and then with the replicas; `groups` takes the group of these."""
     (pipe,) = groups
     error: MpipipeError | None = None
-    partners = Partners(pipe, None, [], [], [], arguments.check)
+    partners = Partners(pipe, None, [], "cpu", [], arguments.check)
     try:
         partners = _agree_in_pipe(pipe, arguments)
     except MpipipeError as caught:
@@ -131,7 +131,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
     error: Exception | None = None
     adapters: list[StageAdapter] = []
     facts: tuple = ()
-    mine = None
+    mine, device = None, "cpu"
     replicas, schedule = arguments.replicas, arguments.schedule
     try:
         settings.check_settings()
@@ -147,8 +147,10 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
         adapters = check_arguments(arguments, pipe.comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
         Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
+        device = device_of(adapters)
         facts = (
             *_common_facts(arguments),
+            ("device of the stages", device),
             ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
             ("number of micro-batches", schedule.microbatches),
             ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
@@ -156,19 +158,18 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
-        mine = tie_facts(adapters, schedule.stages_of(pipe.rank)), device_of(adapters)
+        mine = tie_facts(adapters, schedule.stages_of(pipe.rank))
     except Exception as caught:
         error = caught
     message = "ranks were given different pipelines"
     remedy = "build the same schedule with the same arguments, and set the same environment, on every rank"
     pipe.agree(CALL, facts, error=error, message=message, remedy=remedy)
-    everyone = pipe.gather(f"{CALL}: ties and devices", mine)
-    ties, devices = [ties for ties, _ in everyone], [device for _, device in everyone]
+    ties = pipe.gather(f"{CALL}: ties", mine)
     try:
         check_ties(ties)
     except MpipipeError as problem:  # every rank finds it in the same facts
         raise_on_all(0, problem, pipe)
-    return Partners(pipe, None, ties, devices, adapters, arguments.check)
+    return Partners(pipe, None, ties, device, adapters, arguments.check)
 
 
 def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:

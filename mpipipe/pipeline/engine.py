@@ -15,7 +15,6 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.comm import Mailbox, NcclChoice, NcclSums, Tags, agree_on_nccl, make_transport
-from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position, kernels
@@ -52,7 +51,7 @@ class Engine:
         self.schedule: Schedule = schedule
         self.slicing = Slicing(schedule.slices, slice_lengths)
         pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
-        numbers, device = schedule.stages_of(rank), partners.devices[rank]
+        numbers, device = schedule.stages_of(rank), partners.device
         pipe.comm.Set_name("mpipipe pipeline")
         pipe.context.pipelines += 1
         name = f"pipeline {pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
@@ -61,8 +60,7 @@ class Engine:
         ties = TieNames(partners.ties, tags.channels, tags.base)
         self.nccl = choose_nccl(partners)  # whether NCCL carries sums over replicas, and why
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
-        verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in partners.devices else None
-        how = tags.channels + ties.channels, settings.SYNC_SENDS.is_on, device, verdict
+        how = tags.channels + ties.channels, settings.SYNC_SENDS.is_on, device
         mailbox = Mailbox(make_transport(pipe.comm, *how, group=pipe), pipe)
         self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
         self.messages = StageMessages(mailbox) if checks is None else CheckedMessages(mailbox, checks)
@@ -386,12 +384,12 @@ def _refuse_write() -> None:
 
 def choose_nccl(partners: Partners) -> NcclChoice:
     """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
-    pipe, devices = partners.pipe, partners.devices
+    pipe, device = partners.pipe, partners.device
     if partners.check:  # the host would wait for a device that waits for another rank
         return NcclChoice(False, "check mode looks at arrays on the host")
-    if partners.replicas is None and "cuda" not in devices and not settings.NCCL.is_on:
+    if partners.replicas is None and device != "cuda" and not settings.NCCL.is_on:
         return NcclChoice(False, "the ranks compute on the CPU")
-    choice = agree_on_nccl(partners.groups, devices[pipe.rank])
-    if devices[pipe.rank] == "cuda" and pipe.rank == 0:
+    choice = agree_on_nccl(partners.groups, device)
+    if device == "cuda" and pipe.rank == 0:
         logger.info("NCCL: %s", choice)
     return choice

@@ -51,7 +51,7 @@ class Executor:
         }
         self.gathers = loss is not None and loss.over_batch
         self._use_output = self._gather if self.gathers else self._evaluate_loss
-        self.clock = DeviceClock() if partners.devices[self.rank] == "cuda" else HostClock()
+        self.clock = DeviceClock() if partners.device == "cuda" else HostClock()
         self.now = self.clock.now
         self.place = f"rank {self.rank}"  # for the report of an interruption
         self.peaks = 0, 0  # most activations alive at once in the last training step, whole ones and all

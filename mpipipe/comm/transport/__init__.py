@@ -5,6 +5,5 @@
     staged.py        device arrays, through pinned host memory
     choose.py        which of these, on the evidence of gpu_aware.py
 
-All ranks of a communicator cut long arrays in the same way, so a rank that computes on the host and one that computes
-on a GPU understand each other.
+All ranks of a communicator compute on the same kind of device, and cut long arrays in the same way.
 """

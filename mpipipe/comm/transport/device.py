@@ -41,7 +41,7 @@ class DeviceTransport(Transport):
     retires = True
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
-        self.host = HostTransport(comm, channels, synchronous, self.piece_bytes, typed=False)
+        self.host = HostTransport(comm, channels, synchronous, self.piece_bytes)
         self.channels = self.host.channels
         self.outgoing: type[DeviceMessage] = WholeMessage
         self.incoming: type[DeviceMessage] = WholeMessage

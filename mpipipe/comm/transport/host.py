@@ -59,18 +59,16 @@ class Transport(Protocol):
 class HostTransport(Transport):
     """Non-blocking messages of C-contiguous host arrays, on private duplicates of `comm`, as many as `channels`.
 
-    A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in order. `typed` sends
-    what MPI has a type for as such; False if a peer sends all as bytes.
+    A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in order.
     """
 
     def __init__(
-        self, comm: Communicator, channels: int = 1, synchronous: bool = False, piece_bytes: int = PIECE_BYTES,
-        typed: bool = True,
-    ) -> None:  # fmt: skip
+        self, comm: Communicator, channels: int = 1, synchronous: bool = False, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self.channels = [communicators.duplicate(comm) for _ in range(channels)]
         self.senders = [channel.Issend if synchronous else channel.Isend for channel in self.channels]
         self.receivers = [channel.Irecv for channel in self.channels]
-        self.piece_bytes, self.types = piece_bytes, MPI_TYPES if typed else ""
+        self.piece_bytes = piece_bytes
 
     def empty(self, shape: Shape, kind: np.dtype) -> np.ndarray:
         return arrays.aligned_empty(shape, kind)
@@ -83,12 +81,12 @@ class HostTransport(Transport):
                 expected="numpy.ndarray",
                 remedy="give your stage the attribute device = 'cuda'",
             )
-        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
+        if array.nbytes <= self.piece_bytes and array.dtype.char in MPI_TYPES:
             return self.senders[channel](array, peer, tag)
         return self._start(self.senders[channel], array, peer, tag)
 
     def irecv(self, array: np.ndarray, peer: int, channel: int, tag: int) -> Request:
-        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
+        if array.nbytes <= self.piece_bytes and array.dtype.char in MPI_TYPES:
             return self.receivers[channel](array, peer, tag)
         return self._start(self.receivers[channel], array, peer, tag)
 
