@@ -1,7 +1,7 @@
 """One owner of a folder: the file owner.json in it names the job that writes there.
 
 The first job creates the file (O_EXCL). Where there is one, a job looks whether its owner lives, which can be known on
-the owner's own host alone, by the ids and start times of its processes:
+the owner's own host alone, by the id and start time of the process that leads it:
 
     lives, or may live on another host          wait some seconds for it to leave, then OwnerError
     has died                                    replace it
@@ -20,7 +20,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -35,18 +35,18 @@ NAME, CLAIM = "owner.json", "owner.json.after-"
 MOST_BYTES = 1 << 20
 LIVING_SECONDS = 10.0  # that a job waits for an owner that lives: it may be about to leave
 # the id of a batch job, and the variable that counts its starts, where there is one
-JOBS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "PBS_JOBID": "", "LSB_JOBID": "", "FLUX_JOB_ID": ""}
+JOBS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "PBS_JOBID": ""}
 
 
 class Owner:
     """What one rank knows of a folder that its job owns by `token`; one rank `holds` the file.
 
-    Folders that were `made` for it, the innermost first, go at the release if they are empty. The last of `users`, who
-    share the ownership, releases it.
+    A folder that was `made` for it goes at the release if it is empty. The last of `users`, who share the ownership,
+    releases it.
     """
 
-    def __init__(self, folder: Path, token: str, made: Iterable[Path] = (), holds: bool = False) -> None:
-        self.folder, self.token, self.made, self.holds = folder, token, list(made), holds
+    def __init__(self, folder: Path, token: str, made: bool = False, holds: bool = False) -> None:
+        self.folder, self.token, self.made, self.holds = folder, token, made, holds
         self.users = 1
         current_rank().owners.append(self)
         if holds:
@@ -92,8 +92,8 @@ class Owner:
         with suppress(OSError, OwnerError):
             self.check()
             (self.folder / NAME).unlink()
-            for folder in self.made:
-                folder.rmdir()  # only where nothing is in it
+            if self.made:
+                self.folder.rmdir()  # only where nothing is in it
 
 
 @contextmanager
@@ -126,13 +126,6 @@ def check_owned(path: Path) -> None:
         owner.check()
 
 
-def keep_folder(path: Path) -> None:
-    """Let the folder that this job owns, and in which `path` is, stay after the release, even if it is empty."""
-    owner = owner_of(path)
-    if owner is not None:
-        owner.made.clear()
-
-
 def is_owner_file(name: str) -> bool:
     """Whether a file of this name says who owns a folder."""
     return name == NAME or name.startswith(CLAIM)
@@ -159,12 +152,11 @@ def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
 
     Raises, on every rank, OwnerError where another job keeps it, and what `explained` makes of an OSError.
     """
-    processes = group.gather("the owner of a folder: its processes", this_process())
 
-    def take() -> tuple[Path, str, list[Path]]:
-        record = OwnerRecord.of_this_job(processes)
+    def take() -> tuple[Path, str, bool]:
+        record = OwnerRecord.of_this_job()
         with explained(folder):
-            made = [place for place in (folder, *folder.parents) if not place.exists()]
+            made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             taking = Taking(folder / NAME, record)
             wait_locally(taking.ended, f"the owner of {folder} to leave")
@@ -259,8 +251,8 @@ def read(path: Path) -> OwnerRecord | None:
     try:
         facts = json.loads(content)
         int(facts["token"], 16)  # it becomes part of a name
-        processes = tuple((int(number), str(start)) for number, start in facts.pop("processes"))
-        return OwnerRecord(**facts, processes=processes)
+        int(facts["process"])
+        return OwnerRecord(**facts)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
@@ -271,41 +263,33 @@ class OwnerRecord:
 
     token: str
     host: str
-    machine: str  # names the boot of the host and the space of process ids, in which `processes` are
-    processes: tuple[tuple[int, str], ...]  # (id, start time) of the owner's processes on that machine
+    machine: str  # names the boot of the host and the space of process ids, in which `process` is
+    process: int  # that leads the job, and when it was started
+    start: str
     job: str  # number of the scheduler's job with the variable that has it, "" without one
     starts: str  # how often the scheduler has started the job again
     since: str
 
     @classmethod
-    def of_this_job(cls, processes: Iterable[tuple[str, int, str]]) -> OwnerRecord:
-        """Describe this job, of whose (machine, id, start time) those on this machine count."""
-        machine = this_machine()
-        own = tuple((number, start) for where, number, start in processes if where == machine)
-        job, starts = _job(os.environ)
-        since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-        return cls(secrets.token_hex(8), socket.gethostname(), machine, own, job=job, starts=starts, since=since)
+    def of_this_job(cls) -> OwnerRecord:
+        """Describe the job that this process leads."""
+        own, since = os.getpid(), f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+        host, (job, starts) = socket.gethostname(), _job(os.environ)
+        return cls(secrets.token_hex(8), host, this_machine(), own, _start_of(own) or "", job, starts, since)
 
     def has_ended(self, other: OwnerRecord) -> bool:
         """Whether this owner writes no more, as far as the job of `other`, on this machine, can know."""
         if self.machine == other.machine:
-            return all(_start_of(number) not in (start, HIDDEN) for number, start in self.processes)
+            return _start_of(self.process) not in (self.start, HIDDEN)
         earlier = not other.starts or int(self.starts or 0) < int(other.starts)
         return bool(other.job) and self.job == other.job and earlier
 
     def __str__(self) -> str:
-        numbers = ", ".join(str(number) for number, _ in self.processes[:3])
         job = f"{self.job}, " if self.job else ""
-        several = "es" if len(self.processes) > 1 else ""
-        return f"{job}process{several} {numbers} on {self.host}, since {self.since}"
+        return f"{job}process {self.process} on {self.host}, since {self.since}"
 
 
 HIDDEN = "hidden"  # in place of the start time of a process that another user has, where the system hides it
-
-
-def this_process() -> tuple[str, int, str]:
-    """Return machine, id and start time of this process."""
-    return this_machine(), os.getpid(), _start_of(os.getpid()) or ""
 
 
 def _start_of(number: int) -> str | None:
@@ -335,7 +319,5 @@ def _job(environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the number of the batch job with its variable, and how often it was started again; "" without one."""
     for name, count in JOBS.items():
         if environment.get(name):
-            index = environment.get("LSB_JOBINDEX", "0") if name == "LSB_JOBID" else "0"
-            tail = "" if index == "0" else f"[{index}]"
-            return f"{name} {environment[name]}{tail}", environment.get(count, "0" if count else "")
+            return f"{name} {environment[name]}", environment.get(count, "0" if count else "")
     return "", ""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.checkpoint import Owner, is_owner_file, keep_folder, restore_folder, take_folder
+from mpipipe.checkpoint import Owner, is_owner_file, restore_folder, take_folder
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.options import written
@@ -65,7 +65,7 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> O
     group, out = group_of(comm), Path(shared_path(comm, path))
     owned = take_folder(out, group, using)
     if path is None:
-        owned.made.insert(0, out)
+        owned.made = True
     try:
         with group.raise_together("train: what a killed job has left"), using(out):
             if comm.rank == 0:
@@ -120,7 +120,6 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(marker, flags, 0o644), "w") as file:
                 file.write(token)
-            keep_folder(out)
     try:
         with group.raise_together("looking at the output folder"):
             if writes and not _sees(marker, token):
