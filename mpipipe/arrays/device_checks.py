@@ -77,14 +77,7 @@ def _looked_for(library: ModuleType, device: int) -> tuple[str, ...]:
 def _missing(library: ModuleType) -> Iterator[str]:
     why = _failure(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
     if why:
-        # where CuPy compiles, it has all it needs, wherever that lies; hipRTC and ROCm's headers come as a whole
-        looks = [
-            ("compiler NVRTC", lambda: library.cuda.nvrtc.getVersion()),
-            ("headers of CUDA (cuda_fp16.h)", _headers),
-        ]
-        found = [] if library.cuda.runtime.is_hip else [(part, _failure(look)) for part, look in looks]
-        reasons = [f"the {part}: {reason}" for part, reason in found if reason]
-        yield from reasons or [f"the first kernel does not compile{_versions(library)}: {why}"]
+        yield f"the first kernel does not compile: {why}"
     why = _failure(lambda: (library.cuda.cublas, library.cuda.device.get_cublas_handle()))
     if why:
         yield f"the library cuBLAS: {why}"
@@ -98,24 +91,3 @@ def _failure(attempt: Callable[[], object]) -> str:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[0] if lines else type(error).__name__
     return ""
-
-
-def _headers() -> str:
-    """Return the folder of CUDA's headers, found as CuPy finds it."""
-    from cuda import pathfinder
-
-    folder = pathfinder.find_nvidia_header_directory("cudart")
-    if folder is None:
-        raise BackendError("cuda.pathfinder finds no folder with them")
-    return str(folder)
-
-
-def _versions(library: ModuleType) -> str:
-    """Return the versions in words where the compiler is of another CUDA than CuPy; empty if it is not."""
-    if library.cuda.runtime.is_hip:
-        return ""
-    built = library.cuda.runtime.runtimeGetVersion() // 1000
-    major, minor = library.cuda.nvrtc.getVersion()
-    if major == built:
-        return ""
-    return f" (two CUDA versions are visible: NVRTC {major}.{minor} was found, and CuPy is built for CUDA {built})"

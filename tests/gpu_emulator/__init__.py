@@ -105,7 +105,7 @@ def cupy_modules(amd: bool = False) -> dict:
         __version__="14.2.0",
     )
     library.__path__ = cuda.__path__ = []
-    names = ("load_nvidia_dynamic_lib", "find_nvidia_header_directory", "DynamicLibNotFoundError")
+    names = ("load_nvidia_dynamic_lib", "DynamicLibNotFoundError")
     pathfinder = _module("cuda.pathfinder", **{name: getattr(toolkit, name) for name in names})
     root = _module("cuda", pathfinder=pathfinder)
     root.__path__ = []

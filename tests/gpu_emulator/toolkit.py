@@ -49,11 +49,6 @@ def load_nvidia_dynamic_lib(libname: str) -> LoadedDL:
     return LoadedDL(f"/site-packages/nvidia/cu{MAJOR}/lib/{file}")
 
 
-def find_nvidia_header_directory(libname: str) -> str | None:
-    assert libname == "cudart", libname
-    return None if "headers" in machine().faults else f"/site-packages/nvidia/cu{MAJOR}/include"
-
-
 def getVersion() -> tuple[int, int]:
     """cupy.cuda.nvrtc.getVersion."""
     if "compiler" in machine().faults:
