@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
 from mpipipe.language.models import fine_tuning, huggingface, weights
-from mpipipe.language.models.gpt import GPT, Architecture, Model, balanced_slices, check_layers
+from mpipipe.language.models.gpt import GPT, Architecture, balanced_slices, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
@@ -158,7 +158,7 @@ class TextTask(Task):
         self.vocab, self.unit = self.listing.vocab, self.listing.unit
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> GPT:
         """The sizes of the model. Raises ConfigError where they cannot be, or the data have more token ids."""
         config = self.config
         check_layers(config.layers)
@@ -167,36 +167,25 @@ class TextTask(Task):
         vocab = self.vocab if config.vocab is None else config.vocab
         if vocab != BYTES:
             sizes["vocab"] = vocab
-        model = self._sliced(self.architecture(seq=config.seq_len, **sizes))
-        there = asdict(model).get("vocab", self.vocab)
-        if there < self.vocab:
+        model = self.architecture(seq=config.seq_len, **sizes)
+        slices = config.head_slices
+        if isinstance(slices, str):  # "auto"
+            slices = balanced_slices(model, self.pipe * config.chunks)
+        if slices is not None:
+            model = replace(model, head_slices=slices)
+        if model.vocab < self.vocab:
             raise ConfigError(
                 "the data have more token ids than the model",
-                found=f"{self.vocab} token ids in the data, {there} in the model",
+                found=f"{self.vocab} token ids in the data, {model.vocab} in the model",
                 expected=f"a model of at least {self.vocab}",
                 remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
             )
         return model
 
-    def _sliced(self, model: Model) -> Model:
-        """Return the model with its head in as many slices as the configuration says."""
-        slices = self.config.head_slices
-        if slices is None:
-            return model
-        if "head_slices" not in model.__dataclass_fields__:
-            raise ConfigError(
-                "the architecture does not cut its head into slices",
-                found=f"head_slices = {slices}, and {type(model).__name__} without a field head_slices",
-                expected="an architecture such as models.GPT",
-                remedy="leave out head_slices",
-            )
-        count = balanced_slices(model, self.pipe * self.config.chunks) if slices == "auto" else slices
-        return replace(model, head_slices=count)
-
     @property
     def head_slices(self) -> int:
         """Number of slices of the head."""
-        return getattr(self.model, "head_slices", 1)
+        return self.model.head_slices
 
     def layers(self, shard: Shard) -> list[nn.Layer]:
         length = self.config.seq_len
@@ -212,18 +201,19 @@ class TextTask(Task):
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
         """Return lengths of slices that take equal times, and equal shards of each where there is room for them."""
-        seq, windows = self.config.seq, getattr(self.model, "windows", None) or (None,)
+        seq, windows = self.config.seq, self.model.windows or (None,)
         unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
         if length >= 8 * slices * math.lcm(unit, BLOCK):
             unit = math.lcm(unit, BLOCK)
-        window = None if None in windows else max(windows)
-        return slice_lengths(length, slices, getattr(self.model, "dim", self.config.dim), window=window, unit=unit)
+        widths = [width for width in windows if width is not None]
+        window = max(widths) if len(widths) == len(windows) else None
+        return slice_lengths(length, slices, self.model.dim, window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:
-        pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")
+        pieces, layers = len(self.model.costs()), self.model.layers
         if pieces >= stages:
             return
-        if layers is None or pieces != 2 * layers + 2:  # other sizes, or slices of the head
+        if self.head_slices > 1:
             raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
         # attention and feed-forward of each; embedding, and head
         raise too_few_pieces(
@@ -242,7 +232,7 @@ class TextTask(Task):
         self.tuning.check(self.model, self.origin)
         if self.base is not None:
             self.base.folder.with_slices(self.head_slices)  # raises where it has others
-        if config.packing == "segments" and asdict(self.model).get("positions") == "learned":
+        if config.packing == "segments" and self.model.positions == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with the sequence",
                 found="packing = segments",
@@ -336,7 +326,7 @@ class TextTask(Task):
     def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
         if self.head_slices > 1:  # which hand on several arrays
             return None
-        return rows, self._length(shard), getattr(self.model, "dim", self.config.dim)
+        return rows, self._length(shard), self.model.dim
 
     def _length(self, shard: Shard) -> int:
         """Return how many positions of a sequence this rank has."""
@@ -405,9 +395,9 @@ class TextTask(Task):
 
     def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int) -> None:
         """Write the model to weights/, and adapters, which are merged there, to adapter/ as well."""
-        lora, model = self.tuning.lora, cast(GPT, self.model)
+        lora = self.tuning.lora
         if lora is not None:
-            save_adapter(out / fine_tuning.INSIDE, lora, model, weights.own_arrays(stages), mesh, self.origin)
+            save_adapter(out / fine_tuning.INSIDE, lora, self.model, weights.own_arrays(stages), mesh, self.origin)
         whole = without_adapters(stages, merged=True)
         weights.save(weights.folder_of(out), self.model, whole, plan.schedule, mesh, self.origin)
 

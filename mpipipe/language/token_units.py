@@ -11,7 +11,7 @@ from typing import Any
 from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
 from mpipipe.language.config import DataOptions
-from mpipipe.language.data import DataListing, Source, find, glance
+from mpipipe.language.data import DataListing, Source, check_tokenizer, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import shown
 from mpipipe.language.inference.prompts import Bytes
@@ -113,23 +113,9 @@ def find_tokenizer(found: DataListing | Source, named: str | None, model: Path |
     alone.
     """
     folder = named if named is not None else model
-    own = None if folder is None else hash_of(folder)
-    if folder is None or (own is None and named is None):
+    if folder is None or (named is None and hash_of(folder) is None):
         return None
-    if found.unit == "bytes":
-        raise ConfigError(
-            "the data are bytes, and the model has a tokenizer",
-            found=f"text, and a tokenizer in {folder}",
-            expected="tokens of this tokenizer",
-            remedy=f"python -m mpipipe tokenize --tokenizer {folder} TEXT --out FILE, and name FILE with --data",
-        )
-    if found.tokenizer is not None and own is not None and found.tokenizer != own:
-        raise ConfigError(
-            "the data are of another tokenizer",
-            found=f"tokens of the tokenizer {found.tokenizer}",
-            expected=f"{own}, as in {folder}",
-            remedy=f"tokenize the text again with --tokenizer {folder}",
-        )
+    check_tokenizer(found, folder)
     try:
         return open_tokenizer(folder)
     except BackendError:

@@ -124,7 +124,7 @@ def test_a_file_of_tokens_has_the_loss_of_the_tokens_and_text_is_refused(mpipipe
     assert int(found[1]) == len(losses) and abs(float(found[2]) - np.mean(losses)) < 1e-8
     nbytes = sum(len(text.encode()) for text in TEXTS)
     assert f"{np.mean(losses) / np.log(2) * len(ids) / nbytes:.6f} bits per byte" in printed
-    refused(mpipipe(2, "evaluate", folder, "--data", texts[0]), "the model takes tokens, and no text")
+    refused(mpipipe(2, "evaluate", folder, "--data", texts[0]), "the data are bytes, and the model has a tokenizer")
 
 
 # -- Folders: convert without MPI, train from one -------------------------------------------------------

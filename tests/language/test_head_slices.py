@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import huggingface_reference as theirs
 from support.small_training import MODEL, config_in, records
-from support.text_plan import text_plan
 
 from mpipipe import nn
 from mpipipe.attention import Local
@@ -137,11 +136,5 @@ def test_what_cannot_be_cut_is_an_error():
         with pytest.raises(ConfigError, match="head_slices"):
             TrainConfig(head_slices=bad)
 
-    @dataclass
-    class Other:
-        seq: int
-
-    with pytest.raises(ConfigError, match="does not cut its head into slices"):
-        text_plan(TrainConfig(head_slices=2), architecture=lambda seq, **_: Other(seq))
     with pytest.raises(ArgumentError, match="head"):
         nn.LoRA(2, 4.0, ["head"]).apply(GPT(head_slices=2).build(Local()))

@@ -9,7 +9,7 @@ tokenize.py             text to a file of tokens, with tokenizer
 """
 
 from mpipipe.language.data.file_bytes import glance
-from mpipipe.language.data.listing import DataListing, find, find_files
+from mpipipe.language.data.listing import DataListing, check_tokenizer, find, find_files
 from mpipipe.language.data.source import Array, Source, Tokens
 from mpipipe.language.data.tokenize import tokenize
 

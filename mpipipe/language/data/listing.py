@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.errors import DataError
+from mpipipe.errors import ConfigError, DataError
 from mpipipe.language.data.file_bytes import fingerprint, forget_files, size_of
 from mpipipe.language.data.source import Source, Tokens
 from mpipipe.language.data.token_files import (
@@ -33,6 +33,7 @@ from mpipipe.language.data.token_files import (
     largest_id,
     open_tokens,
 )
+from mpipipe.language.data.tokenizer import hash_of
 from mpipipe.text import counted
 
 BYTES = 256  # token ids of text
@@ -153,6 +154,25 @@ def _check_tokenizers(known: Sequence[tuple[Path, TokenFacts]], vocab: int | Non
                 expected=f"at most {vocab}, those of the model",
                 remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
             )
+
+
+def check_tokenizer(found: DataListing | Source, folder: str | Path) -> None:
+    """Raise ConfigError where the data are not tokens of the tokenizer in a folder."""
+    own = hash_of(folder)
+    if found.unit == "bytes":
+        raise ConfigError(
+            "the data are bytes, and the model has a tokenizer",
+            found=f"text, and a tokenizer in {folder}",
+            expected="tokens of this tokenizer",
+            remedy=f"python -m mpipipe tokenize --tokenizer {folder} TEXT --out FILE, and name FILE with --data",
+        )
+    if found.tokenizer is not None and own is not None and found.tokenizer != own:
+        raise ConfigError(
+            "the data are of another tokenizer",
+            found=f"tokens of the tokenizer {found.tokenizer}",
+            expected=f"{own}, as in {folder}",
+            remedy=f"tokenize the text again with --tokenizer {folder}",
+        )
 
 
 # -- What is held out for validation ----------------------------------------------------------------------------------

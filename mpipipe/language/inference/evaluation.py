@@ -24,7 +24,7 @@ from mpipipe.attention import kernels
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.job import group_of
-from mpipipe.language.data import Tokens, find, glance
+from mpipipe.language.data import Tokens, check_tokenizer, find, glance
 from mpipipe.language.data.source import out_of_range
 from mpipipe.language.inference.generation import forward_plan
 from mpipipe.language.models.gpt import GPT
@@ -189,20 +189,13 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
         "evaluate: the list of data", lambda: find([Path(path).absolute() for path in paths], folder.model.vocab)
     )
     with group.raise_together("evaluate: the tokenizer"):
-        tokenizer, first = folder.tokenizer(), listing.files[0][0]
-        if listing.unit == "bytes" and (tokenizer is not None or folder.model.vocab != 256):
+        if folder.tokenizer() is not None:
+            check_tokenizer(listing, folder.path)
+        elif listing.unit == "bytes" and folder.model.vocab != 256:
             raise ConfigError(
                 "the model takes tokens, and no text",
-                found=f"text in {first}, {folder.model.vocab} token ids in the model",
+                found=f"text in {listing.files[0][0]}, {folder.model.vocab} token ids in the model",
                 expected="files of tokens",
-                remedy=f"python -m mpipipe tokenize --tokenizer {folder.path} TEXT --out FILE, and --data FILE",
-            )
-        if tokenizer is not None and listing.tokenizer not in (None, tokenizer.hash):
-            raise DataError(
-                "the tokens are those of another tokenizer",
-                found=f"hash {listing.tokenizer} in {first}",
-                expected=f"{tokenizer.hash}, as in {folder.path}",
-                remedy="tokenize the text with the tokenizer of the model",
             )
     with group.raise_together("evaluate: opening the data"):
         tokens, seen = listing.whole(), glance(listing.files)

@@ -26,7 +26,7 @@ from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job import RankGroup, group_of, raise_on_all
 from mpipipe.language.data.windows import generator
-from mpipipe.language.models.gpt import GPT, Model, check_layers
+from mpipipe.language.models.gpt import GPT, check_layers
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 
@@ -226,7 +226,7 @@ class DecodingStage:
 
 @contextmanager
 def build_decoder(
-    model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, batch: int = 1
+    model: GPT, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, batch: int = 1
 ) -> Iterator[Decoder]:
     """Build a decoder of a model for sequences of up to `capacity` tokens, `batch` at once; collective.
 
@@ -257,7 +257,7 @@ def build_decoder(
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
     with group.raise_together("generate: the stages"):
-        stages, head = [], len(layers) - getattr(model, "head_slices", 1)
+        stages, head = [], len(layers) - model.head_slices
         for start, stop in plan.ranges_of(mesh.pipe.rank):
             begins = start <= head < stop
             cuts = [start, head, stop] if begins else [start, stop]
@@ -286,7 +286,7 @@ def longest_text(layers: Sequence[nn.Layer]) -> int | None:
     return min(tables) + 1 if tables else None
 
 
-def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int]) -> None:
+def check_decoding(model: GPT, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int]) -> None:
     """Raise ConfigError if parameters and caches (sequences, positions of each) surely exceed memory."""
     batch, capacity = caches
     layers = model.build(Local())

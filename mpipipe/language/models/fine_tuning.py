@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mpipipe import files, nn
 from mpipipe.checkpoint import standing_folder
@@ -14,7 +14,7 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.config import FROM_FOLDER, ModelOptions, TrainConfig
 from mpipipe.language.models import huggingface, model_folder
-from mpipipe.language.models.gpt import GPT, Model
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import adapter
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.weights import own_arrays
@@ -38,7 +38,7 @@ class FineTuning:
         """Return the layers of a model, with adapters where there are to be any."""
         return list(layers) if self.lora is None else self.lora.apply(layers)
 
-    def costs(self, model: Model, trained: Iterable[str]) -> list[float]:
+    def costs(self, model: GPT, trained: Iterable[str]) -> list[float]:
         """Return the costs of a model's layers, for the cut into stages, where the parameters `trained` are.
 
         A layer that is trained costs its forward and two products as large; one that is not, or that has adapters, one
@@ -49,19 +49,19 @@ class FineTuning:
         products = [3 if place in whole else 1 if place < lowest else 2 for place, _ in enumerate(model.costs())]
         return [cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)]
 
-    def check(self, model: Model, origin: huggingface.Origin) -> None:
+    def check(self, model: GPT, origin: huggingface.Origin) -> None:
         """Raise ConfigError, before a training begins, where its adapters could not be written."""
         if self.lora is not None:
-            adapter.adapter_parts(self.lora, expressed(cast(GPT, model), origin.family)[0], cast(GPT, model))
+            adapter.adapter_parts(self.lora, expressed(model, origin.family)[0], model)
 
-    def load(self, stages: Sequence[nn.Stage], model: Model, origin: huggingface.Origin, mesh: Mesh) -> None:
+    def load(self, stages: Sequence[nn.Stage], model: GPT, origin: huggingface.Origin, mesh: Mesh) -> None:
         """Set the adapters of this rank to those to begin with, if there are any; collective."""
         if self.start is None:
             return
         with group_of(mesh.comm).raise_together("loading the adapter"):
-            family, _ = expressed(cast(GPT, model), origin.family)
+            family, _ = expressed(model, origin.family)
             announce_write(*stages)
-            adapter.read_adapter(self.start, family, cast(GPT, model), own_arrays(stages))
+            adapter.read_adapter(self.start, family, model, own_arrays(stages))
             for stage in stages:
                 stage.sync_compute()
 

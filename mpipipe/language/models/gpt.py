@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from numpy.typing import ArrayLike
 
@@ -256,42 +256,21 @@ class GPT:
         return sum({parameter.tie or name: parameter.size for name, parameter in every.items()}.values())
 
 
-# -- What a training asks of a model: sizes from which layers are made, and their costs -------------------------------
+# -- How a training makes a model -------------------------------------------------------------------------------------
 
 
-class Model(Protocol):
-    """The sizes of a model, a dataclass such as `models.GPT`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def seq(self) -> int:
-        """Length of the sequences."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-
-    def build(self, attend: Any, positions: ArrayLike | None = None) -> list[nn.Layer]:
-        """Make the layers, whose attention is `attend`: such as attention.Local, or a function that makes one."""
-
-    def costs(self) -> list[float]:
-        """Relative cost of each layer."""
-
-
-# Makes a model from the sizes in a configuration, as the class `models.GPT` does: called with seq, dim, layers, heads,
-# kv_heads, hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is the
-# architecture's own choice.
-Architecture: TypeAlias = Callable[..., Model]
+# Makes a model from the sizes in a configuration, as the class GPT does: called with seq, dim, layers, heads, kv_heads,
+# hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is its own choice.
+Architecture: TypeAlias = Callable[..., GPT]
 
 
 CLOSE = 1.05  # times the slowest stage of the best cut, with which fewer slices are taken
 
 
-def balanced_slices(model: Model, stages: int) -> int:
+def balanced_slices(model: GPT, stages: int) -> int:
     """Return the least number of slices of the head with which the slowest stage is about as fast as it can be.
 
-    The model has a field `head_slices`. Up to four slices for each stage are tried.
+    Up to four slices for each stage are tried.
     """
 
     def slowest(slices: int) -> float:
@@ -299,7 +278,7 @@ def balanced_slices(model: Model, stages: int) -> int:
         cuts = partition(costs, min(stages, len(costs)))
         return max(sum(costs[start:stop]) for start, stop in cuts)
 
-    most = min(4 * stages, getattr(model, "vocab", 1)) if stages > 1 else 1
+    most = min(4 * stages, model.vocab) if stages > 1 else 1
     times = {slices: slowest(slices) for slices in range(1, most + 1)}
     return min(slices for slices, time in times.items() if time <= CLOSE * min(times.values()))
 

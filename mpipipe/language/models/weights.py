@@ -26,7 +26,7 @@ from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing,
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
-from mpipipe.language.models.gpt import Model
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import Origin, check_finite
 from mpipipe.nn import announce_write
 from mpipipe.schedules import Schedule
@@ -64,7 +64,7 @@ def file_of(stage: int) -> str:
 
 
 def save(
-    folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh, origin: Origin | None = None
+    folder: Path, model: GPT, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh, origin: Origin | None = None
 ) -> None:
     """Write this rank's stages of `schedule`, and their description; collective over the mesh.
 

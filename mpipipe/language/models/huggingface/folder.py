@@ -29,7 +29,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 COPY_AGAIN = "copy or download the folder again, from where it is whole"
 NOT_THESE = "take the folder of a model with this architecture, or the weights that belong to this config.json"
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,12 @@ class Folder:
         The description that follows from it.
     places : dict
         (file, name there) of each tensor, by its name in the table of the family.
-    spare_head : tuple or None
-        (file, name there) of a head that is stored although the embedding is the head; it must be the same.
     """
 
     path: Path
     config: Mapping[str, Any]
     model: GPT
     places: Mapping[str, tuple[str, str]]
-    spare_head: tuple[str, str] | None = None
 
     @property
     def family(self) -> Family:
@@ -78,8 +74,7 @@ def open_folder(path: str | Path) -> Folder:
             expected=error.expected,
         ) from error
     stored = _stored(folder)
-    known, spare = _known(family, model, stored, folder)
-    return Folder(folder, config, model, known, spare)
+    return Folder(folder, config, model, _known(family, model, stored, folder))
 
 
 def _stored(folder: Path) -> dict[str, str]:
@@ -130,10 +125,8 @@ def _indexed(folder: Path) -> dict[str, str]:
     return places
 
 
-def _known(
-    family: Family, model: GPT, stored: dict[str, str], folder: Path
-) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
-    """Find the tensors of the model among those that are stored; and a head next to a tied one."""
+def _known(family: Family, model: GPT, stored: dict[str, str], folder: Path) -> dict[str, tuple[str, str]]:
+    """Find the tensors of the model among those that are stored."""
     bare = not any(name.startswith(family.prefix) for name in stored)  # files of the decoder without a head
     left, known = dict(stored), {}
     for part in parts_of(family.table, model):
@@ -146,7 +139,6 @@ def _known(
                 remedy=NOT_THESE,
             )
         known[part.theirs] = (left.pop(name), name)
-    spare = left.pop(HEAD, None) if model.tied else None
     others = sorted(name for name in left if not name.endswith(family.buffers))
     if others:
         raise ArgumentError(
@@ -155,7 +147,7 @@ def _known(
             expected=f"those of {family.architecture} with {counted(model.layers, 'layer')} alone",
             remedy=NOT_THESE,
         )
-    return known, None if spare is None else (spare, HEAD)
+    return known
 
 
 def opened(path: Path) -> AbstractContextManager[TensorFile]:

@@ -11,10 +11,9 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError
-from mpipipe.even_split import even_split
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, check_finite, opened
-from mpipipe.language.models.huggingface.names import Tensor, heads_of, parts_of, shape_of, tied_to, view
+from mpipipe.language.models.huggingface.names import Tensor, parts_of, shape_of, tied_to, view
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -63,10 +62,6 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
                     if host is not target:
                         arrays.upload(host, out=target)
             done += file.bytes_read
-    heads = heads_of(folder.model)
-    for head, rows in zip(heads, even_split(folder.model.vocab, len(heads))):
-        if folder.spare_head is not None and head in parameters:
-            done += _compare_head(folder, arrays.download(parameters[head]), rows.start)
     return done
 
 
@@ -111,25 +106,3 @@ def _values(file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, 
     values = np.empty(shape, entry.kind)
     file.read_into(name, values, skip * row)
     return values.astype(np.float32) if arrays.is_half(entry.kind) else values
-
-
-def _compare_head(folder: Folder, embedding: np.ndarray, start: int) -> int:
-    """Raise ArgumentError unless a head that is stored next to a tied embedding is the same; return the bytes read.
-
-    `embedding` are the rows from `start` on.
-    """
-    assert folder.spare_head is not None
-    place, name = folder.spare_head
-    with opened(folder.path / place) as file:
-        shape = folder.model.vocab, *embedding.shape[1:]
-        same = _entry(file, name).shape == shape
-        if not same or not np.array_equal(
-            embedding, _values(file, name, embedding.shape, start, shape[0]).astype(embedding.dtype)
-        ):
-            raise ArgumentError(
-                "embedding and head of the model folder are two matrices",
-                found=f"{name} in {file.path} differs from the embedding",
-                expected="one, as tie_word_embeddings = true in config.json says",
-                remedy="set tie_word_embeddings to false in config.json if the model was trained so",
-            )
-        return file.bytes_read
