@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 from support import dense, jax_models  # noqa: E402
 
-from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
+from mpipipe import Pipeline, adapters, optim, schedules  # noqa: E402
 from mpipipe.adapters.jax import functions  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
@@ -204,43 +204,6 @@ def test_keys_depend_on_the_place_and_come_again_when_a_forward_is_made_anew():
     for other in [*others, mask()]:
         assert not np.array_equal(other, first)
     np.testing.assert_array_equal(mask(training=False), 1)
-
-
-def test_dropout_is_replayed_by_a_recomputation(comm):
-    def dropped(parameters, x, key, training):
-        y = jax_models.layer(parameters, x)
-        return 2 * y * jax.random.bernoulli(key, 0.5, y.shape) if training else y
-
-    data, found = jax_models.batch(), []
-    for schedule, recompute in ((schedules.gpipe(comm.size, 4), True), (schedules.zero_bubble_h1(comm.size, 4), False)):
-        (stage,), square = own_stages(schedule, comm.rank, dropped), adapters.jax_loss(jax_models.squared_error)
-        with Pipeline([stage], schedule, comm, loss=square, recompute=recompute) as pipeline:
-            losses = pipeline.step(*dense.placed(schedule, comm.rank, *data)).losses
-        found.append((losses, stage.gradients.flat.copy()))
-    assert found[0][0] == found[1][0]
-    close(found[0][1], found[1][1])
-
-
-def test_replicas_and_checkpoints(pair, mpi_tmp_path):
-    data, schedule = jax_models.batch(), schedules.gpipe(1, 2)
-    loss, (gradients,), _ = jax_models.reference(jax_models.parameters(1), *data)
-    (stage,), square = own_stages(schedule, 0), adapters.jax_loss(jax_models.squared_error)
-    mine = [x[4 * pair.rank : 4 * pair.rank + 4] for x in data]
-    with Mesh(pair, pipe=1) as mesh:
-        with Pipeline([stage], schedule, mesh.pipe, loss=square, replicas=mesh.replicas) as pipeline:
-            close(pipeline.step(*mine).loss, loss)
-        for name, expected in jax_models.named(gradients, "0.").items():
-            close(stage.gradients[name], expected, name)
-        optimizer = optim.AdamW([stage], lr=0.1)
-        optimizer.step()
-        checkpoint.check_replicas(mesh, [stage], optimizer)
-        path = checkpoint.save(mpi_tmp_path, mesh, [stage], optimizer, step=1)
-        kept = stage.parameters.flat.copy()
-        stage.parameters.flat[...] = 0
-        checkpoint.load(path, mesh, [stage], optimizer)
-    np.testing.assert_array_equal(stage.parameters.flat, kept)
-    y, _ = stage.forward(mine[0])
-    np.testing.assert_allclose(y, jax_models.layer(stage.tree, mine[0]), rtol=1e-12)
 
 
 def test_64_bits_are_refused_where_jax_would_make_32_of_them_and_parameters_of_several_dtypes():

@@ -51,22 +51,6 @@ def act():
 pipeline = build()
 for _ in range(3): pipeline.step(inputs, targets)
 """
-FREED = """
-def act():
-    if rank == last and Slow.calls == 6: fail()
-for attempt in range(3):
-    Slow.calls = 0
-    pipeline = build()
-    try:
-        pipeline.step(inputs, targets)
-        pipeline.step(inputs, targets)
-    except errors.MpipipeError:
-        pass
-    del pipeline
-    gc.collect()
-    comm.Barrier()
-print("intact", flush=True)
-"""
 
 
 def _script(body, columns) -> str:
@@ -98,17 +82,6 @@ FAULTS = (
         never=("ignal 11", "ignal: 11", "egmentation"),
         clean=False,
         repeat=12,
-        slow=True,
-    ),
-    Fault(
-        "three failures that the user catches",
-        "memory",
-        _script(FREED, 4096),
-        code=0,
-        plain_code=0,
-        prints=("intact",),
-        never=("egmentation",),
-        reports=0,
         slow=True,
     ),
 )
