@@ -30,7 +30,9 @@ part() {
     timeout -k 10 "${LIMIT:-260}" "$@" 2>&1 | tee "$results/$name.log" || failed+=("$name")
 }
 
-tests=("$python" -m pytest -q --color=no -p no:cacheprovider -m gpu -p support.gpu_selection --few-plans)
+# cuDNN plans each new graph for 0.1 to 0.5 s: its masks are tested in one of the two half types
+tests=("$python" -m pytest -q --color=no -p no:cacheprovider -m gpu
+    -k "not (test_all_masks_by_cudnn and float16 and not bfloat16)")
 "$python" -c 'import pytest_mpi' 2> /dev/null || tests+=(-p support.mpi_stand_in)
 part info "$python" -m mpipipe info
 if [ "${QUICK:-}" = 1 ]; then
@@ -40,7 +42,7 @@ else
     MPIPIPE_TEST_GPU_STREAM=own part tests-1 "${tests[@]}" tests
     part bench "$python" -m mpipipe bench gpu --json "$results/bench.json"
     for ranks in 2 4; do
-        MPIPIPE_GPU_DIRECT=0 part "tests-$ranks" "$mpiexec" -n "$ranks" "${tests[@]}" --several-ranks tests
+        MPIPIPE_GPU_DIRECT=0 part "tests-$ranks" "$mpiexec" -n "$ranks" "${tests[@]}" -m "gpu and ranks" tests
     done
 fi
 if [ ${#failed[@]} -gt 0 ]; then

@@ -217,7 +217,6 @@ def test_a_convolution_that_does_not_fit_its_shards(comm):
 
     for match, kind, build in (
         ("is padded", ArgumentError, lambda: conv(axis=3)),
-        ("is padded", ArgumentError, lambda: conv(padding="valid")),
         ("is padded", ArgumentError, lambda: HaloConv(comm, 1, nn.Linear(2, 2))),
         ("differ in convolution", MismatchError, lambda: conv(stride=2 if odd else 1)),
         ("does not fit the shards", ArgumentError, lambda: conv(stride=2)),
@@ -322,12 +321,9 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
     for match, kind, build in (
         ("axes of x", ArgumentError, lambda: HaloExchange(comm, 0, 1)),
         ("width of a halo", ArgumentError, lambda: HaloExchange(comm, 1, -1)),
-        ("width of a halo", ArgumentError, lambda: HaloExchange(comm, 1, (1, 2, 3))),
         ("differ in axis", MismatchError, lambda: HaloExchange(comm, 1 + odd, 1)),
-        ("differ in width", MismatchError, lambda: HaloExchange(comm, 1, 1 + odd)),
         ("differ in periodic", MismatchError, lambda: HaloExchange(comm, 1, 1, periodic=odd)),
         ("in the order of the ranks", ArgumentError, lambda: laid("zigzag", comm.size, 8)),
-        ("in the order of the ranks", ArgumentError, lambda: laid("contiguous", 9, 8)),
         ("in the order of the ranks", ArgumentError, lambda: laid("contiguous", comm.size, 8, (5, 3))),
         ("axes of x", ArgumentError, lambda: AllToAll(comm, 1, 1)),
         ("different calls", MismatchError, lambda: AllToAll(comm, 1, 2) if odd else HaloExchange(comm, 1, 1)),
@@ -339,7 +335,6 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
         ("the input", ArgumentError, lambda: halo.forward(x[0, 0, 0])),
         ("the input", ArgumentError, lambda: halo.forward(x.astype(int) if odd else x)),
         ("differ in shape", MismatchError, lambda: halo.forward(x[:, :, 1:] if odd else x)),
-        ("differ in dtype", MismatchError, lambda: halo.forward(x.astype("f") if odd else x)),
         ("different calls", MismatchError, lambda: (other if odd else halo).forward(x)),
         ("without points", ArgumentError, lambda: HaloExchange(comm, 1, 1, True).forward(x[:, :0])),
         ("not this rank's shard", ArgumentError, lambda: laid("contiguous", comm.size, 9).forward(x)),

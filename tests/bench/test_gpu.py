@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import sys
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import gpu_selection
 from support.command_line import invoke
 from support.tolerance import close
 
@@ -24,8 +20,6 @@ from mpipipe.bench.gpu.run import PARTS
 from mpipipe.bench.timing import Row
 from mpipipe.job import inprocess, runtime, settings
 from mpipipe.language.models import GPT
-
-TESTS = Path(__file__).parents[1]
 
 TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq=16, tied=True)
 
@@ -248,29 +242,6 @@ def test_what_it_cannot_measure_is_refused():
         run._check([], 2)
     with pytest.raises(run.ArgumentError, match="no part"):
         run._check(["speed"], 1)
-
-
-@pytest.mark.parametrize(
-    ("test", "given", "spare"),
-    [
-        ("test_local_attention_equals_dense", dict(kernel="", dtype="bfloat16"), True),
-        ("test_local_attention_equals_dense", dict(kernel="cupy", dtype="bfloat16"), False),
-        ("test_local_attention_equals_dense", dict(kernel="", dtype="float16"), False),
-        ("test_all_masks_by_cudnn", dict(dtype="float16"), True),
-        ("test_all_masks_by_cudnn", dict(dtype="bfloat16"), False),
-    ],
-)
-def test_what_is_left_out_on_a_gpu_exists_and_resembles_others(test, given, spare):
-    files = [TESTS / "attention" / f"test_{name}.py" for name in ("device_attention", "cudnn")]
-    functions = {
-        node.name: node
-        for path in files
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert set(given) <= {argument.arg for argument in functions[test].args.args}
-    assert gpu_selection.is_spare(test, SimpleNamespace(params=given)) == spare
-    assert not gpu_selection.is_spare(test, None)
 
 
 def test_each_product_of_each_linear_layer_is_measured(gpu):

@@ -299,8 +299,8 @@ def test_gpu_check_runs_tests_on_each_number_of_ranks_and_measures(gpu_check, ch
     assert result.stdout.splitlines()[-1] == "gpu_check: all as expected; the logs are in out"
     tests = [call for call in calls if "pytest" in call]
     assert [call.split()[0] for call in tests] == ["ranks=1"] + ["ranks=2"] * 2 + ["ranks=4"] * 4
-    assert all("-m gpu -p support.gpu_selection --few-plans -p support.mpi_stand_in" in call for call in tests)
-    assert "stream=own" in tests[0] and "--several-ranks" in tests[1]
+    assert all(" -m gpu -k " in call and " -p support.mpi_stand_in" in call for call in tests)
+    assert "stream=own" in tests[0] and "-m gpu and ranks" in tests[1]
     assert sum("bench gpu --json out/bench.json" in call for call in calls) == 1
     assert {path.name for path in (checkout / "out").iterdir()} >= {"info.log", "tests-1.log", "tests-4.log"}
 

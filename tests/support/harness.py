@@ -86,7 +86,6 @@ def bundles(items) -> tuple[list, list]:
 
 # more turns of what a shorter test shows, for those who have the time
 AT_LENGTH = os.environ.get("MPIPIPE_TEST_LONG") == "1"
-only_at_length = pytest.mark.skipif(not AT_LENGTH, reason="takes long: MPIPIPE_TEST_LONG=1")
 
 
 def _estimate(item, known) -> float:

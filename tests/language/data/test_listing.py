@@ -139,15 +139,3 @@ def test_training_and_validation_of_tokens_share_none_and_miss_none(tmp_path_fac
         assert np.isin(validation[np.diff(validation, prepend=-2) != 1], starts).all()
         assert (np.diff(validation) > 1).any()  # from several parts of the file
     assert abs(source.train.nbytes + source.validation.nbytes - nbytes.sum()) <= 2
-
-
-def test_documents_are_whole_in_either_part(tmp_path):
-    """With their bytes: where cuts stand between documents nothing is estimated."""
-    ids, starts, nbytes = random_documents(np.random.default_rng(3), 1000)
-    path = write_tokens(tmp_path / "tokens", np.arange(len(ids)), starts, nbytes, 65536)
-    source = data.find([path]).open(16)
-    for text in (source.train, source.validation):
-        mine = np.isin(starts, text.read(0, len(text)))
-        assert text.nbytes == nbytes[mine].sum()
-        ends = np.append(starts[1:], len(ids))[mine]
-        assert sum(ends - starts[mine]) == len(text)

@@ -92,6 +92,9 @@ def test_model_and_data_are_looked_for_in_the_working_folder_of_rank_0_alone(com
     found = open_on_all(comm, "..")
     with Mesh(comm, pipe=comm.size) as mesh:
         tokens, unit = open_tokens(found, ["tokens"], mesh)
+        for source, match in (([], "nothing to evaluate on"), ([__file__], "takes tokens, and no text")):
+            with pytest.raises(ConfigError, match=match):
+                open_tokens(found, source, mesh)
     assert unit == "tokens"
     np.testing.assert_array_equal(tokens.read(0, len(tokens)), TOKENS)
 

@@ -13,24 +13,10 @@ from mpipipe.errors import ArgumentError
 from mpipipe.language.inference.generation import Sampling, draw, generator
 
 
-def shares(logits, sampling, draws=4_000):
-    random = np.random.default_rng(0)
-    return np.bincount([draw(logits, sampling, random) for _ in range(draws)], minlength=len(logits)) / draws
-
-
 def defined(logits, temperature):
     """Probabilities by the definition, in Python's own numbers."""
     weights = [np.exp((float(x) - float(max(logits))) / temperature) for x in logits]
     return np.array(weights) / sum(weights)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_with_the_probabilities_of_the_definition(temperature):
-    logits = np.array([0.0, 1.0, -1.0, 2.0, 1.0, 1.0], np.float32)
-    found = shares(logits, Sampling(temperature=temperature))
-    assert np.abs(found - defined(logits, temperature)).max() < 5 * 0.5 / np.sqrt(
-        4_000
-    )  # five standard deviations of a share
 
 
 @given(
