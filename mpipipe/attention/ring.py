@@ -101,14 +101,6 @@ class Ring(PlannedAttend):
         super()._forget()
         self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
 
-    def __repr__(self) -> str:
-        options = self.options
-        parts = [f"rank {self.group.rank} of {self.group.size}", "causal" if options.causal else "not causal"]
-        parts += [] if options.window is None else [f"window {options.window}"]
-        parts += [] if options.seq_len is None else [counted(options.seq_len, "position")]
-        parts += [] if options.segments is None else ["documents"]
-        return f"<{type(self).__name__} {options.layout}: {', '.join(parts)}>"
-
     def positions(self, rows: int) -> np.ndarray | None:
         if self.group.size == 1:
             return None

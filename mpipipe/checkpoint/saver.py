@@ -1,16 +1,14 @@
 """Saving while a training goes on: a thread of each rank reads the arrays themselves while the next step computes.
 
-    rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | poll | save | step 9
+    rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | poll | step 9          | poll
     thread                |read, write ........| fsync, rename |            | manifest |
-    thread                                                                         |read, write
-    rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | save | step 9
+    rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | step 9
     thread                |read, write .........................:| fsync, rename |
 
 Parameters and moments change in an optimizer's step alone, so nothing is copied; but for what replicas of an optimizer
 have shares of: `save` puts together what this rank writes of it, on the host. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
-far all ranks are, and lets rank 0 write the manifest once all files have their names. While the arrays of one
-checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
+far all ranks are, and lets rank 0 write the manifest once all files have their names. One checkpoint is in flight.
 """
 
 from __future__ import annotations
@@ -66,8 +64,7 @@ class Saver:
         self._group = group_of(mesh.comm)
         self.waited = self.seconds = 0.0
         self._compared = False  # whether no two ranks have an array of one name
-        self._saving: SaveTask | None = None  # whose arrays are being written
-        self._sealing: SaveTask | None = None  # whose manifest is
+        self._task: SaveTask | None = None  # of the checkpoint in flight
         self._owners: list[owner.Owner] = []  # one, once a checkpoint has been begun
         self._lists, self._announced = contents.announcements_of(self.stages, optimizer)
         for functions in self._lists:
@@ -76,15 +73,15 @@ class Saver:
     @property
     def in_flight(self) -> bool:
         """Whether a checkpoint is being written; the same on all ranks."""
-        return self._saving is not None or self._sealing is not None
+        return self._task is not None
 
     def save(
         self, step: int, state: Mapping[str, Any] | None = None, *, beforehand: Callable[[], object] | None = None
     ) -> Path:
         """Begin to save the training as it is now, and return the folder; collective over the mesh.
 
-        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits for the files of an
-        earlier save that is still in flight, and for the manifest of the one before that.
+        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits for an earlier save
+        that is still in flight.
 
         Parameters
         ----------
@@ -95,7 +92,7 @@ class Saver:
             than the checkpoint.
 
         """
-        self.wait(room_for=step)
+        self.wait()
         wait_for_given_up()
         group = self._group
         steps = None if self.optimizer is None else self.optimizer.steps
@@ -112,7 +109,7 @@ class Saver:
         share = contents.share_of(held, self.mesh.replicas)
         version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
         saved = folders.Checkpoint(path, step, plain, steps, version, {})
-        self._saving = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
+        self._task = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
         if not self._announced:
             self.wait_until_read()
         return path
@@ -137,68 +134,56 @@ class Saver:
         None is returned if none is in flight, or it is not whole yet. StorageError is raised on every rank where one of
         them cannot write: its files are removed, and older ones stay.
         """
-        if not self.in_flight:
+        task = self._task
+        if task is None:
             return None
-        group, whole, sealing, saving = self._group, None, self._sealing, self._saving
         try:
-            progress = [ENDED if task is None else task.progress for task in (sealing, saving)]
-            states = group.agree("checkpoint.poll", values=progress)
-            failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
-            if sealing is not None and ended[0]:
-                whole, self._sealing, self.seconds = sealing.folder, None, sealing.seconds
-                sealing.leave()
-            elif failed[0] or (failed[1] and sealing is None):  # a later one fails once the earlier one has ended
-                self._fail(sealing if failed[0] else None, saving if failed[1] else None)
-            if saving is not None and ended[1] and self._sealing is None:
-                self._seal(saving)
+            states = self._group.agree("checkpoint.poll", values=[task.progress])
+            if (states == FAILED).any():
+                self._fail(task)
+            if not (states == ENDED).all():
+                return None
+            if not task.sealed:
+                self._seal(task)
+                return None
         except StorageError:
             raise
         except BaseException:
             self._give_up()
             raise
-        return whole
+        task.leave()
+        self._task, self.seconds = None, task.seconds
+        return task.folder
 
-    def _fail(self, sealing: SaveTask | None, saving: SaveTask | None) -> None:
-        """Raise on all ranks why these cannot be saved; another one in flight goes on."""
-        failed = [task for task in (sealing, saving) if task is not None]
-        problem = next((task.work.problem for task in failed if task.work.problem is not None), None)
-        if sealing is not None:
-            sealing.sealed, self._sealing = False, None  # rank 0 has written no manifest, and will not
-            sealing.give_up()
-        if saving is not None:
-            self._saving = None
-            saving.give_up()
+    def _fail(self, task: SaveTask) -> None:
+        """Raise on all ranks why it cannot be saved."""
+        problem = task.work.problem
+        task.sealed, self._task = False, None  # rank 0 has written no manifest, and will not
+        task.give_up()
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
-    def _seal(self, saving: SaveTask) -> None:
+    def _seal(self, task: SaveTask) -> None:
         """Let rank 0 write the manifest; all files have their names."""
-        saving.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
-        self._saving, self._sealing = None, saving
-        parts = self._group.gather("checkpoint.poll: what was written", (saving.work.result, saving.work.seconds))
+        task.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
+        parts = self._group.gather("checkpoint.poll: what was written", (task.work.result, task.work.seconds))
         written = {name: content for part, _ in parts for name, content in part.items()}
-        saving.write_manifest(written, max(seconds for _, seconds in parts))
+        task.write_manifest(written, max(seconds for _, seconds in parts))
 
-    def wait(self, *, room_for: int | None = None) -> Path | None:
-        """Wait until every checkpoint in flight is whole, or until a save of step `room_for` could begin; collective.
-
-        The newest of those that have become whole meanwhile is returned. Raises as `poll` does.
-        """
+    def wait(self) -> Path | None:
+        """Wait until the checkpoint in flight is whole, and return it; collective. Raises as `poll` does."""
         whole = None
-        while (oldest := self._sealing or self._saving) is not None:
-            # a save of the same step as the one that gets its manifest, or of an earlier one, would remove its files
-            if self._saving is None and room_for is not None and oldest.checkpoint.step < room_for:
-                break
-            wait_locally(oldest.work.wait, oldest)
-            whole = self.poll() or whole
+        while (task := self._task) is not None:
+            wait_locally(task.work.wait, task)
+            whole = self.poll()
         return whole
 
     def wait_until_read(self) -> None:
         """Return once this rank has read all arrays of the save in flight: optimizers call this before they write."""
-        saving = self._saving
-        if saving is None or saving.read.is_set():
+        task = self._task
+        if task is None or task.read.is_set():
             return
         start = perf_counter()
-        wait_locally(saving.read.wait, saving)
+        wait_locally(task.read.wait, task)
         self.waited += perf_counter() - start
 
     def close(self) -> None:
@@ -216,9 +201,9 @@ class Saver:
             self._owners.pop().release()
 
     def _give_up(self) -> None:
-        for saving in filter(None, (self._sealing, self._saving)):
-            saving.give_up()
-        self._sealing = self._saving = None
+        if self._task is not None:
+            self._task.give_up()
+            self._task = None
 
     def __enter__(self) -> Saver:
         return self

@@ -103,7 +103,6 @@ class RingExchange:
                 for e in last
                 if e.bytes_out is not None
             ),
-            operations=tuple(f"{e}, and one to rank {e.dest} of {e.bytes_out or 0} bytes" for e in last[-KEPT:]),
         )
 
     def close(self) -> None:

@@ -210,7 +210,7 @@ class Checkpoints:
         self._note(self.saver.poll())
         config, step = self.config, self.progress.step
         if leaves or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
-            self._note(self.saver.wait(room_for=step))  # an earlier one may turn out to have failed
+            self._note(self.saver.wait())  # an earlier one may turn out to have failed
             self.saver.save(step, self.progress.state(self.facts), beforehand=self.reporter.sync)
         if leaves:
             self.finish()

