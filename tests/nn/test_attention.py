@@ -87,7 +87,7 @@ def test_each_axis_of_coordinates_turns_its_block_of_a_head(coordinates, causal)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("ranks, of", [(2, Ring), (4, attention.Ulysses)])
+@pytest.mark.parametrize("ranks, of", [(1, Ring), (2, Ring), (4, attention.Ulysses)])
 def test_each_rank_takes_the_coordinates_of_its_own_rows(kind, ranks, of):
     x, dy = RANDOM.standard_normal((2, 2, 15, 32))
     layout = attention.Layout(kind, ranks, 15)

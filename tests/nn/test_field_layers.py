@@ -161,11 +161,15 @@ def test_spectral_weights_start_with_the_spread_that_keeps_the_size_of_a_frequen
 REFUSED = {
     "groups": (lambda: nn.GroupNorm(3, 4), None, "groups must divide"),
     "a patch of other rank": (lambda: nn.Patches((2,), (2, 2)), None, "as many axes"),
+    "a list": (lambda: nn.Downsample([2]), None, "factor must have a size for each axis"),
+    "no modes": (lambda: nn.SpectralConv(2, 2, (0,)), None, r"modes\[0\] must be"),
+    "rank of a finer field": (lambda: nn.Upsample((2, 3)), (2, 4, 1), "not a field"),
     "channels": (lambda: nn.GroupNorm(2, 4), (2, 3, 5), "last axis of the input"),
     "boxes": (lambda: nn.Downsample((2, 3)), (2, 4, 4, 1), "do not fill the field"),
     "space": (lambda: nn.Patches((2, 2), (2, 2)), (2, 4, 6, 1), "wrong shape"),
     "points of a patch": (lambda: nn.Patches((2, 2), (2, 2), back=True), (2, 4, 6), "wrong shape"),
     "rank of a spectrum": (lambda: nn.SpectralConv(2, 2, (2, 2)), (2, 8, 2), "not a field"),
+    "frequencies of the last axis": (lambda: nn.SpectralConv(2, 2, (3, 4)), (2, 6, 5, 2), "too few points"),
     "frequencies": (lambda: nn.SpectralConv(2, 2, (3, 3)), (2, 5, 8, 2), "too few points"),
 }
 

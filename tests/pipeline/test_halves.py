@@ -283,6 +283,7 @@ SHAPES = {
     "rows": (lambda y: y[:3], "do not match the outputs"),
     "width": (lambda y: y[:, :2], "does not match the output"),
     "dtype": (lambda y: y.astype(np.float32), "does not match the output"),
+    "list": (lambda y: [y], "wrong length"),
     "tree": (lambda y: {"y": y}, "another structure"),
     "number": (lambda y: 1.0, "neither an array"),
 }
