@@ -20,7 +20,7 @@ Cost = Annotated[str, Option("time in each stage: a number, or one for each stag
 
 
 def simulate(
-    schedule: Annotated[str | None, Option("a name; all: a table of them; FILE.csv")] = None,
+    schedule: Annotated[str, Option("a name; all: a table of them; FILE.csv")],
     ranks: Annotated[int | None, Option("P; default: 4")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     microbatches: Annotated[int | None, Option("M; default: 16")] = None,
@@ -33,7 +33,6 @@ def simulate(
     message_bytes: Annotated[float, Option("of one micro-batch between two stages, for --transfer-model")] = 0,
     memory_limit: Annotated[float | None, Option("chunk activations that a rank may hold at once")] = None,
     recompute: Annotated[bool, Option("run forwards again, as many as --memory-limit needs; without it, all")] = False,
-    csv: Annotated[Path | None, Option("read the order from this file, which may have any name")] = None,
     out: Annotated[Path | None, Option("write the order to this new file")] = None,
 ) -> None:
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
@@ -42,23 +41,14 @@ def simulate(
     memory than it does.
     """
     with refusing("simulate"):
-        if (schedule is None) == (csv is None):
-            raise ConfigError(
-                "what to simulate is not clear",
-                found="neither --schedule nor --csv" if schedule is None else "--schedule and --csv",
-                expected="one of them",
-                remedy="for example --schedule all, which compares all that the package makes",
-            )
-        source, name = "--csv", schedule or ""
-        if is_path(name):
-            source, csv = f"--schedule {name}", Path(name)
         given = given_of(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+        csv = schedule if is_path(schedule) else None
         if csv is not None:
-            refuse(f"{source}, whose order says it", given)
+            refuse(f"--schedule {schedule}, whose order says it", given)
         sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **given}
         costs = costs_of(forward, input_grad, weight_grad, transfer)
         links = _links(transfer_model, message_bytes, costs)
-        if name == "all":
+        if schedule == "all":
             refuse("--schedule all", given_of(recompute=recompute or None, out=out))
         if out is not None:
             files.check_new("the order", out)
@@ -70,12 +60,12 @@ def simulate(
             placement = from_file(csv).placement if csv else placement_of(name, sizes["ranks"], sizes["chunks"])
             return replace(costs, transfer=links.times(placement, message_bytes))
 
-        if name == "all":
+        if schedule == "all":
             lines = [*_table(sizes, with_links, memory_limit)]
         else:
-            costs = with_links(name)
+            costs = with_links(schedule)
             limit = None if recompute else memory_limit
-            made = from_file(csv) if csv else schedules.by_name(name, **sizes, costs=costs, memory_limit=limit)
+            made = from_file(csv) if csv else schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
             made = schedules.with_recompute(made, costs, memory_limit) if recompute else made
             lines = [*_one(made, costs, memory_limit)]
             if out is not None:

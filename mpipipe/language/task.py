@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -344,10 +344,7 @@ class TextTask(Task):
         return asdict(self.model)
 
     def compared(self, sizes: dict[str, Any]) -> dict[str, Any]:
-        """Return the sizes as they were saved, with fields that a model has had only since then at their defaults."""
-        names = {entry.name for entry in fields(self.model) if entry.init}
-        made = type(self.model)(**{name: value for name, value in sizes.items() if name in names})
-        return {**asdict(made), **sizes, "seq_len": sizes["seq"]}
+        return {**sizes, "seq_len": sizes["seq"]}
 
     def unfinished(self, out: Path) -> set[str]:
         folder = weights.folder_of(out)

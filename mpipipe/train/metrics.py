@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +30,39 @@ class TensorBoard:
     def __init__(self, out: Path, done: int, warn: Callable[[str], None]) -> None:
         self.warn = warn
         self.writer: Any = None
-        try:
+        with self._giving_up():
             from tensorboardX import SummaryWriter
 
-            if done:
-                # File names have whole seconds: without a suffix two starts might share a file.
-                self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1, filename_suffix=f".{done}")
-            else:
-                self.writer = SummaryWriter(str(out / "tensorboard"))
-        except Exception as error:
-            self._give_up(error)
+            # File names have whole seconds: without a suffix two starts might share a file.
+            suffix, hidden = (f".{done}", done + 1) if done else ("", None)
+            self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=hidden, filename_suffix=suffix)
 
     def write(self, facts: Facts) -> None:
         """Write the numbers of a record."""
         if self.writer is None:
             return
-        try:
+        with self._giving_up():
             for name, value in facts.items():
                 if name not in ("step", "time"):
                     self.writer.add_scalar(name, value, int(facts["step"]), walltime=facts["time"])
             self.writer.flush()
-        except Exception as error:
-            self._give_up(error)
 
     def close(self) -> None:
         """Close the file. May be called twice."""
         writer, self.writer = self.writer, None
         if writer is not None:
-            try:
+            with self._giving_up():
                 writer.close()
-            except Exception as error:
-                self._give_up(error)
 
-    def _give_up(self, error: Exception) -> None:
-        self.writer = None
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Write nothing more once the library raises."""
+        try:
+            yield
+        except Exception as error:
+            self.writer = None
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
 
 
 # -- metrics.jsonl over a resume: records after the checkpoint are cut off, so that none is repeated -----------------

@@ -1,7 +1,7 @@
 """Where a training writes while it runs: a stream of text, and a file of lines. Neither can end the training.
 
-A closed terminal or a full disk is no reason to lose what was trained. The stream falls silent; lines of the file are
-kept until they can be written.
+A closed terminal or a full disk is no reason to lose what was trained. The stream falls silent; lines that find no room
+in the file are left out.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from mpipipe import files
 from mpipipe.job import current_rank
-from mpipipe.text import counted
 
 COLUMNS = 100  # most characters in a line of progress
-KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are given up
 
 
 def folded(text: str) -> str:
@@ -71,8 +68,8 @@ def warn(text: str) -> None:
 class JsonLines:
     """A file of whole lines, which can be read as soon as they are written.
 
-    A line that can be written in part only is cut off again, and waits for the next line or for `close`; one warning
-    says so. Unless it `goes_on`, FileExistsError is raised for a file that is there.
+    A line that can be written in part only is cut off again, and one warning says so. Unless it `goes_on`,
+    FileExistsError is raised for a file that is there.
     """
 
     def __init__(self, path: Path, goes_on: bool = False) -> None:
@@ -80,14 +77,22 @@ class JsonLines:
         new = 0 if goes_on else os.O_EXCL
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.whole = os.fstat(self.descriptor).st_size  # bytes of whole lines in the file
-        self.waiting: deque[bytes] = deque(maxlen=KEPT)
-        self.lost, self.told = 0, False
+        self.told = False
 
     def append(self, line: str) -> None:
-        """Write a line after those that wait. Never raises OSError."""
-        self.lost += len(self.waiting) == KEPT
-        self.waiting.append(f"{line}\n".encode(errors="backslashreplace"))  # the name of a file may be no text
-        self._write()
+        """Write a line. Never raises OSError."""
+        rest = memoryview(f"{line}\n".encode(errors="backslashreplace"))  # the name of a file may be no text
+        size = len(rest)
+        try:
+            while rest:
+                rest = rest[os.write(self.descriptor, rest) :]
+            self.whole += size
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self.descriptor, self.whole)
+            if not self.told:
+                self.told = True
+                warn(f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes on without it")
 
     def sync(self) -> None:
         """Force the lines to the disk, as far as they could be written. Never raises OSError."""
@@ -95,26 +100,8 @@ class JsonLines:
             os.fsync(self.descriptor)
 
     def close(self) -> None:
-        """Try once more to write the lines that wait, and close the file. May be called twice."""
-        if self.descriptor < 0:
-            return
-        self._write()
-        with suppress(OSError):
-            os.close(self.descriptor)
-        self.descriptor = -1
-        if self.waiting or self.lost:
-            warn(f"mpipipe: {counted(len(self.waiting) + self.lost, 'line')} of {self.path} could not be written")
-
-    def _write(self) -> None:
-        try:
-            while self.waiting:
-                rest = memoryview(self.waiting[0])
-                while rest:
-                    rest = rest[os.write(self.descriptor, rest) :]
-                self.whole += len(self.waiting.popleft())
-        except OSError as error:
+        """Close the file. May be called twice."""
+        if self.descriptor >= 0:
             with suppress(OSError):
-                os.ftruncate(self.descriptor, self.whole)
-            if not self.told:
-                self.told = True
-                warn(f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes on, and tries again")
+                os.close(self.descriptor)
+            self.descriptor = -1

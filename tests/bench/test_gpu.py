@@ -242,7 +242,3 @@ def test_what_it_cannot_measure_is_refused():
         run._check([], 2)
     with pytest.raises(run.ArgumentError, match="no part"):
         run._check(["speed"], 1)
-
-
-def test_each_product_of_each_linear_layer_is_measured(gpu):
-    checked(kernels.measure_products(repeats=1, rows=8, dim=8, hidden=8, vocab=16), 9)

@@ -56,9 +56,7 @@ def test_an_order_is_written_and_read_again(printed, tmp_path):
     options = dict(forward="1,2,1", transfer="0.5", memory_limit=3.0)
     first = printed(schedule="zero_bubble_2p", ranks=3, microbatches=6, out=path, **options)
     assert first[-1] == f"order       {path}"
-    again = printed(csv=path, **options)
-    assert again[1:6] == first[1:6]
-    assert printed(schedule=str(path), **options) == again
+    assert printed(schedule=str(path), **options)[1:6] == first[1:6]
 
 
 def test_forwards_are_run_again_to_keep_the_limit(printed):
@@ -84,7 +82,7 @@ def test_slices_reach_one_schedule_all_of_them_and_a_table(printed, tmp_path):
     path = tmp_path / "order.csv"
     first = printed(schedule="zero_bubble_h1", **sizes, out=path)
     assert "0F0.7" in path.read_text()
-    assert printed(csv=path)[1:6] == first[1:6]
+    assert printed(schedule=str(path))[1:6] == first[1:6]
     again = printed(schedule="gpipe", ranks=2, microbatches=1, slices=2, recompute=True)
     assert again[-1].startswith("rank 1 ") and "1R0.1" in again[-1]
 
@@ -121,22 +119,21 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
         (dict(schedule="gpipe", message_bytes=1.0), "without a model of the links"),
         (dict(schedule="gpipe", transfer_model="1,2", message_bytes=-1.0), "no length of a message"),
         (dict(schedule="v_half", chunks=2, ranks=2**12, microbatches=2**12), "at most 262,144 forwards"),
-        (dict(), "found: neither --schedule nor --csv"),
         (dict(schedule="gpipe", forward="one"), "--forward is no list of numbers"),
         (dict(schedule="gpipe", transfer="1,2"), "the cost transfer does not fit"),
         (dict(schedule="gpipe", memory_limit=2.0), "does not keep the memory limit"),
         (dict(schedule="gpipe", chunks=2), "one stage per rank"),
         (dict(schedule="all", recompute=True), "--recompute does not go with --schedule all"),
         (dict(schedule="gpipe", recompute=True, memory_limit=0.5), "no choice of forwards"),
-        (dict(csv="nowhere.csv"), "cannot be read"),
-        (dict(csv="order.csv", ranks=4), "--ranks does not go with --csv"),
-        (dict(csv="order.csv", chunks=1, microbatches=8), "--chunks 1, --microbatches 8"),
+        (dict(schedule="nowhere.csv"), "cannot be read"),
+        (dict(schedule="order.csv", ranks=4), "--ranks does not go with --schedule order.csv"),
+        (dict(schedule="order.csv", chunks=1, microbatches=8), "--chunks 1, --microbatches 8"),
         (dict(schedule="gpipe", out="."), "the order cannot be written"),
     ],
 )
 def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    paths = {name: tmp_path / options[name] for name in ("csv", "out") if name in options}
+    paths = {name: tmp_path / options[name] for name in ("out",) if name in options}
     with pytest.raises(Stop) as caught:
         printed(**{**options, **paths})
     assert caught.value.code == 2

@@ -12,7 +12,7 @@ import pytest
 
 from mpipipe.train.config import read_keys
 from mpipipe.train.report import Record, Reporter
-from mpipipe.train.screen import KEPT, JsonLines, SafeStream
+from mpipipe.train.screen import JsonLines, SafeStream
 
 HEAD = """
 import subprocess, sys
@@ -47,7 +47,7 @@ def room():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, capsys):
+def test_lines_that_find_no_room_are_left_out_whole(tmp_path, room, capsys):
     path = tmp_path / "lines"
     path.write_text("first\n")
     with pytest.raises(FileExistsError):
@@ -59,22 +59,11 @@ def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, c
         assert path.read_text() == "first\n"  # "seco" would be a torn line
     room(None)
     lines.append("fourth")
-    assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+    assert path.read_text() == "first\nfourth\n"
     lines.sync()
     lines.close()
     lines.close()
     assert capsys.readouterr().err.count("cannot be written") == 1
-
-
-def test_lines_that_never_find_room_are_counted_at_the_end(tmp_path, room, capsys):
-    lines = JsonLines(tmp_path / "lines")
-    room(0)
-    for number in range(KEPT + 5):
-        lines.append(str(number))
-    assert len(lines.waiting) == KEPT
-    lines.close()
-    room(None)
-    assert f"{KEPT + 5} lines" in capsys.readouterr().err
 
 
 class Full(io.StringIO):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -72,29 +71,6 @@ def _loss_and_optimizer(rows: int, vocab: int, count: int, dtype: str) -> Iterat
     name = f"adamw with a copy in {copy.dtype.name}, float32 {count}"
     yield name, lambda: kernels.adamw(p, g, m, v, numbers, update), 7 * p.nbytes + copy.nbytes
     yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, [(0, count)]), g.nbytes
-
-
-# -- Matrix products of a GPT's layers ---------------------------------------------------------------------------------
-
-
-def measure_products(
-    repeats: int = 20, rows: int = 8192, dim: int = 768, hidden: int = 2048, vocab: int = 50304, dtype: str = "bfloat16"
-) -> Iterator[Row]:
-    """Yield a row for each product of each linear layer: forward, gradient of the input, gradient of the weight."""
-    for name, inputs, outputs in (("qkv", dim, 3 * dim), ("up", dim, 2 * hidden), ("head", dim, vocab)):
-        x, dy = normal((rows, inputs), dtype, 1), normal((rows, outputs), dtype, 2)
-        weight = normal((outputs, inputs), dtype, 3)
-        grad = arrays.zeros((outputs, inputs), arrays.accumulator(x.dtype), "cuda")
-        y, dx = arrays.empty_like(dy), arrays.empty_like(x)
-        calls: tuple[tuple[str, DeviceArray, DeviceArray, DeviceArray, dict], ...] = (
-            ("forward", x, weight, y, dict(transpose_b=True)),
-            ("input gradient", dy, weight, dx, {}),
-            ("weight gradient", dy, x, grad, dict(transpose_a=True, add=True)),
-        )
-        for what, a, b, c, options in calls:
-            taken = seconds(partial(arrays.gemm, a, b, c, **options), repeats)
-            rate = 2 * rows * inputs * outputs / taken / 1e12
-            yield Row(f"product of {name}, {what}, {x.dtype.name} {rows} x {inputs} x {outputs}", rate, "TFLOP/s")
 
 
 # -- Attention on one GPU next to NVIDIA's published rates for cuDNN ---------------------------------------------------

@@ -35,7 +35,6 @@ class GpuPart(NamedTuple):
 
 PARTS = {
     "memory": GpuPart(kernels.measure_memory, dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)),
-    "products": GpuPart(kernels.measure_products, dict(repeats=5, rows=1024, dim=256, hidden=512, vocab=1024)),
     "attention": GpuPart(kernels.measure_attention, dict(repeats=5, lengths=(8192,))),
     "executor": GpuPart(steps.measure_executor, dict(repeats=3, microbatches=8)),
     "gpt": GpuPart(steps.measure_step, dict(repeats=3)),
@@ -44,9 +43,7 @@ PARTS = {
 
 def gpu(
     repeats: Annotated[int | None, Option("measured turns; default: each part's own number", least=1)] = None,
-    part: Annotated[
-        list[str] | None, Option("memory, products, attention, executor, gpt; repeatable; default: all")
-    ] = None,
+    part: Annotated[list[str] | None, Option("memory, attention, executor, gpt; repeatable; default: all")] = None,
     json: Annotated[Path | None, Option("file to write the numbers to")] = None,
     peers: Annotated[bool, Option("measure PyTorch beside it, where it is installed")] = True,
     quick: Annotated[bool, Option("smallest sizes that tell something")] = False,

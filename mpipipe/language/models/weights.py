@@ -42,15 +42,12 @@ COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 
 @dataclass(frozen=True)
 class WeightsDescription:
-    """The content of model.json: sizes and dtype of the model, number of files, and checksums by parameter.
-
-    Files that were saved before there were checksums have None.
-    """
+    """The content of model.json: sizes and dtype of the model, number of files, and checksums by parameter."""
 
     model: dict[str, Any]
     dtype: str
     stages: int
-    checksums: dict[str, str] | None = None
+    checksums: dict[str, str]
 
 
 def folder_of(run: str | Path) -> Path:
@@ -117,17 +114,16 @@ def describe(folder: str | Path) -> WeightsDescription:
     """Read model.json. Raises ArgumentError if it is missing, or is not what `save` wrote."""
     path = Path(folder, DESCRIPTION)
     remedy = "name the --out folder of a training that ended; its weights are written at the end"
-    with files.reading("the weights' description", path, remedy=remedy, also=(ValueError, TypeError, RecursionError)):
+    with files.reading(
+        "the weights' description", path, remedy=remedy, also=(ValueError, TypeError, KeyError, RecursionError)
+    ):
         facts = json.loads(files.read_text(path, MOST_BYTES))
-        written = facts.pop("checksum", None) if isinstance(facts, dict) else None
+        written = facts.pop("checksum")
         description = WeightsDescription(**facts)
-    kinds = {"model": dict, "dtype": str, "stages": int}
+    kinds = {"model": dict, "dtype": str, "stages": int, "checksums": dict}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()):
         raise ArgumentError("the weights' description is wrong", found=f"{path}: {description}", remedy=remedy)
-    sums = description.checksums
-    if not isinstance(sums, (dict, type(None))) or (written is None) != (sums is None):
-        raise ArgumentError("the checksums of the weights' description are wrong", found=str(path), remedy=COPY_AGAIN)
-    if written is not None and written != checksum_of(facts):
+    if written != checksum_of(facts):
         raise ArgumentError(
             "the weights' description is damaged",
             found=f"checksum {checksum_of(facts)} of {path}",
@@ -176,7 +172,7 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
         )
 
 
-def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str] | None) -> np.ndarray:
+def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str]) -> np.ndarray:
     """Return the values of a parameter, which is to have the shape of `like`, in the dtype of `like`."""
     entry = file.arrays[name]
     if entry.kind.name not in FLOATS or entry.shape != like.shape:
@@ -187,8 +183,8 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
             remedy=REMEDY,
         )
     values = np.empty(entry.shape, entry.kind)
-    checksum, expected = file.read_summed(name, values), None if checksums is None else checksums.get(name)
-    if checksums is not None and checksum != expected:
+    checksum, expected = file.read_summed(name, values), checksums.get(name)
+    if checksum != expected:
         raise ArgumentError(
             f"parameter {name} is damaged: it is not what was saved",
             found=f"checksum {checksum} in {file.path}",
