@@ -16,7 +16,7 @@ from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.attention import Layout, Ring
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, with_frozen
+from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 WIDTH = 3
 
@@ -168,30 +168,6 @@ def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_nor
     near(found, losses)
     for name, array in parameters.items():
         near(array, expected[name])
-
-
-def test_frozen_stages_below_what_is_trained(comm):
-    """No backward goes there, and none of their gradients is corrected."""
-    x, goal = np.random.default_rng(0).normal(size=(2, 7, 4))
-
-    def heavier(output, target):
-        return (*nn.mean_squared_error(output, target), 7.0 * len(target))
-
-    schedule = with_frozen(dense.build("interleaved_1f1b", comm.size, 2, 3), {0})
-    stages = [
-        nn.Stage([nn.Linear(4, 4)], "float64", seed=1, first=number, frozen=["*"] if number == 0 else [])
-        for number in schedule.stages_of(comm.rank)
-    ]
-    with Pipeline(stages, schedule, comm, loss=heavier) as pipeline:
-        loss = pipeline.step(*dense.placed(schedule, comm.rank, x, goal)).loss
-    whole = nn.Stage([nn.Linear(4, 4) for _ in range(schedule.stages)], "float64", seed=1)
-    y, saved = whole.forward(x)
-    expected, dy = nn.mean_squared_error(y, goal)
-    whole.backward(dy, saved)
-    near(loss, expected)
-    for stage in stages:
-        for name in set(stage.gradients) - set(stage.frozen):
-            near(stage.gradients[name], whole.gradients[name])
 
 
 @pytest.mark.parametrize("layout, extra", [("contiguous", 1), ("zigzag", 3)])
