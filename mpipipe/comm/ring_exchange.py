@@ -17,7 +17,7 @@ from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
-KEPT = 8  # exchanges that the flight recorder knows, for each rank
+KEPT = 8  # exchanges that a report of a hang knows, for each rank
 
 
 class RingMessages(NamedTuple):
@@ -80,7 +80,7 @@ class RingExchange:
             self.group.wait(request, what, peer=exchange.source if receives else exchange.dest)
             self.pending.popleft()
 
-    # -- for the flight recorder --------------------------------------------------------------------------------
+    # -- for the report of a hang -------------------------------------------------------------------------------
 
     def progress_token(self) -> object:
         return self.started, self.polls, len(self.pending)

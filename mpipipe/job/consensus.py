@@ -225,8 +225,6 @@ def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
     if group.size == 1:
         return mine[None]
     table = np.empty((group.size, mine.size), np.int64)
-    operation = group.context.flight.begin(what)
     with group.failing(what):
         wait_for(own(group.comm.Iallgather(mine, table)), what, group, everyone=True)
-    group.context.flight.end(operation)
     return table

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import rank_list, settings
-from mpipipe.job.flight import FlightRecorder, Inspectable
+from mpipipe.job.flight import Inspectable
 from mpipipe.job.requests import own
 from mpipipe.job.types import Advancing, Communicator, Request
 from mpipipe.trace import Recorder
@@ -81,7 +81,6 @@ class RankContext:
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
         if settings.oversubscribed():
             self.patience, self.pause = OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS
-        self.flight = FlightRecorder()  # its last operations
         self.long_waits: list[Any] = []  # of wait.LongWait, one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: Any = None  # of job.watch.watchdog, once there is a group of several ranks
@@ -125,7 +124,7 @@ class RankContext:
         """Return a value that changes with every progress of this rank; called often, from any thread."""
         calls = sum(group.calls for group in tuple(self.groups))
         tokens = (thing.progress_token() for thing in self.inspectables)
-        return calls, self.flight.count, self.long_waits_begun, self.ended, *tokens
+        return calls, self.long_waits_begun, self.ended, *tokens
 
     def advance(self) -> None:
         """Let everything advance that the calling thread has registered; never waits."""

@@ -1,39 +1,11 @@
-"""The flight recorder: the last operations of a rank, which are read only when a job hangs.
+"""How far objects that follow a plan have come, which is asked only when a job hangs.
 
-An object that follows a plan knows how far it has come, and gives a `Snapshot` when it is asked (pipeline/diagnostics,
-comm/ring_exchange). All others are agreements, and the last ones are kept. Only references and numbers are stored;
-texts are made for a dump (watch/channel.py).
+Such an object gives a `Snapshot` (pipeline/diagnostics, comm/ring_exchange).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from time import perf_counter
-from typing import Any, NamedTuple, Protocol
-
-KEPT = 256
-
-
-class FlightRecorder:
-    """The agreements of one rank; `count` is how many have begun so far."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.operations: deque[list[Any]] = deque(maxlen=KEPT)  # [what, "posted" or "done", time of the last change]
-
-    def begin(self, what: object) -> list[Any]:
-        """Note that an agreement begins; return what `end` takes."""
-        self.count += 1
-        self.operations.append([what, "posted", perf_counter()])
-        return self.operations[-1]
-
-    def end(self, operation: list[Any]) -> None:
-        operation[1:] = "done", perf_counter()
-
-    def last(self, most: int) -> list[str]:
-        """Return the last ones as text, the oldest first."""
-        now = perf_counter()
-        return [f"{what}: {state}, {now - then:.3f} s ago" for what, state, then in list(self.operations)[-most:]]
+from typing import NamedTuple, Protocol
 
 
 class Message(NamedTuple):
@@ -58,7 +30,6 @@ class Snapshot(NamedTuple):
     expects: Message | None = None  # the message that is waited for
     sent: tuple[Message, ...] = ()  # the last messages sent, in this call
     skipped: tuple[Message, ...] = ()  # messages that should have been sent by now, by the plan, and were not
-    operations: tuple[str, ...] = ()  # the last ones, as text
     call: int = 0  # number of the call under way, or of the last one, on all ranks; messages have names within it
 
 

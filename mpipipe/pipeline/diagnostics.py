@@ -11,10 +11,8 @@ was skipped.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import get_ident
-from time import perf_counter
 from traceback import walk_tb
 from typing import NamedTuple, TypeAlias
 
@@ -29,8 +27,6 @@ from mpipipe.pipeline.result import PipelineState
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
 Function: TypeAlias = Callable[[PlannedAction, CallState], None]  # that runs an action
-KEPT_CALLS = 3
-LISTED = 16  # actions of a call that a dump lists
 SENT = 64  # messages of a call that a dump names
 
 
@@ -46,11 +42,11 @@ class KeptCall(NamedTuple):
 
 
 class PipelineFlight:
-    """The last calls of a pipeline on one rank. `timed` is whether marks are times of the host's clock."""
+    """The last call of a pipeline on one rank."""
 
-    def __init__(self, group: RankGroup, messages: StageMessages, state: PipelineState, timed: bool) -> None:
-        self.group, self.messages, self.state, self.timed = group, messages, state, timed
-        self.calls: deque[KeptCall] = deque(maxlen=KEPT_CALLS)
+    def __init__(self, group: RankGroup, messages: StageMessages, state: PipelineState) -> None:
+        self.group, self.messages, self.state = group, messages, state
+        self.call: KeptCall | None = None
         self.begun, self.running = 0, False
         group.context.add_inspectable(self)
 
@@ -58,18 +54,17 @@ class PipelineFlight:
         """Note that a call begins: its messages are known, and its actions are about to run."""
         self.begun += 1
         name = f"{call} (call {number}) of {self.state.name}"
-        self.calls.append(KeptCall(name, number, plan, marks, self.messages.mailbox.sent, get_ident()))
+        self.call = KeptCall(name, number, plan, marks, self.messages.mailbox.sent, get_ident())
         self.running = True
 
     def progress_token(self) -> object:
         mailbox = self.messages.mailbox
-        marks = self.calls[-1].marks if self.calls else ()
+        marks = () if self.call is None else self.call.marks
         return self.begun, self.running, len(marks), len(mailbox.sent), mailbox.polls
 
     def snapshot(self) -> Snapshot:
-        call = self.calls[-1] if self.running and self.state.running else None
-        operations = [text for kept in tuple(self.calls) for text in self._operations(kept)]
-        idle = Snapshot(self.group.key, operations=tuple(operations))
+        call = self.call if self.running and self.state.running else None
+        idle = Snapshot(self.group.key)
         if call is None:
             return idle
         done, computes = divmod(len(call.marks), 2)
@@ -99,23 +94,6 @@ class PipelineFlight:
     def _message(self, envelope: Envelope) -> Message:
         peer = self.group.members[envelope.peer]
         return Message(envelope.name, envelope.subject, peer, envelope.data, self.messages.bytes_of(envelope))
-
-    def _operations(self, call: KeptCall) -> Iterator[str]:
-        """Yield the last actions of a call as text, with the time since their end if the host's clock knows it."""
-        yield call.name
-        done, now, sent = len(call.marks) // 2, perf_counter(), set(call.sent)
-        for index in range(max(0, done - LISTED), done):
-            action = call.plan.steps[index]
-            ended = f" {now - call.marks[2 * index + 1]:.3f} s ago" if self.timed else ""
-            messages = [f"received {self._transfer(each, 'from')}" for each in action.receives]
-            for each in action.sends:
-                messages.append(f"{'sent' if each in sent else 'has not sent'} {self._transfer(each, 'to')}")
-            yield "; ".join([f"  {action}: done{ended}", *messages])
-
-    def _transfer(self, envelope: Envelope, preposition: str) -> str:
-        message = self._message(envelope)
-        size = "" if message.nbytes is None else f", {message.nbytes} bytes"
-        return f"{preposition} rank {message.peer} (channel {message.tag[0]}, tag {message.tag[1]}{size})"
 
 
 # -- Errors of an action: the layer that they came through, and what helps where a GPU runs out of memory --------------

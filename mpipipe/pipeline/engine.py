@@ -100,7 +100,7 @@ class Engine:
         executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that was not closed
         abandon = partial(executor.abandon, recorders)
         self.state = PipelineState(name, rank, partners.groups, lambda: executor.place, abandon)
-        self.flight = PipelineFlight(pipe, self.messages, self.state, timed=not self.executor.clock.waits)
+        self.flight = PipelineFlight(pipe, self.messages, self.state)
         self._forget: Callable[[], object] = lambda: None  # takes the recorder out of the process
         agreement = weakref.ref(self.agreement)  # the groups of such an engine stay
         for group in partners.groups:

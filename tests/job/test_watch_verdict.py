@@ -15,7 +15,7 @@ import pytest
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.errors import HangError
 from mpipipe.job import inprocess
-from mpipipe.job.flight import KEPT, FlightRecorder, Message, Snapshot
+from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import RankGroup
 from mpipipe.job.watch.channel import Dump, RankPlace, Seen, Waits, state_of
 from mpipipe.job.watch.verdict import Unresponsive, judge
@@ -24,7 +24,7 @@ CALL = ((0, 1), "step (call 7)")
 
 
 def dump(rank, *waits, snapshots=(), ended=False, neighbours=()):
-    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", "", (), dict(neighbours))
+    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", "", dict(neighbours))
 
 
 def for_rank(peer, text="a message"):
@@ -159,18 +159,6 @@ def test_a_process_that_swaps_or_waits_for_a_disk_is_named_as_that(monkeypatch, 
         dump(0, for_rank(2), neighbours={2: Seen(state_of(77), "")}), unresponsive=[unresponsive]
     ).culprits
     assert found.text.endswith(f"it has not answered for 6 s; {text}") and "ended" not in found.text
-
-
-def test_the_recorder_keeps_the_last_operations_and_how_far_they_came():
-    recorder = FlightRecorder()
-    first = recorder.begin("the first")
-    operations = [recorder.begin(f"operation {i}") for i in range(KEPT)]
-    recorder.end(first)  # it is forgotten by now
-    recorder.end(operations[-1])
-    last = recorder.last(2)
-    assert last[0].startswith("operation 254: posted, ") and last[0].endswith(" s ago")
-    assert last[1].startswith("operation 255: done, ") and recorder.count == KEPT + 1
-    assert len(recorder.last(10 * KEPT)) == KEPT and "posted" in recorder.last(KEPT)[0]
 
 
 def test_threads_hang_and_one_error_names_the_rank_that_computes(monkeypatch):

@@ -126,7 +126,7 @@ def test_buffers_that_are_received_into_have_no_room(machine, comm, monkeypatch)
         assert caught.value.found.startswith(f"{1 << 40:,} bytes asked for")
 
 
-# -- What the flight recorder tells of a pipeline, while a step runs and after it --------------------------------------
+# -- What a report of a hang tells of a pipeline, while a step runs and after it ---------------------------------------
 
 
 SMALL, FEW = 8, 4
@@ -162,9 +162,6 @@ def check(rank, during, after):
     assert (len(during.sent), during.skipped, during.expects) == (1, (), None)
     assert (after.doing, after.sent, after.skipped) == ("", (), ())
     assert after.key == during.key
-    lines = [line.split(":")[0].strip() for line in after.operations]
-    expected = ["0F0", "0F1", "0B0", "0B1"] if rank == 0 else ["1F0", "1B0", "1F1", "1B1"]
-    assert lines == ["step (call 1) of pipeline 1 (one_f_one_b)", *expected, lines[0].replace("1", "2", 1), *expected]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -176,9 +173,6 @@ def test_an_account_names_the_action_and_what_was_sent(request, device):
     for rank, (during, after) in enumerate(found):
         check(rank, during, after)
     assert found[0][0].key == found[1][0].key
-    line = found[0][1].operations[1]
-    ended = r" \S+ s ago" if device == "cpu" else ""
-    assert re.fullmatch(rf"  0F0: done{ended}; sent to rank 1 \(channel 0, tag 1, 128 bytes\)", line)
 
 
 def test_a_pipeline_that_failed_is_in_no_action():

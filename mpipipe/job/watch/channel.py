@@ -102,10 +102,9 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     return WatchChannel(private, members, [RankPlace(host, int(pid), t == "1", int(d)) for pid, t, d, host in places])
 
 
-# -- What one rank says of itself when a job hangs. Texts are made here, from what the flight recorder keeps ----------
+# -- What one rank says of itself when a job hangs --------------------------------------------------------------------
 
 
-OPERATIONS = 24  # the last ones, of what is in no plan
 TRIES = 5  # a list may change while another thread reads it
 PACKAGE = str(Path(__file__).parents[2])
 Item = TypeVar("Item")
@@ -131,7 +130,6 @@ class Dump(NamedTuple):
     ended: bool  # whether its program is over
     where: str  # the line of code that it is in
     stacks: str  # of all its threads
-    operations: tuple[str, ...]  # the last ones that are in no plan
     neighbours: Mapping[int, Seen]  # by world rank: processes on this host that do not answer
 
 
@@ -162,7 +160,6 @@ def make_dump(
         ended=context.ended,
         where=_where(frames.get(busy or 0)),
         stacks="\n".join(stacks),
-        operations=tuple(context.flight.last(OPERATIONS)),
         neighbours=neighbours or {},
     )
 

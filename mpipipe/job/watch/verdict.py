@@ -190,7 +190,7 @@ def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
     return [f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}" for text, them in by_text(texts).items()]
 
 
-# -- The report of a hang: some lines on stderr, and a folder with stacks and the last operations of all ranks --------
+# -- The report of a hang: some lines on stderr, and a folder with stacks and what all ranks do -----------------------
 
 
 HUNG = 124  # exit code of a job that hangs, as of timeout(1)
@@ -203,7 +203,7 @@ def publish(
     """Write the files and the report; `place` is (world rank, ranks) of the rank that reports. Never raises OSError."""
     lines = [f"no rank has made progress for {quiet:.1f} s", *verdict.lines()]
     try:
-        lines.append(f"stacks and last operations: {_write_files(verdict, dumps, folder)}")
+        lines.append(f"stacks: {_write_files(verdict, dumps, folder)}")
     except OSError as error:
         lines.append(f"no file could be written ({error}); stacks of the first rank named:")
         stacks = _stacks(dumps)
@@ -218,7 +218,7 @@ def _write_files(verdict: HangVerdict, dumps: Mapping[int, Dump], folder: Path |
     path = files.new_folder(parent / time.strftime("hang-%Y%m%d-%H%M%S"))
     texts = [*verdict.lines(), ""]
     for rank, dump in sorted(dumps.items()):
-        texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_operations(dump), ""]
+        texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_state(dump), ""]
     (path / "report.txt").write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
     stacks = _stacks(dumps)
     for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in stacks))[:LISTED]:
@@ -230,14 +230,14 @@ def _stacks(dumps: Mapping[int, Dump]) -> dict[int, str]:
     """Return stacks by world rank, of ranks that answer and of those that were looked at from outside."""
     stacks = {rank: seen.stacks for dump in dumps.values() for rank, seen in dump.neighbours.items() if seen.stacks}
     for rank, dump in dumps.items():
-        stacks[rank] = "\n".join([f"rank {rank} on {dump.host}", *_operations(dump), "", dump.stacks])
+        stacks[rank] = "\n".join([f"rank {rank} on {dump.host}", *_state(dump), "", dump.stacks])
     return stacks
 
 
-def _operations(dump: Dump) -> list[str]:
+def _state(dump: Dump) -> list[str]:
     lines = [f"  waits {wait.seconds:.1f} s for {wait.text}" for wait in dump.waits]
     for snapshot in dump.snapshots:
         state = f"in {snapshot.doing}" if snapshot.doing else "between calls"
         expects = "" if snapshot.expects is None else f"; expects {snapshot.expects.text}"
-        lines += [f"  {state}{expects}", *(f"    {text}" for text in snapshot.operations)]
-    return [*lines, *(f"  {text}" for text in dump.operations)]
+        lines.append(f"  {state}{expects}")
+    return lines
