@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.command_line import invoke
 
 from mpipipe.cli.generate import printed, written_lines
 from mpipipe.errors import ConfigError
@@ -73,8 +72,3 @@ def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=match):
             written_lines(PROMPTS, None, str(tmp_path / name)).__enter__()
     assert (tmp_path / "there").read_text() == "mine"
-
-
-def test_a_type_in_which_no_model_computes_is_wrong_usage():
-    ended = invoke("generate", "runs/first", "--dtype", "float16")
-    assert ended.code == 2 and "--dtype: invalid choice: 'float16'" in ended.report

@@ -2,19 +2,137 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import tracemalloc
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.command_line import invoke
-from support.damaged_files import KINDS, NO_FILES, TEXTS, replace
+from support.token_files import random_documents, write_megatron, write_tokens
 
+from mpipipe import schedules
 from mpipipe.cli import train
 from mpipipe.errors import DataError, MpipipeError
 from mpipipe.job import settings
+from mpipipe.language import data
 from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.tokenizer import open_tokenizer
+from mpipipe.language.inference.prompts import read_prompts
+from mpipipe.schedules.csv_text import from_file
+from mpipipe.train import TrainConfig, metrics
+
+DOCUMENTS = 200
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file: `make(folder)` writes a whole one and returns its path, `read(path)` does what commands do."""
+
+    make: Any
+    read: Any
+
+
+def _tokens(end=""):
+    def make(folder):
+        ids, starts, nbytes = random_documents(np.random.default_rng(0), DOCUMENTS)
+        path = write_tokens(folder / "tokens", ids, starts, nbytes)
+        return path.with_name(path.name + end)
+
+    return make
+
+
+def _read_data(path):
+    whole = data.find([path.with_name("tokens") if path.stem == "tokens" else path]).whole()
+    for start in range(0, len(whole), 1 << 16):
+        whole.read(start, min(1 << 16, len(whole) - start))
+    whole.starts(0, len(whole))
+    return whole.nbytes
+
+
+def _megatron(folder):
+    rng = np.random.default_rng(1)
+    write_megatron(folder / "pair", [rng.integers(0, 50, size) for size in (5, 9, 1, 30, 8)], [0, 2, 3, 5])
+    return folder / "pair.idx"
+
+
+def _csv(folder):
+    (folder / "order.csv").write_text(schedules.zero_bubble_h1(4, 8).to_csv())
+    return folder / "order.csv"
+
+
+def _config(folder):
+    (folder / "config.toml").write_text('dim = 64\nheads = 4\ndata = ["text"]\nlr = 0.003\nschedule = "one_f_one_b"\n')
+    return folder / "config.toml"
+
+
+def _metrics(folder):
+    lines = [json.dumps({"step": step, "loss": 5.0 / step}) + "\n" for step in range(1, 40)]
+    (folder / metrics.NAME).write_text("".join(lines))
+    return folder / metrics.NAME
+
+
+def _tokenizer(folder):
+    words = {"one": 0, "two": 1, "?": 2}
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex(r"(o+o+)+n|\s"), "isolated")
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def _read_tokenizer(path):
+    opened = open_tokenizer(path)
+    return opened.decode(opened.encode("one two three"))
+
+
+def _prompts(folder):
+    lines = [json.dumps({"tokens": [number, 5, 9]}) + "\n" for number in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    return folder / "prompts.jsonl"
+
+
+KINDS = {
+    "tokens": Kind(_tokens(), _read_data),
+    "facts of tokens": Kind(_tokens(".json"), _read_data),
+    "megatron": Kind(_megatron, _read_data),
+    "csv": Kind(_csv, from_file),
+    "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
+    "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
+    "tokenizer": Kind(_tokenizer, _read_tokenizer),
+    "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None)),
+}
+TEXTS = [
+    b"", b"\n", b"[]", b"null", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe" * 50, b"1" * 5000, b"1" * 200_000,
+    b"0F999999999,0B999999999\n", b"a = " + b"[" * 50_000, b"\x93NUMPY\x01\x00\x28\x23" + b"(" * 9000,
+    b"\x93NUMPY\x02\x00\xff\xff\xff\xff{", b"MMIDIDX\0\0" + b"\xff" * 90,
+]  # fmt: skip
+NO_FILES = ["FIFO", "device", "folder", "absent", "absurd size", "zeros at the end", "nothing but zeros"]
+
+
+def replace(path: Path, way: str) -> None:
+    """Put one of `NO_FILES` in the place of a file."""
+    if way == "absurd size":
+        os.truncate(path, 1 << 42)
+    elif way == "zeros at the end":
+        os.truncate(path, path.stat().st_size + (30 << 20))
+    elif way == "nothing but zeros":
+        os.truncate(path, 0)
+        os.truncate(path, 30 << 20)
+    else:
+        path.unlink()
+        if way == "FIFO":
+            os.mkfifo(path)
+        elif way == "device":
+            path.symlink_to("/dev/zero")
+        elif way == "folder":
+            path.mkdir()
+
 
 MAY_BE_READ = [("metrics", "absent"), ("facts of tokens", "absent")]  # nothing has been said there yet
 SECONDS = 60  # for one file; all take milliseconds

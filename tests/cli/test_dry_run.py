@@ -7,7 +7,6 @@ import re
 import pytest
 from support.command_line import invoke
 
-from mpipipe import schedules
 from mpipipe.cli import train
 from mpipipe.cli.train import described
 from mpipipe.language.models import GPT
@@ -35,14 +34,6 @@ def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
     assert sorted(layers) == list(range(2 * SIZES["layers"] + 2))
     assert all(len(line) <= 110 for line in lines)
     assert f"takes most: {shown_bytes(max(each.total for each in found.ranks))}" in lines[-1]
-
-
-def test_an_order_from_a_file_is_foreseen_like_its_schedule(tmp_path):
-    (tmp_path / "order.csv").write_text(schedules.gpipe(2, 2).to_csv())
-    first, second = (estimate(TrainConfig(**SIZES, schedule=name), GPT, 2)
-                     for name in (str(tmp_path / "order.csv"), "gpipe"))  # fmt: skip
-    assert first.plan.schedule.orders == second.plan.schedule.orders
-    assert [each.stages for each in first.ranks] == [each.stages for each in second.ranks]
 
 
 def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):

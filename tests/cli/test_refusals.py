@@ -13,7 +13,6 @@ from mpipipe.job import settings
 from mpipipe.job.inprocess import run
 from mpipipe.job.report import heading
 from mpipipe.train import TrainConfig
-from mpipipe.train.trainer import introduction
 
 
 def test_one_process_alone_has_neither_a_job_nor_a_rank():
@@ -134,25 +133,6 @@ def test_an_empty_text_in_a_configuration_is_refused(keys):
 def test_what_is_gone_names_what_to_use(words, said):
     ended = invoke(*words.split())
     assert ended.code == 2 and said in ended.report
-
-
-class Place:
-    """A communicator of one rank, as far as a training introduces itself."""
-
-    size = 1
-
-
-class OneRank:
-    """A mesh of one rank, likewise."""
-
-    comm = pipe = data = seq = Place
-
-
-def test_one_rank_introduces_itself_in_the_singular():
-    config = TrainConfig(dim=16, layers=1, heads=2, microbatches=1)
-    text = introduction(config, *text_plan(config), OneRank, place="CPUs", out="here")
-    first = text.splitlines()[0]
-    assert first == "mpipipe: 1 rank = pipe 1 x data 1 x seq 1; one_f_one_b, 1 stage, 1 micro-batch"
 
 
 @pytest.mark.parametrize(

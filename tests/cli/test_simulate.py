@@ -87,14 +87,6 @@ def test_slices_reach_one_schedule_all_of_them_and_a_table(printed, tmp_path):
     assert again[-1].startswith("rank 1 ") and "1R0.1" in again[-1]
 
 
-def test_costs_of_the_command_reach_the_order(printed):
-    costs = schedules.Costs(18.5, 18.1, 9.3, 0.6)
-    times = dict(forward="18.5", input_grad="18.1", weight_grad="9.3", transfer="0.6")
-    lines = printed(schedule="zero_bubble_2p", ranks=4, microbatches=12, memory_limit=6.0, **times)
-    made = schedules.zero_bubble_2p(4, 12, costs, 6)
-    assert float(lines[1].split()[1]) == pytest.approx(schedules.simulate(made, costs).makespan, rel=1e-5)
-
-
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("dualpipe_v", 2), ("all", 2)])
 def test_hops_have_the_times_of_their_links(printed, name, chunks):
     """Stage by stage: 0.5 + 4 / 8 between nodes of two ranks, nothing within."""

@@ -90,43 +90,6 @@ def test_messages_and_the_loss_cost_time():
     assert found.seconds == pytest.approx(6 * 8 * 3 + 4 * (0.25 + 0.125) + 2 * 2.0 + 0.5)
 
 
-def played(schedule, times, action, link):
-    """Play a schedule: each action costs the executor, and a message its sender, its receiver, and the way between."""
-    last, ranks, sent = schedule.stages - 1, schedule.placement, {}
-    clocks, left = [0.0] * schedule.ranks, [list(order) for order in schedule.orders]
-    while any(left):
-        rank = next(r for r, (stage, op, m) in ((r, order[0]) for r, order in enumerate(left) if order)
-                    if op in "WR" or (op, stage) == ("F", 0) or (op in "BI" and stage == last)
-                    or (op == "F", stage, m) in sent)  # fmt: skip
-        stage, op, m = left[rank].pop(0)
-        step = 0 if op in "WR" else 1 if op == "F" else -1
-        before, after = stage - step, stage + step
-        arrived, clock = sent.get((op == "F", stage, m), 0.0) if step else 0.0, clocks[rank]
-        if step and 0 <= before <= last and ranks[before] != rank:
-            clock = max(clock, arrived) + link.message
-        clock += action + times[op]
-        if step and 0 <= after <= last:
-            away = ranks[after] != rank
-            clock += link.message * away
-            sent[op == "F", after, m] = clock + link.transfer * away
-        clocks[rank] = clock
-    return max(clocks)
-
-
-@pytest.mark.parametrize("microbatches", [4, 16, 64])
-@pytest.mark.parametrize("link", [Link(0.3, 0.0), Link(0.3, 2.5)])
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2),
-                                              ("zero_bubble_h1", 1), ("interleaved_zero_bubble", 2)])  # fmt: skip
-def test_every_action_and_message_is_charged_however_many_there_are(name, chunks, link, microbatches):
-    """Layers are as short as the messages, so that a cost that is left out would show with many micro-batches."""
-    stages, action = 2 * chunks, 0.5
-    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),) * 6, action=action)
-    slow = profile(layers=(1.0,) * stages, links=(link, link), costs={1: (rank, rank)})
-    found = predict(slow, Choice(name, chunks, microbatches, (1,) * stages), microbatches)
-    expected = played(found.schedule, {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}, action, link)
-    assert found.seconds == pytest.approx(expected, rel=1e-9)
-
-
 def test_micro_batches_of_unequal_sizes_cost_what_the_mean_one_does():
     even = predict(profile(), Choice("gpipe", 1, 4, (3, 3)), 8)
     odd = predict(profile(), Choice("gpipe", 1, 4, (3, 3)), 7)

@@ -55,14 +55,6 @@ def test_the_fingerprint_depends_on_content_and_not_on_the_name():
     assert schedule.fingerprint == 543501281723927039  # in every process
 
 
-def test_recomputations_make_another_schedule_with_the_same_forward_part():
-    schedule = schedules.one_f_one_b(2, 4)
-    found = schedules.with_recompute(schedule)
-    assert found.fingerprint != schedule.fingerprint
-    assert found.forward_only_part(3).orders == schedule.forward_only_part(3).orders
-    assert found.recomputed == {(stage, m) for stage in range(2) for m in range(4)} and not schedule.recomputed
-
-
 @pytest.mark.parametrize("schedule", [schedules.interleaved_1f1b(3, 2, 7), schedules.zero_bubble_h1(3, 7)])
 def test_the_forward_only_part_keeps_the_order_of_the_forwards(schedule):
     for microbatches in range(1, 8):

@@ -117,20 +117,6 @@ def test_an_order_that_cannot_train_is_refused_before_anything_is_written(config
     assert not Path(chosen.out).exists()
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe", b""], ids=repr)
-def test_a_file_that_is_no_table_is_refused_on_all_ranks(config, tmp_path, content):
-    path = tmp_path / "some.CSV"
-    if content is not None:
-        path.write_bytes(content)
-
-    def job(comm):
-        with pytest.raises((ConfigError, ScheduleError)) as refusal:
-            train(config(schedule=str(path)), GPT, comm)
-        return str(refusal.value)
-
-    assert len(set(inprocess.run(RANKS, job))) == 1
-
-
 def test_an_order_of_many_micro_batches_is_read_back_from_a_configuration(tmp_path):
     table = schedules.gpipe(1, 20_000).to_csv()
     (tmp_path / "config.toml").write_text(toml_line("schedule", table))

@@ -7,7 +7,6 @@ import pytest
 from support.tolerance import close, largest
 
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.attention import Local
 from mpipipe.language.models import GPT
 from mpipipe.language.task import TextTask
 from mpipipe.nn.layers.head_slices import TILE_BYTES
@@ -55,12 +54,3 @@ def test_large_logits_are_made_in_tiles_with_the_same_loss(comm, monkeypatch, se
     value, _ = nn.softmax_cross_entropy(stage.forward(shard.part(x))[0], shard.part(target))
     close(loss(shard.part(x), shard.part(target))[0], value, 9 + target.size, 8)
     assert task.loss_for(nn.Stage([nn.Linear(5, 9)]), 3, shard) == nn.softmax_cross_entropy
-
-
-def test_one_rank_has_it_all(comm):
-    alone = comm.Split(comm.rank, 0)
-    shard = Shard(alone, "zigzag")
-    assert isinstance(shard.attend(5), Local) and shard.positions(5).tolist() == list(range(5))
-    array = np.arange(10).reshape(2, 5)
-    assert shard.part(array) is array
-    alone.Free()

@@ -293,12 +293,3 @@ def test_steps_whose_gradients_overflow_are_skipped_by_every_rank_until_the_scal
 def test_an_overflow_that_no_smaller_scale_can_cure_ends_the_training_on_every_rank(comm, config):
     with pytest.raises(NonFiniteError, match="gradient"):
         train(config(dtype="float16", loss_scale=2.0**40, pipe=comm.size), GPT, comm)
-
-
-def test_a_fixed_loss_scale_does_not_change_the_training(comm, config):
-    curves = []
-    for name, scale in (("one", None), ("scaled", 1024)):
-        chosen = config(name, loss_scale=scale)
-        train(chosen, GPT, comm)
-        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
-    close_curves(*curves, dtype="float32")  # a power of two: exact, but for epsilons and tiny numbers

@@ -6,10 +6,8 @@ import pytest
 from support.text_plan import text_plan
 
 from mpipipe import schedules
-from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
-from mpipipe.language.task import TextTask
 from mpipipe.train import TrainConfig
 
 SMALL = dict(dim=16, layers=3, heads=2, seq_len=8, batch=12)
@@ -19,30 +17,12 @@ def plan(pipe=1, replicas=1, **keys):
     return text_plan(TrainConfig(**{**SMALL, **keys}), pipe, replicas)[1]
 
 
-@pytest.mark.parametrize(("pipe", "chunks", "schedule"), [(1, 1, "gpipe"), (4, 1, "one_f_one_b"), (2, 3, "looped_bfs")])
-def test_the_ranks_together_hold_every_layer_once(pipe, chunks, schedule):
-    made = plan(pipe, chunks=chunks, schedule=schedule, microbatches=2)
-    assert made.schedule.stages == pipe * chunks
-    model = GPT(dim=16, layers=3, heads=2, seq=8)
-    stages = [made.stages(rank, model.build(Local()), "float32", 0) for rank in range(pipe)]
-    assert [len(own) for own in stages] == [chunks] * pipe
-    names = [name for own in stages for stage in own for name in stage.parameters]
-    whole = plan(1).stages(0, model.build(Local()), "float32", 0)[0]
-    assert sorted(names) == sorted(whole.parameters)
-
-
 def test_the_cut_is_by_cost_with_embedding_and_head_counted():
     made = plan(2, layers=2, dim=8, hidden=8, seq_len=4, microbatches=1)
     costs = GPT(layers=2, dim=8, heads=2, hidden=8, seq=4).costs()
     slowest = max(sum(costs[start:stop]) for start, stop in made.layer_ranges)
     assert slowest == min(max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs)))
     assert made.layer_ranges[-1] == (5, 6)  # with a width of 8 the head of 256 bytes outweighs both blocks
-
-
-def test_settings_reach_the_model():
-    model = TextTask(TrainConfig(**SMALL, kv_heads=1, hidden=40, tied=True, rope_base=99.0, dropout=0.5), GPT).model
-    assert (model.kv_heads, model.hidden, model.tied, model.rope_base, model.seq) == (1, 40, True, 99.0, 8)
-    assert (model.dropout, model.dim, model.layers, model.heads, model.vocab) == (0.5, 16, 3, 2, 256)
 
 
 @pytest.mark.parametrize(("pipe", "replicas", "expected"), [(1, 1, 4), (2, 1, 8), (3, 1, 12), (4, 1, 12), (2, 4, 3)])

@@ -142,14 +142,6 @@ def test_texts_longer_than_the_sequences_of_a_training_look_back_over_their_leng
     assert len(set(found[1])) > 5
 
 
-def test_the_last_rank_may_have_the_head_alone(comm):
-    """With one block there are four layers: on four ranks, one for each."""
-    model, prompts = GPT(**{**vars(MODEL), "layers": 1}), prompts_of((3, 9))
-    with Mesh(comm, pipe=comm.size) as mesh:
-        found, _ = decoded(mesh, prompts, Sampling(0), 2, 2, model=model)
-    assert found == by_whole_forwards(prompts, Sampling(0), model=model)
-
-
 def test_a_stop_token_ends_its_answer_and_no_other(comm):
     prompts, plain = prompts_of(LENGTHS), Sampling(1.0, seed=3)
     long = by_whole_forwards(prompts, plain)
@@ -235,6 +227,12 @@ def test_every_rank_gets_the_continuation_and_each_byte_is_asked_for_once(comm, 
         text = generate(decoder, bytes([250, 251]), 8, temperature=temperature, seed=0)
     assert list(text) == [252, 253, 254, 255, 0, 1, 2, 3]
     assert decoder.asked == [[250, 251], [252], [253], [254], [255], [0], [1], [2]]
+
+
+@pytest.mark.parametrize(("prompt", "temperature"), [(b"", 1.0), (b"a", -1.0)])
+def test_what_cannot_be_continued_is_refused(comm, prompt, temperature):
+    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match=r"prompt|temperature"):
+        generate(Counting(mesh), prompt, 8, temperature=temperature, seed=0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

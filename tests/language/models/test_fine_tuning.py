@@ -14,7 +14,7 @@ from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
-from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
+from mpipipe.language.models.fine_tuning import FineTuning
 from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.planning.problem import declared, layers_with
 from mpipipe.train import TrainConfig, train
@@ -168,8 +168,3 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks_before_anything_is_writt
     with pytest.raises((ArgumentError, ConfigError), match=match):
         run("run", dim=16, layers=2, heads=2, **keys)
     assert not Path(mpi_tmp_path, "run").exists()
-
-
-def test_adapters_as_text():
-    lora = parse_lora("8, 16, q_proj, v_proj")
-    assert (lora.rank, lora.alpha, lora.targets) == (8, 16.0, ("q_proj", "v_proj"))

@@ -116,18 +116,6 @@ def test_the_sample_of_a_training_is_no_longer_than_learned_positions(comm, fold
         )
 
 
-def test_a_training_from_a_folder_is_resumed(comm, folder, chosen, source):
-    place, _ = folder("qwen2")
-    keys = dict(from_=str(place), save_every=1, resume="auto", log_every=1)
-    train(chosen(**keys, steps=2), GPT, comm, data=source)
-    before = open_model(chosen().out)
-    record = train(chosen(**keys, steps=4), GPT, comm, data=source)
-    after = open_model(chosen().out)  # in place of the one that was there
-    steps = [json.loads(line)["step"] for line in Path(chosen().out, "metrics.jsonl").read_text().splitlines()]
-    assert (record.step, steps, after.model) == (4, [0, 1, 2, 3, 4], before.model)
-    assert not list(Path(chosen().out).glob("*former"))
-
-
 REFUSED = [
     (dict(dim=24), "dim contradicts the model to begin from"),
     (dict(vocab=50), "vocab contradicts the model to begin from"),

@@ -53,15 +53,6 @@ def test_each_folder_of_a_training_gives_its_model(comm, mpi_tmp_path, place, ki
                 np.testing.assert_array_equal(stage.parameters[name], values)
 
 
-def test_a_training_without_weights_yet_gives_its_newest_checkpoint(comm, mpi_tmp_path):
-    with Mesh(comm, pipe=comm.size) as mesh:
-        saved(mesh, mpi_tmp_path)
-        if comm.rank == 0:
-            (mpi_tmp_path / "weights" / "model.json").unlink()
-        found = open_on_all(comm, str(mpi_tmp_path))
-        assert found.kind == "checkpoint" and found.path.name == "step-00000002"
-
-
 def test_nothing_that_is_a_model_is_refused_on_every_rank(comm, mpi_tmp_path):
     for place in (mpi_tmp_path, mpi_tmp_path / "absent"):
         with pytest.raises(ArgumentError, match="no model is here") as caught:

@@ -88,16 +88,6 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     assert (shown(Bytes().decode(prompt + answer)) in printed) == (comm.rank == 0)
 
 
-def test_the_description_makes_the_same_model_again(comm, mpi_tmp_path):
-    saved(comm, mpi_tmp_path, comm.size)
-    found = weights.describe(mpi_tmp_path)
-    assert GPT(**found.model) == MODEL
-    assert (found.dtype, found.stages) == ("float32", comm.size)
-    names = {f"stage-{number}.safetensors" for number in range(comm.size)}
-    assert {path.name for path in Path(mpi_tmp_path).iterdir()} == {"model.json", *names}
-    assert len({path.stat().st_mode for path in Path(mpi_tmp_path).iterdir()}) == 1  # nothing is more private
-
-
 ONE = "stage-0.safetensors"
 
 
@@ -134,6 +124,14 @@ def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):
     comm.Barrier()
     with pytest.raises(ArgumentError, match=match):
         weights.load(mpi_tmp_path, cut(1, [0]))
+
+
+def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(comm, mpi_tmp_path):
+    if comm.rank == 0:
+        Path(mpi_tmp_path, "file").write_text("")
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        saved(comm, mpi_tmp_path / "file" / "weights", comm.size)
 
 
 def test_weights_load_into_stages_of_another_dtype(comm, mpi_tmp_path):
