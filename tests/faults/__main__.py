@@ -36,7 +36,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("pattern", nargs="*", help="cases that hold one of these texts; default: all")
     parser.add_argument("--python", action="append", type=_environment, help="NAME=PATH of an MPI's interpreter")
     parser.add_argument("--quick", action="store_true", help="only the quick choice")
-    parser.add_argument("--fast", action="store_true", help="without the slow ones")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="jobs at the same time")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="a job that takes longer counts as hung")
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
@@ -54,8 +53,6 @@ def _environment(text: str) -> tuple[str, str]:
 def _chosen(options: argparse.Namespace, name: str) -> Iterator[Case]:
     for case in quick_cases(name) if options.quick else all_cases(name):
         if options.pattern and not any(pattern in str(case) for pattern in options.pattern):
-            continue
-        if options.fast and case.fault.slow:
             continue
         yield case
 

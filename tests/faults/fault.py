@@ -54,7 +54,6 @@ class Fault:
     limit: float = 20.0  # seconds until the job counts as hung
     repeat: int = 1  # how often it is run
     quick: tuple[int, str] | None = None  # (ranks, mode) for the quick choice
-    slow: bool = False  # skipped where only fast cases are wanted
 
     def cases(self) -> list[Case]:
         return [Case(self, ranks, mode) for ranks in self.ranks for mode in self.modes]

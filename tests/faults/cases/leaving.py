@@ -15,7 +15,7 @@ TOGETHER = {
 QUICK = (("make a pipeline", "last"),)
 
 
-def _never_joins(what, who, ranks, **options) -> tuple[Fault, Fault]:
+def _never_joins(what, who, ranks, **options) -> tuple[Fault, ...]:
     body = on(who, "sys.exit(0)") + TOGETHER[what]
     leaver = who.replace("last", "{last}")
     known = failing(
@@ -28,7 +28,7 @@ def _never_joins(what, who, ranks, **options) -> tuple[Fault, Fault]:
         modes=(RUN,),
         **options,
     )
-    return known, _unknown(known, body)
+    return (known, _unknown(known, body)) if what == "make a pipeline" else (known,)
 
 
 def _unknown(fault, body) -> Fault:
@@ -47,23 +47,10 @@ def _unknown(fault, body) -> Fault:
     )
 
 
-def _exits(name, body, *says, **options) -> Fault:
-    return failing(name, "exit", body, *says, **options)
-
-
-def _vanishes(name, body, *says, **options) -> Fault:
-    return failing(name, "vanishes", body, *says, **{"code": NONZERO, "reports": None, **options})
-
-
-def _while_working(name, body, **options) -> Fault:
-    return failing(name, "never joins", body, "world rank {last}", "PeerError", **{"ranks": (2, 3), **options})
-
-
-def _code(code, wanted) -> tuple[Fault, Fault]:
+def _code(code, wanted) -> Fault:
     """Rank 0 exits with `code` while the others train."""
     body = on("0", f"sys.exit({code})") + "train()"
-    known = failing(f"rank 0 exits with {code}", "exit", body, code=wanted, clean=False, ranks=(2, 4), modes=(RUN,))
-    return known, _unknown(known, body)
+    return failing(f"rank 0 exits with {code}", "exit", body, code=wanted, clean=False, ranks=(2, 4), modes=(RUN,))
 
 
 def _agreed(code) -> Fault:
@@ -102,17 +89,21 @@ FAULTS = (
         clean=False,
         quick=(2, PLAIN),
     ),
-    _while_working(
+    failing(
         "the last rank exits with 0 between a step and a clip",
+        "never joins",
         """
 leave = lambda: sys.exit(0) if rank == last else None
 train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
 """,
+        "world rank {last}",
+        "PeerError",
+        ranks=(2, 3),
         quick=(2, RUN),
     ),
-    *_code(3, 3),
-    _exits(
+    failing(
         "rank 2 exits with 3",
+        "exit",
         "if rank == 2: sys.exit(3)\ntrain()",
         "rank 2",
         code=3,
@@ -120,10 +111,10 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
         modes=(RUN,),
         quick=(4, RUN),
     ),
-    *_code(75, 75),
-    *_code(256, NONZERO),
-    *_code("'wet paint'", 1),
-    _code("None", 1)[0],
+    _code(75, 75),
+    _code(256, NONZERO),
+    _code("'wet paint'", 1),
+    _code("None", 1),
     *(_agreed(code) for code in (0, 1, 75)),
     Fault(
         "ranks exit with codes of their own",
@@ -136,10 +127,13 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
         plain_says=(),
         clean=False,
     ),
-    _vanishes(
+    failing(
         "os._exit(0) before training",
+        "vanishes",
         on("last", "os._exit(0)") + "train()",
         "rank {last}",
+        code=NONZERO,
+        reports=None,
         plain_says=(),
         plain_code="any",
         quick=(2, RUN),

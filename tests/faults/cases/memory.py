@@ -69,7 +69,6 @@ FAULTS = (
         never=("CORRUPTED",),
         clean=False,
         limit=30,
-        slow=True,
     ),
     Fault(
         "messages under way at the end",
@@ -82,6 +81,5 @@ FAULTS = (
         never=("ignal 11", "ignal: 11", "egmentation"),
         clean=False,
         repeat=12,
-        slow=True,
     ),
 )

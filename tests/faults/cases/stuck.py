@@ -13,16 +13,6 @@ def _stalls(name, body, *says, **options) -> Fault:
     return failing(name, "loop", body, "StallError", *says, env=SHORT, limit=30, **options)
 
 
-def _hangs(name, body, *says, **options) -> Fault:
-    """No rank makes progress for 3 s; the report names the rank to blame, and all leave with 124."""
-    options = {"code": 124, "plain_code": 124, "env": {"MPIPIPE_WATCHDOG": "3"}, "limit": 15, **options}
-    return failing(name, "hang", body, "no rank has made progress", *says, **options)
-
-
-def _threads(name, body, *says, **options) -> Fault:
-    return failing(name, "thread", body, *says, **options)
-
-
 OTHER_THREAD = """
 pipeline, errors_seen = build(), []
 def work():
@@ -49,17 +39,24 @@ with build() as pipeline:
         "rank 1",
         quick=(2, PLAIN),
     ),
-    _hangs(
+    failing(
         "a sleep before a ring, watched",
+        "hang",
         on("last", "time.sleep(1000)") + "ring()",
+        "no rank has made progress",
         "rank {last} on",
         "has been busy elsewhere",
         # before their first common call ranks do not watch each other
         plain_says=("no rank has made progress", "rank {last} does not answer"),
+        code=124,
+        plain_code=124,
+        env={"MPIPIPE_WATCHDOG": "3"},
+        limit=15,
         quick=(2, RUN),
     ),
-    _threads(
+    failing(
         "an exception in a step of another thread",
+        "thread",
         on("last", "breaks('forward', fail)") + OTHER_THREAD,
         "ValueError: wet paint",
         "micro-batch 0",
