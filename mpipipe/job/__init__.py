@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mpipipe.job.context import current_rank, in_place_of, is_rank, register_progress, unregister_progress, whoami
     from mpipipe.job.cores import (
         cores_text,
-        fair_share,
         fair_shares,
         oversubscribed,
         oversubscribed_threads,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpipipe.job import rank_list
-from mpipipe.job.group import RankGroup, group_of
+from mpipipe.job.group import group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.text import counted
 
@@ -86,12 +86,8 @@ def share_of_cores() -> int:
     mine = single_cores()
     if launcher_size(os.environ) is None:
         return max(1, len(mine))
-    return fair_share(group_of(), mine)
-
-
-def fair_share(group: RankGroup, cores: Collection[int]) -> int:
-    """Return this rank's part, at least one, of the cores that it shares with other ranks of the group; collective."""
-    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
+    group = group_of()
+    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(mine)))
     return fair_shares(places)[group.rank]
 
 

@@ -141,17 +141,11 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
     ("status", "text"),
     [
         ("State:\tD (disk sleep)\nVmRSS:\t9000 kB", "it waits for a disk or a file system"),
-        (
-            "State:\tR (running)\nVmRSS:\t4000 kB\nVmSwap:\t204800 kB",
-            "it runs, but a call keeps its interpreter busy; 200 MiB of its memory are swapped out",
-        ),
-        (
-            "State:\tS (sleeping)\nVmRSS:\t990000 kB\nVmSwap:\t10000 kB",
-            "it sleeps in a call that keeps its interpreter busy",
-        ),
+        ("State:\tR (running)\nVmRSS:\t4000 kB", "it runs, but a call keeps its interpreter busy"),
+        ("State:\tS (sleeping)\nVmRSS:\t990000 kB", "it sleeps in a call that keeps its interpreter busy"),
     ],
 )
-def test_a_process_that_swaps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
+def test_a_process_that_runs_sleeps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
     monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
     assert state_of(77) == text
     unresponsive = Unresponsive(2, RankPlace("node", 77, True, -1), 6.0)

@@ -213,7 +213,6 @@ STATES = {
     "Z": GONE,
     "X": GONE,
 }
-SWAPPING = 0.1  # of its memory swapped out: then it is named as swapping
 STACK_SECONDS = 0.5  # for the answer to the signal
 _descriptors: list[int] = []  # of the memory for stacks, once there is any
 
@@ -252,12 +251,8 @@ def state_of(pid: int) -> str:
         return GONE if Path("/proc/self/status").exists() else ""
     except OSError:
         return ""
-    facts = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    text = STATES.get(facts.get("State", ["?"])[0], "")
-    swapped, resident = (int(facts.get(name, ["0"])[0]) for name in ("VmSwap", "VmRSS"))
-    if swapped > SWAPPING * (swapped + resident):
-        text += f"; {swapped >> 10} MiB of its memory are swapped out"
-    return text
+    letter = next((line.split()[1] for line in lines if line.startswith("State:")), "")
+    return STATES.get(letter, "")
 
 
 def _stacks_of(pid: int, descriptor: int) -> str:
