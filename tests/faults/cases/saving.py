@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import signal
 
-from faults.blocks import PLAIN, RUN, TEXT, command, on
-from faults.fault import Send
-from faults.saving_blocks import BEFORE, KIND, dies_in_forward, dies_outside, loads, raises, refused, saving, signalled
+from faults.blocks import PLAIN, RUN, on
+from faults.saving_blocks import dies_in_forward, dies_outside, raises, refused, saving, signalled
 
 FAULTS = (
     raises("a forward", "nn.Stage", "forward", "micro-batch", modes=(RUN, PLAIN)),
     raises("an optimizer", "optim.AdamW", "step", quick=(2, RUN)),
     *dies_in_forward(signal.SIGKILL),
-    *dies_in_forward(signal.SIGSEGV),
     *dies_outside(signal.SIGKILL),
     *dies_outside(signal.SIGKILL, ", without the runner", modes=(PLAIN,)),
-    *dies_outside(signal.SIGSEGV),
     signalled(signal.SIGTERM, 1, "SIGTERM of rank 1 from outside"),
     signalled(signal.SIGINT, "group", "Ctrl-C under MPICH", mpi="mpich", code=130, reports=1),
     signalled(signal.SIGINT, "group", "Ctrl-C under Open MPI", mpi="openmpi"),
-    saving(
-        "SIGSTOP of a rank for 2 s",
-        "keys.update(steps=40)\n",
-        sends=(Send(signal.SIGSTOP, 1, at="step  9/"), Send(signal.SIGCONT, 1, at="", after=2.0)),
-        code=0,
-        reports=0,
-        never=(),
-        by_all=("finished",),
-    ),
-    saving(
-        "SIGSTOP of a rank for good",
-        "",
-        "no rank has made progress",
-        "rank 1 on",
-        "it is stopped by a signal",
-        sends=(Send(signal.SIGSTOP, 1, at="step    9/"),),
-        code=124,
-    ),
     saving(
         "a rank that comes to its limit of memory (ulimit -v)",
         on(
@@ -81,19 +60,5 @@ during(Trainer, "step", full)
         reports=0,
         never=(),
         by_all=("finished",),
-    ),
-    command(
-        "another configuration on all ranks while a training is to go on",
-        KIND,
-        *BEFORE,
-        "--resume",
-        "auto",
-        "--lr",
-        "0.5",
-        before=(TEXT, BEFORE),
-        after=loads(),
-        says=("ConfigError", "another configuration", "lr"),
-        code=2,
-        limit=30,
     ),
 )
