@@ -13,8 +13,6 @@ from mpipipe.errors import ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import Timeline, from_file, is_path
 
-MILLISECONDS = 1e3  # of a second
-
 Out = Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE")]
 
 
