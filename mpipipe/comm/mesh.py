@@ -84,10 +84,6 @@ class Mesh:
         self.replicas = self.group.split(p, self.rank, "replicas")
         self._closed = False
 
-    def __repr__(self) -> str:
-        pipe, data, seq = self.shape
-        return f"<Mesh of pipe {pipe} x data {data} x seq {seq}: rank {self.rank} at {tuple(self.coords)}>"
-
     def coords_of(self, rank: int) -> Coordinates:
         """Return the grid coordinates of a rank of the mesh."""
         rest, seq = divmod(rank, self.shape.seq)

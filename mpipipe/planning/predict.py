@@ -23,15 +23,14 @@ class Prediction:
         Idle part of the ranks' time between the first action of the step and the last.
     memory : tuple of int
         Peak of the resident bytes of each rank.
-    schedule, costs : Schedule and Costs
-        What runs, and the costs of its stages in seconds.
+    schedule : Schedule
+        What runs.
     """
 
     seconds: float
     bubble: float
     memory: tuple[int, ...]
     schedule: Schedule
-    costs: Costs
 
     @property
     def peak(self) -> int:
@@ -85,7 +84,6 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
         bubble=timeline.bubble_fraction,
         memory=tuple(round(held + state) + more for held, state in zip(activations, states)),
         schedule=schedule,
-        costs=costs,
     )
 
 

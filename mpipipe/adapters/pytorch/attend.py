@@ -32,9 +32,6 @@ class TorchAttend(torch.nn.Module):
     def __deepcopy__(self, _memo: dict) -> TorchAttend:
         return TorchAttend(self.attend)
 
-    def extra_repr(self) -> str:
-        return repr(self.attend)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             raise ArgumentError(
