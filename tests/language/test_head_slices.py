@@ -10,13 +10,14 @@ import pytest
 from support import huggingface_reference as theirs
 from support.small_training import MODEL, config_in, records
 
-from mpipipe import nn
+from mpipipe import Mesh, nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language import estimate
+from mpipipe.language.inference.evaluation import build_evaluator, count_windows, open_tokens
 from mpipipe.language.models import GPT
 from mpipipe.language.models.gpt import balanced_slices
-from mpipipe.language.models.model_folder import convert, open_model
+from mpipipe.language.models.model_folder import convert, open_model, open_on_all
 from mpipipe.schedules import partition
 from mpipipe.train import TrainConfig, train
 
@@ -93,7 +94,14 @@ def test_folders_have_the_whole_head_and_are_cut_where_they_are_read(comm, confi
         cut.read(stage.parameters)
         head = [stage.parameters[name] for name in ("5.1.weight", "6.weight", "7.weight")]
         assert np.concatenate(head).tobytes() == whole["5.1.weight"].tobytes()
-    comm.Barrier()
+    losses = []
+    for each in (plain, ours):
+        folder = open_on_all(comm, each.out)
+        with Mesh(comm, pipe=comm.size) as mesh:
+            tokens, _ = open_tokens(folder, list(each.data), mesh)
+            with build_evaluator(folder, mesh, 16, rows=4, dtype="float64", device="cpu") as evaluator:
+                losses.append(evaluator.run(tokens, 16, count_windows(tokens, 16)).loss)
+    assert losses[0] > 0 and losses[1] == pytest.approx(losses[0], rel=1e-9)
     validations = []
     for name, options in {
         "one": dict(head_slices=None), "other": dict(head_slices=3), "more": dict(head_slices=5),
