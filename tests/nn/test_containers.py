@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.gradcheck import check_stage
 from support.small_gpt import MODEL, text
 from support.tolerance import close
 
@@ -26,10 +25,6 @@ def block(wrap=lambda layer: layer):
             )
         ),
     ]
-
-
-def test_gradients_of_a_block_agree_with_finite_differences():
-    check_stage(nn.Stage(block(), dtype="float64"), RANDOM.standard_normal((2, 3, 8)))
 
 
 def test_residual_adds_its_input():
