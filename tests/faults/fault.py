@@ -27,7 +27,7 @@ class Fault:
     """One row of the table; it stands for a job with each number of ranks in each mode."""
 
     name: str  # what breaks; unique
-    kind: str  # the class that the summary counts it in
+    kind: str  # the first word of its name, which chooses a class of faults
     script: str | None = None  # text of job.py; None where `arguments` stand in its place
     arguments: tuple[str, ...] = ()  # what follows `python` on every rank
     arguments_of: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # and on single ranks

@@ -36,21 +36,17 @@ class Verdict:
         return f"{self.case} {self.status} after {self.seconds:.1f} s: {'; '.join(self.problems)}"
 
 
-def play(case: Case, python: str = sys.executable, limit: float | None = None) -> Verdict:
-    """Run a case as often as its fault asks; the verdict is that of the first run that fails, or of the slowest.
-
-    `python` is of the environment whose MPI is to be used; `limit` are seconds after which a job counts as hung, where
-    that is less than the fault allows.
-    """
+def play(case: Case) -> Verdict:
+    """Run a case as often as its fault asks; the verdict is that of the first run that fails, or of the slowest."""
     verdicts = []
     for _ in range(case.fault.repeat):
-        verdicts.append(_play_once(case, python, limit))
+        verdicts.append(_play_once(case))
         if verdicts[-1].status != PASSED:
             return verdicts[-1]
     return max(verdicts, key=lambda verdict: verdict.seconds)
 
 
-def command_line(case: Case, python: str, folder: str) -> list[str]:
+def command_line(case: Case, folder: str) -> list[str]:
     """The command that starts the job: one part for all ranks, or one for each where the ranks differ."""
     fault = case.fault
     common = {RUN: ("-m", "mpipipe", "run", f"{folder}/job.py"), COMMAND: fault.arguments}.get(
@@ -59,38 +55,38 @@ def command_line(case: Case, python: str, folder: str) -> list[str]:
 
     def program(rank: int) -> list[str]:
         pairs = [f"{name}={value}" for name, value in fault.env_of.get(rank, {}).items()]
-        return [*(["env", *pairs] if pairs else []), python, *fault.arguments_of.get(rank, common)]
+        return [*(["env", *pairs] if pairs else []), sys.executable, *fault.arguments_of.get(rank, common)]
 
     if case.ranks == 0:
         return program(0)
     if not (fault.arguments_of or fault.env_of or fault.folders):
-        return [mpiexec(python), "-n", str(case.ranks), *program(0)]
-    parts = [mpiexec(python)]
+        return [mpiexec(), "-n", str(case.ranks), *program(0)]
+    parts = [mpiexec()]
     for rank in range(case.ranks):
         place = ["-wdir", f"{folder}/{fault.folders[rank % len(fault.folders)]}"] if fault.folders else []
         parts += [*([":"] if rank else []), *place, "-n", "1", *program(rank)]
     return parts
 
 
-def _play_once(case: Case, python: str, limit: float | None) -> Verdict:
+def _play_once(case: Case) -> Verdict:
     fault = case.fault
     with tempfile.TemporaryDirectory(prefix="mpipipe-fault-") as folder:
         if fault.script is not None:
             Path(folder, "job.py").write_text(fault.script)
         for name in fault.folders:
             Path(folder, name).mkdir()
-        problems = _helpers(fault.before, python, folder)
+        problems = _helpers(fault.before, folder)
         if problems:
             return Verdict(case, WRONG, tuple(problems), 0.0, "")
-        job = Job(command_line(case, python, folder), folder, fault.env)
+        job = Job(command_line(case, folder), folder, fault.env)
         start = time.monotonic()
-        memory = _watch(job, case, start + min(fault.limit, limit or fault.limit))
+        memory = _watch(job, case, start + fault.limit)
         seconds = time.monotonic() - start
         hung = job.returncode is None
         if hung:
             job.end()
         else:
-            problems = [*_judge(job, case, memory), *_helpers(fault.after, python, folder)]
+            problems = [*_judge(job, case, memory), *_helpers(fault.after, folder)]
     output = f"{' '.join(job.command)}\nexit code {job.returncode}\n--- stdout\n{job.stdout}\n--- stderr\n{job.stderr}"
     if hung:
         return Verdict(case, HUNG, (f"still running, {_said(job)}",), seconds, output)
@@ -187,12 +183,12 @@ def _said(job: Job) -> str:
     return f"last line of stderr: {lines[-1][:100]!r}" if lines else "nothing on stderr"
 
 
-def _helpers(lists: Iterable[tuple[str, ...]], python: str, folder: str) -> list[str]:
+def _helpers(lists: Iterable[tuple[str, ...]], folder: str) -> list[str]:
     """Run what a case needs before or after its job; returns what went wrong."""
     problems = []
     for arguments in lists:
         done = subprocess.run(
-            [python, *arguments], cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=60
+            [sys.executable, *arguments], cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=60
         )
         if done.returncode:
             problems.append(f"python {' '.join(arguments)[:60]}: {done.stderr.strip().splitlines()[-1:]}")

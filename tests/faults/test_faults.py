@@ -1,11 +1,12 @@
-"""The quick choice of faults: each job ends within seconds, with the exit code and the one report of the table."""
+"""Faults, a quick choice or all: each job ends within seconds, with the exit code and the one report of the table."""
 
 from __future__ import annotations
 
 import pytest
 from mpi4py import MPI
+from support.harness import AT_LENGTH
 
-from faults.cases import FAULTS, quick_cases
+from faults.cases import FAULTS, all_cases, quick_cases
 from faults.play import PASSED, play
 
 VENDOR = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "another")
@@ -28,7 +29,8 @@ def _marks(case):
     return [] if str(case).startswith(QUICK) else [pytest.mark.long]
 
 
-CASES = [pytest.param(case, id=str(case), marks=_marks(case)) for case in quick_cases(VENDOR)]
+CHOICE = all_cases if AT_LENGTH else quick_cases
+CASES = [pytest.param(case, id=str(case), marks=_marks(case)) for case in CHOICE(VENDOR)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,6 @@ import pytest
 
 from faults.fault import COMMAND, HEADING, Case, Fault, Send
 from faults.play import HUNG, PASSED, SILENT, WRONG, play
-from faults.summary import last_line, table
 
 REPORT = f"import sys; sys.stderr.write('{HEADING} rank 0: wet paint')\n"
 
@@ -68,10 +67,3 @@ def test_signals_come_when_their_line_appears():
     program += "print('working', flush=True)\ntime.sleep(50)"
     verdict = play(job(program, code=5, reports=0, sends=(Send(2, "launcher"),)))
     assert verdict.status == PASSED, verdict
-
-
-def test_the_table_counts_by_class():
-    results = [("mpich", play(job("", code=0, reports=0))), ("mpich", play(job("1 / 0", code=0, reports=0)))]
-    row = table(results).splitlines()[2].split()
-    assert row[:8] == ["mpich", "a", "class", "2", "1", "0", "0", "1"]
-    assert last_line(results, 2, 0).startswith("mpipipe: faults failed cases=2 passed=1 hung=0 silent=0 wrong=1")
