@@ -98,7 +98,7 @@ def test_a_file_of_weights_that_is_none_is_refused(odd):
     path, kind = odd
     folder = path.parent
     path.rename(folder / "stage-0.safetensors")
-    (folder / "model.json").write_text('{"model": {}, "dtype": "float32", "stages": 1}')
+    weights.write_description(folder, weights.WeightsDescription(model={}, dtype="float32", stages=1, checksums={}))
     with pytest.raises(ArgumentError, match=f"file of weights cannot be read: .*{kind}"):
         weights.load(folder, [])
 

@@ -118,7 +118,7 @@ def describe(folder: str | Path) -> WeightsDescription:
         "the weights' description", path, remedy=remedy, also=(ValueError, TypeError, KeyError, RecursionError)
     ):
         facts = json.loads(files.read_text(path, MOST_BYTES))
-        written = facts.pop("checksum")
+        written = facts.pop("checksum", None)
         description = WeightsDescription(**facts)
     kinds = {"model": dict, "dtype": str, "stages": int, "checksums": dict}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()):
