@@ -22,6 +22,7 @@ from mpipipe.adapters.layers import (
     as_layer,
     check_distinct,
     counting,
+    let_draw_in_turn,
     names_of_entry,
     seeded,
 )

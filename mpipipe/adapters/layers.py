@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -92,6 +92,20 @@ def is_module(given: Any) -> bool:
 
 
 DRAWING = threading.Lock()  # ranks that are threads share the generator of PyTorch
+
+
+TURN = threading.local()  # `lock`: of the task whose batches another thread reads ahead
+
+
+def let_draw_in_turn(lock: Any) -> None:
+    """Let modules of this thread draw random numbers only while they hold this lock."""
+    TURN.lock = lock
+
+
+def drawing_turn() -> AbstractContextManager[Any]:
+    """Within, no reader of batches draws from the generators of PyTorch."""
+    found: AbstractContextManager[Any] | None = getattr(TURN, "lock", None)
+    return nullcontext() if found is None else found
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class TextTask(Task):
     """The training of a model on windows of text; `base` is the model that it begins from, if it does."""
 
     rehearses = False
+    read_ahead = True
     per_second = "tokens_per_second"
 
     def __init__(

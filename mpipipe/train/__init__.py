@@ -3,7 +3,7 @@
 The room trains any model, and knows nothing of tokens:
 
     task, shard      what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
-    task_file        a task from a file       task_calls       how it is called: errors, batches one step ahead
+    task_file        a task from a file       task_calls       how it is called: errors, reading of batches
     task_loss        its loss and metrics          rehearsal        one batch before the first step, or for `--check`
     config           what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop

@@ -79,6 +79,10 @@ class Task:
         Patterns of names of parameters that stay as they are, as for `nn.Stage`.
     groups : sequence of optim.Group
         Parameters with a learning rate or a weight decay of their own.
+    read_ahead : bool
+        Whether a thread reads the batch of the next step while the layers of this one compute. A task that sets it
+        promises that `batch` uses nothing that its layers, its loss or its optimizer use. No other method of the task
+        runs meanwhile, and nothing is drawn from the generators of PyTorch.
     everywhere, rehearses : bool
         Whether `batch` and `validation` are called on the ranks of middle stages, too. Whether a batch runs forward
         before the run folder is touched.
@@ -118,6 +122,7 @@ class Task:
     per_second = "samples_per_second"
     freeze: Sequence[str] = ()
     groups: Sequence[optim.Group] = ()
+    read_ahead = False
     everywhere = False
     rehearses = True
     folders: tuple[str, ...] = ("weights",)
@@ -146,7 +151,9 @@ class Task:
         raise NotImplementedError
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
-        """Return inputs and targets of these rows of the batch of a step. Called in a thread, one step ahead.
+        """Return inputs and targets of these rows of the batch of a step. The arrays are copied.
+
+        The main thread calls it, in the order of the steps; with `read_ahead` a thread does, one step ahead.
 
         Parameters
         ----------

@@ -1,7 +1,10 @@
-"""How a training calls its task: an error names file, method, step and rows; and batches are read one step ahead.
+"""How a training calls its task: an error names file, method, step and rows.
 
-    rank, main thread    | step 7: forwards, backwards, optimizer | step 8 ...
-    thread               | read 8 ......... |                     | read 9 ......
+One thread runs the code of a user: the main thread reads the batch of a step when the step begins. Where a task sets
+`read_ahead`, a thread reads one step ahead, and it has the task to itself meanwhile:
+
+    rank, main thread    | step 7: forwards, backwards, optimizer | validation ... | step 8 ...
+    thread               | read 8 ......... |                                      | read 9 ......
 
 The thread makes no call of MPI. A rank that comes to a step before its batch is there waits, and the wait is counted.
 """
@@ -9,8 +12,10 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 from __future__ import annotations
 
 import math
+import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.adapters import ForeignLayer, as_layer, seeded
+from mpipipe.adapters import ForeignLayer, as_layer, let_draw_in_turn, seeded
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
@@ -34,10 +39,23 @@ def place_of(task: Task, method: str) -> str:
     return name if task.file is None else f"{name} in {task.file.path.name}"
 
 
+def turn_of(task: Task) -> AbstractContextManager[Any]:
+    """Return the lock of a task, which whoever runs code of the user holds."""
+    turn: AbstractContextManager[Any] = vars(task).setdefault("_turn", threading.RLock())
+    return turn
+
+
+def turn(task: Task, method: str) -> AbstractContextManager[Any]:
+    """Return the lock of a task if a method of it is code of the user: one thread at a time runs that."""
+    module: str = getattr(getattr(type(task), method, None), "__module__", "") or ""
+    return nullcontext() if module.startswith("mpipipe.") else turn_of(task)
+
+
 def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None) -> Any:
     """Call a method of a task, or `by` in its place. An error says where it was, with `when`: the step and the rows."""
     try:
-        return (by or getattr(task, method))(*arguments)
+        with turn(task, method):
+            return (by or getattr(task, method))(*arguments)
     except MpipipeError as error:
         # one that names a method of the task already stays as it is
         own = not type(task).__module__.startswith("mpipipe.") and f"{type(task).__name__}." not in error.message
@@ -144,6 +162,11 @@ def where(method: str, number: int, rows: range) -> str:
 def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tuple[Any, Any, Any]:
     """Return inputs, targets, and what comes with them, from `batch` or `validation`; checks what this rank needs."""
     when = where(method, number, rows)
+    with turn(task, method):  # until all is copied, since the task may fill the same arrays again
+        return _read(task, method, number, rows, shard, when)
+
+
+def _read(task: Task, method: str, number: int, rows: range, shard: Shard, when: str) -> tuple[Any, Any, Any]:
     found = call(task, method, number, rows, shard, when=when)
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
@@ -175,7 +198,7 @@ def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | 
 def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
     """Return a batch in the dtype of the training; DataError for another number of rows, and what is not finite.
 
-    Arrays of the host are copied: the task may fill the same ones again while a step computes with these.
+    Arrays are copied: the task may fill the same ones again while a step computes with these.
     """
     try:
         leaves, structure = arrays.flatten(tree)
@@ -202,12 +225,15 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
     cast = []
     for leaf in leaves:
         dtype = shard.dtype if leaf.dtype.kind == "f" else leaf.dtype
-        cast.append(leaf.astype(dtype, "C", copy=not arrays.is_device(leaf)))
+        if arrays.is_device(leaf):
+            cast.append(arrays.copied(leaf, dtype))
+        else:
+            cast.append(leaf.astype(dtype, "C"))
     return arrays.unflatten(cast, structure)
 
 
 class Reader:
-    """Reads the rows of this replica, one step ahead; `waited` are the seconds in which the last step waited for it."""
+    """Reads the rows of this replica; `waited` are the seconds in which the last step waited for them."""
 
     def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
         self.task, self.shard, self.steps, self.waited = task, shard, steps, 0.0
@@ -216,37 +242,44 @@ class Reader:
         placement, rank = plan.schedule.placement, mesh.pipe.rank
         shard.reads_inputs, shard.reads_targets = rank == placement[0], rank == placement[-1]
         self.reads = shard.reads_inputs or shard.reads_targets or task.everywhere
-        self.number = -1  # the step that is being read
-        self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None  # the thread that reads it
+        self.number = -1  # the step that a thread reads
+        self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None
         self.rank, self.kinds = mesh.rank, ""  # shapes and dtypes of the rows that this rank reads
+        if task.read_ahead:
+            let_draw_in_turn(turn_of(task))
 
     def batch(self, step: int) -> Pair:
-        """Return the batch of a step, and begin to read that of the next one."""
-        start = perf_counter()
+        """Return the batch of a step; where the task reads ahead, begin to read that of the next one."""
         if not self.reads:
             return None, None
+        start = perf_counter()
+        found = self._read_ahead(step) if self.task.read_ahead else self._read(step)
+        self.waited = perf_counter() - start
+        if step + 1 < self.steps:
+            self.begin(step + 1)
+        return self.begun(found)
+
+    def begin(self, step: int) -> None:
+        """Let a thread read the batch of a step, where the task reads ahead and nobody has begun."""
+        if self.reads and self.task.read_ahead and (self.ahead is None or self.number != step):
+            self.number = step
+            self.ahead = ThreadTask(partial(self._read, step), "mpipipe batches")
+
+    def _read_ahead(self, step: int) -> tuple[Any, Any, Any]:
         self.begin(step)
         assert self.ahead is not None
         task, self.ahead = self.ahead, None
         wait_locally(task.wait, f"the batch of step {step}")
-        self.waited = perf_counter() - start
         if task.problem is not None:
-            problem = task.problem
-            if isinstance(problem, MpipipeError) and problem.rank is None:
-                problem.rank = self.rank
-            raise problem
-        if step + 1 < self.steps:
-            self.begin(step + 1)
-        return self.begun(task.result)
-
-    def begin(self, step: int) -> None:
-        """Begin to read the batch of a step, unless that is done already."""
-        if self.reads and (self.ahead is None or self.number != step):
-            self.number = step
-            self.ahead = ThreadTask(partial(self._read, step), "mpipipe batches")
+            raise task.problem
+        return task.result
 
     def _read(self, step: int) -> tuple[Any, Any, Any]:
-        found = read(self.task, "batch", step, self.rows, self.shard)
+        try:
+            found = read(self.task, "batch", step, self.rows, self.shard)
+        except MpipipeError as error:
+            error.rank = self.rank if error.rank is None else error.rank
+            raise
         kinds = " and ".join(shapes_of(tree) for tree in found[:2] if tree is not None)
         self.kinds = self.kinds or kinds
         if kinds != self.kinds:

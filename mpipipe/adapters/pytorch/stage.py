@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe import arrays
+from mpipipe.adapters.layers import drawing_turn
 from mpipipe.adapters.pytorch.attend import TorchAttend
 from mpipipe.adapters.pytorch.tensors import (
     ModuleBuffers,
@@ -145,12 +146,13 @@ class TorchStage(TreeStage):
     def _random(self, position: Position) -> Iterator[None]:
         """Draw the random numbers of this place within, whatever else is drawn before or at the same time."""
         generator = torch.default_generator if self.gpu is None else torch.cuda.default_generators[self.gpu]
-        state = generator.get_state()
-        generator.manual_seed(int(self.key("torch", position)[0]) >> 1)
-        try:
-            yield
-        finally:
-            generator.set_state(state)
+        with drawing_turn():
+            state = generator.get_state()
+            generator.manual_seed(int(self.key("torch", position)[0]) >> 1)
+            try:
+                yield
+            finally:
+                generator.set_state(state)
 
     def _move_messages(self, _module: Any, _inputs: Any, output: Any) -> None:
         """Poll when a module has ended its forward, and when it begins its backward; but not all the time."""
