@@ -117,10 +117,16 @@ def step_seconds(
             pipeline.step(inputs, targets)
         seconds = max(group.gather("plan: the seconds of a message", pipeline.elapsed))
         times = []
-        for _ in range(min(max(REPEATS[0], int(SECONDS / max(seconds, 1e-9))), REPEATS[1])):
+        for _ in range(repeats_in(SECONDS, seconds, REPEATS)):
             pipeline.step(inputs, targets)
             times.append(pipeline.elapsed)
         return max(group.gather("plan: the seconds of messages", median(times)))
+
+
+def repeats_in(available: float, seconds: float, limits: tuple[int, int]) -> int:
+    """Return how many repeats of some seconds fit into those available, between limits. All ranks pass the same."""
+    least, most = limits
+    return min(max(least, int(available / max(seconds, 1e-9))), most)
 
 
 # -- Real steps of a training with a plan: to compare predictions with ------------------------------------------------
@@ -163,8 +169,7 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
 
         timed_steps(group, step, [batch] * WARMUP)
         first = median(timed_steps(group, step, [batch] * FIRST))
-        count = min(max(REPEATS[0], int(TRIAL_SECONDS / max(first, 1e-9))), REPEATS[1])
-        return median(timed_steps(group, step, [batch] * count))
+        return median(timed_steps(group, step, [batch] * repeats_in(TRIAL_SECONDS, first, REPEATS)))
 
 
 def timed_steps(

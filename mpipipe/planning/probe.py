@@ -23,7 +23,7 @@ from mpipipe import nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.arrays import mapped
 from mpipipe.job import group_of
-from mpipipe.planning.links import step_seconds
+from mpipipe.planning.links import repeats_in, step_seconds
 from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
@@ -167,14 +167,13 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
         for timer in timers.values():
             timer.saved.clear()
         layers = list(timers.values())
+        start = perf_counter()
         _turn(layers)
+        # A ring has messages in each turn: all ranks must make the same number of turns.
+        seconds = group_of(measured.mesh.comm).gather("plan: the seconds of a turn", perf_counter() - start)
         for place, timer in timers.items():
             timer.actions = times.actions.setdefault(place, defaultdict(list))
-        group_of(measured.mesh.comm).agree("plan: all ranks begin to measure")
-        end = perf_counter() + SECONDS
-        for repeat in range(REPEATS[1]):
-            if repeat >= REPEATS[0] and perf_counter() > end:
-                break
+        for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
             _turn(layers)
         times.loss += layers[-1].actions.pop("loss")
     return _optimizer(measured, [timer.lone.stage for timer in layers])

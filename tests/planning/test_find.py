@@ -79,6 +79,27 @@ def test_a_plan_is_made_over_mpi(comm):
     assert found.profile.ranks == comm.size and (comm.rank == 0) == bool(found.plans)
 
 
+def test_ranks_of_a_ring_make_as_many_turns_whatever_their_clocks_say(monkeypatch):
+    turns, here, real = [0, 0], threading.local(), probe._turn
+
+    def counted(timers):
+        turns[here.rank] += 1
+        real(timers)
+
+    def on_each_rank(comm):
+        here.rank = comm.rank
+        here.now = itertools.count(step=(1e-9, 1.0)[comm.rank])
+        with (measured := measured_on(comm, seq=2)).mesh:
+            probe.measure_layers(measured)
+
+    monkeypatch.setattr(probe, "_turn", counted)
+    monkeypatch.setattr(probe, "perf_counter", lambda: next(here.now))
+    monkeypatch.setattr(probe, "SECONDS", 0.5)
+    monkeypatch.setattr(probe, "REPEATS", (1, 4))
+    inprocess.run(2, on_each_rank)
+    assert turns[0] == turns[1] > 0
+
+
 def test_the_kinds_of_layers():
     (found,) = inprocess.run(1, lambda comm: measured_on(comm).problem.kinds)
     assert found == (0, 1, 2, 1, 2, 3)
