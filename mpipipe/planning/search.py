@@ -194,10 +194,14 @@ def _rank(plan: Plan) -> tuple[float, int]:
 
 def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator[Plan | None]:
     seen = set()  # some schedules are the same with one stage on each rank
+    slices = space.fixed.get("slices", 1)
+    # Candidates that are too large are left out; where all of them are, the smallest is built, which says so.
+    most = max(schedules.MOST_UNITS // (space.ranks * slices), space.microbatches[0] * space.forms[0][1])
     for microbatches in space.microbatches:
         size = -(-space.rows // microbatches)
         for name, chunks in space.forms:
-            slices = space.fixed.get("slices", 1)
+            if microbatches * chunks > most:
+                continue
             partition = space.fixed.get("partition") or cut_by_time(profile, size, chunks * space.ranks)
             choice = Choice(name, chunks, microbatches, partition, slices=slices, **(space.recomputation or {}))
             plan = _predicted(profile, space, choice)

@@ -3,6 +3,7 @@
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.bounds import lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
+from mpipipe.schedules.checks import MOST_UNITS
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv, from_file, is_path
 from mpipipe.schedules.draw import chrome_trace, timeline
@@ -11,6 +12,7 @@ from mpipipe.schedules.proof import check, grid
 from mpipipe.schedules.recompute import before_backwards, with_recompute
 from mpipipe.schedules.registry import (
     ONE_STAGE,
+    PER_RANK,
     SEVERAL_STAGES,
     TWO_STAGES,
     Advice,

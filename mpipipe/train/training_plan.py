@@ -54,7 +54,7 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     order = fitting(table, *sizes) if is_table(table) else None
     microbatches = config.microbatches if order is None else order.microbatches
     if microbatches is None:
-        microbatches = min(rows, schedules.advise(pipe).microbatches)
+        microbatches = min(rows, schedules.PER_RANK * pipe)
     if rows < microbatches:
         raise ConfigError(
             "fewer sequences than micro-batches",

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.text_plan import text_plan
 
+from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning import (
     Choice,
@@ -23,6 +24,7 @@ from mpipipe.planning import (
 )
 from mpipipe.planning.find import in_words, table
 from mpipipe.planning.problem import layers_with
+from mpipipe.schedules import checks
 from mpipipe.train import TrainConfig
 
 ROWS = 8
@@ -145,6 +147,15 @@ def test_the_best_of_few_layers_is_the_best_of_all(layers):
     given = profile(layers=layers, links=(Link(0.05, 0.3),) * 2)
     space = Space(2, 6, ROWS, {"microbatches": 4})
     assert find_plans(given, space)[0].prediction.seconds == pytest.approx(everything(given, space), rel=0.01)
+
+
+def test_candidates_that_are_too_large_are_left_out(monkeypatch):
+    for module in (checks, schedules):
+        monkeypatch.setattr(module, "MOST_UNITS", 2 * 8)
+    found = {(plan.choice.chunks, plan.choice.microbatches) for plan in find_plans(profile(), Space(2, 6, ROWS))}
+    assert {(1, 8), (2, 4), (3, 2)} <= found and all(chunks * count <= 8 for chunks, count in found)
+    with pytest.raises(ArgumentError, match="the schedule is too large"):
+        find_plans(profile(), Space(2, 6, ROWS, {"chunks": 3, "microbatches": 8}))
 
 
 def test_a_slow_rank_gets_fewer_layers_and_a_slow_link_fewer_chunks():

@@ -32,6 +32,11 @@ def test_four_microbatches_a_rank_by_default_but_no_more_than_sequences(pipe, re
     assert made.rows == 12 // replicas
 
 
+def test_a_long_pipeline_has_as_many_microbatches_as_sequences():
+    """Four for each rank would be a schedule above the limit of their forwards."""
+    assert plan(260, layers=300).schedule.microbatches == SMALL["batch"]
+
+
 @pytest.mark.parametrize(
     ("pipe", "replicas", "keys", "error", "match"),
     [
