@@ -80,6 +80,10 @@ HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__conta
 THREADS = Variable("MPIPIPE_THREADS", "a positive integer", _is_count)
 GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch, "1")
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
+# It is gone; without a word a run would differ from the one before.
+DETERMINISTIC = Variable(
+    "MPIPIPE_DETERMINISTIC", "0, and MPIPIPE_ATTENTION=cupy, which gives the same bits in every run", "0".__eq__
+)
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 
 
