@@ -115,7 +115,10 @@ def describe(folder: str | Path) -> WeightsDescription:
     path = Path(folder, DESCRIPTION)
     remedy = "name the --out folder of a training that ended; its weights are written at the end"
     with files.reading(
-        "the weights' description", path, remedy=remedy, also=(ValueError, TypeError, KeyError, RecursionError)
+        "the weights' description",
+        path,
+        remedy=remedy,
+        also=(ValueError, TypeError, KeyError, AttributeError, RecursionError),
     ):
         facts = json.loads(files.read_text(path, MOST_BYTES))
         written = facts.pop("checksum", None)
