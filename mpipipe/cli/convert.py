@@ -17,7 +17,9 @@ from mpipipe.options import Option
 def convert(
     source: Annotated[str, Operand("folder with a model, or the output folder of a task", metavar="FROM")],
     target: Annotated[str, Operand("new or empty folder; of a task FILE.safetensors", metavar="TO")],
-    dtype: Annotated[str | None, Option("float32, bfloat16, float16 or float64; default: as in FROM")] = None,
+    dtype: Annotated[
+        str | None, Option("float32, bfloat16, float16 or float64; default: as in FROM, float32 for halves")
+    ] = None,
     shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
     """Turn the weights of a training, or an adapter with its model, into a folder of Hugging Face; or export a task.

@@ -277,7 +277,7 @@ class TaskConfig(RunOptions, ParallelOptions):
                     raise ConfigError(
                         f"unknown key in {source}",
                         found=key,
-                        expected=" or ".join(meant) or ", ".join(names.values()),
+                        expected=" or ".join(meant) or ", ".join(names),
                         remedy=instead or "`mpipipe train --help` explains each",
                     )
                 values[name] = value
