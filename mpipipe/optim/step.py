@@ -261,6 +261,8 @@ def _step_on_device(
 class NormOfStep:
     """The norm of a step on a GPU. The host waits for it where `float()`, a comparison or a text reads it.
 
+    It is no number of Python: `round`, `sum` and `json.dumps` take `float(norm)`.
+
     Where a gradient was not finite, the device has left the step out. Reading raises NonFiniteError then, and so does
     the next step with the same scaler that finds this one done.
 
