@@ -40,7 +40,7 @@ def place_of(task: Task, method: str) -> str:
 
 
 def turn_of(task: Task) -> AbstractContextManager[Any]:
-    """Return the lock of a task, which whoever runs code of the user holds."""
+    """Return the lock of a task: the thread that runs code of the user holds it."""
     turn: AbstractContextManager[Any] = vars(task).setdefault("_turn", threading.RLock())
     return turn
 
