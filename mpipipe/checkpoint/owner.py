@@ -4,11 +4,12 @@ The first job creates the file (O_EXCL). Where there is one, a job looks whether
 the owner's own host alone, by the id and start time of the process that leads it:
 
     lives, or may live on another host          wait some seconds for it to leave, then OwnerError
-    has died                                    replace it
-    an earlier start of the same batch job      replace it: a scheduler ends the one before it starts the next
+    has died, or its host has started anew      replace it
+    an earlier start of the same job of SLURM   replace it: SLURM ends the one before it starts the next
 
-An owner is replaced by a claim with its token in the name, which one job alone can create and rename to owner.json. A
-job that has lost its folder, as one whose owner.json was removed, finds another token before it gives a file its name.
+An owner is replaced by a claim with its token in the name, which one job alone can create. It is renamed to owner.json,
+and the job whose token is found there has won. A claim whose job has died is removed by the same rules. A job that has
+lost its folder, as one whose owner.json was removed, finds another token before it gives a file its name.
 """
 
 from __future__ import annotations
@@ -178,47 +179,49 @@ class Taking:
         """Look once more, and return whether the folder is this job's. Raises OSError and OwnerError."""
         if _create(self.path, self.record):
             return True
-        try:
+        with suppress(FileNotFoundError):  # it was released, or another job was faster
             owner = read(self.path)
-        except FileNotFoundError:  # it was released
-            return False
+            if owner is not None and owner.token == self.record.token:
+                return True
+            if self._is_left(self.path, owner):
+                self._replace(owner)
+        time.sleep(seconds)
+        return False
+
+    def _is_left(self, path: Path, owner: OwnerRecord | None) -> bool:
+        """Whether the job that a file names writes no more. Raises OwnerError for one that lives on after all."""
         late = time.monotonic() - self._begin > LIVING_SECONDS
         # a file that stays cut short is of a job that died while it wrote it
         if late if owner is None else owner.has_ended(self.record):
-            return self._replace(owner)
+            return True
         if late:
             raise OwnerError(
                 "another job owns the folder",
-                found=f"{owner}, in {self.path}",
+                found=f"{owner}, in {path}",
                 expected="a folder that no other job writes to",
                 remedy="wait for the end of that job, or choose another folder; if it hangs, end its processes; if it "
-                f"has died on another host, remove {self.path}",
+                f"has died on another host, remove {path}",
             )
         if not self._told:
             self._told = True
             owns = owner or "a job that has not said who it is"
-            write(f"mpipipe: {self.path.parent} is owned by {owns}; waits {LIVING_SECONDS:g} s for it to leave\n")
-        time.sleep(seconds)
+            write(f"mpipipe: {path.parent} is owned by {owns}; waits {LIVING_SECONDS:g} s for it to leave\n")
         return False
 
-    def _replace(self, owner: OwnerRecord | None) -> bool:
-        """Put this job in the place of a dead owner; return False where another job does that at the same time."""
+    def _replace(self, owner: OwnerRecord | None) -> None:
+        """Put this job in the place of a dead owner, unless another job does that at the same time."""
         token = "none" if owner is None else owner.token
         claim = self.path.with_name(f"{CLAIM}{token}")
         if not _create(claim, self.record):
-            with suppress(FileNotFoundError):
-                other = read(claim)
-                if other is not None and other.has_ended(self.record):
-                    claim.unlink()
-            return False
-        with suppress(FileNotFoundError):
-            now = read(self.path)
-            if now == owner:
+            if self._is_left(claim, read(claim)):
+                claim.unlink()
+            return
+        try:
+            if read(self.path) == owner:
                 claim.rename(self.path)
                 write(f"mpipipe: {self.path.parent} was owned by {owner or 'a job'}, which is dead: taken over\n")
-                return True
-        claim.unlink()
-        return False
+        finally:
+            claim.unlink(missing_ok=True)
 
 
 def _create(path: Path, record: OwnerRecord) -> bool:
@@ -250,9 +253,10 @@ def read(path: Path) -> OwnerRecord | None:
         content = file.read(MOST_BYTES)
     try:
         facts = json.loads(content)
+        kinds = {name: type(value).__name__ for name, value in facts.items()}
         int(facts["token"], 16)  # it becomes part of a name
-        int(facts["process"])
-        return OwnerRecord(**facts)
+        int(facts["starts"])
+        return OwnerRecord(**facts) if kinds == OwnerRecord.__annotations__ else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
@@ -267,7 +271,7 @@ class OwnerRecord:
     process: int  # that leads the job, and when it was started
     start: str
     job: str  # number of the scheduler's job with the variable that has it, "" without one
-    starts: str  # how often the scheduler has started the job again
+    starts: str  # how often the scheduler has started the job again, "0" where it does not count
     since: str
 
     @classmethod
@@ -281,8 +285,10 @@ class OwnerRecord:
         """Whether this owner writes no more, as far as the job of `other`, on this machine, can know."""
         if self.machine == other.machine:
             return _start_of(self.process) not in (self.start, HIDDEN)
-        earlier = not other.starts or int(self.starts or 0) < int(other.starts)
-        return bool(other.job) and self.job == other.job and earlier
+        boot, own_boot = (record.machine.rpartition(" ")[0] for record in (self, other))
+        if boot and own_boot and boot != own_boot and self.host == other.host:
+            return True
+        return bool(other.job) and self.job == other.job and int(self.starts) < int(other.starts)
 
     def __str__(self) -> str:
         job = f"{self.job}, " if self.job else ""
@@ -312,12 +318,12 @@ def this_machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"unknown {secrets.token_hex(8)}"  # like no other: nothing is known of its processes
+        return secrets.token_hex(8)  # like no other: nothing is known of its processes
 
 
 def _job(environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the number of the batch job with its variable, and how often it was started again; "" without one."""
     for name, count in JOBS.items():
         if environment.get(name):
-            return f"{name} {environment[name]}", environment.get(count, "0" if count else "")
-    return "", ""
+            return f"{name} {environment[name]}", environment.get(count) or "0"
+    return "", "0"

@@ -49,6 +49,17 @@ def leave(folder, left):
     (folder / "owner.json").write_text(json.dumps(asdict(left)))
 
 
+def claim(folder, left):
+    content = "" if left is None else json.dumps(asdict(left))
+    (folder / f"owner.json.after-{DEAD}").write_text(content)
+
+
+def machine(**changed):
+    """The name of this machine, with another host or boot, or another space of processes."""
+    facts = dict(zip(("host", "boot", "space"), owner.this_machine().split(), strict=True))
+    return " ".join((facts | changed).values())
+
+
 def taken(folder, own=None):
     """Go on until the folder is this process's."""
     taking = Taking(folder / "owner.json", own or record("f" * 16, os.getpid()))
@@ -74,14 +85,18 @@ def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, c
 LEFT = {
     "the number of a dead process": lambda folder: leave(folder, replace(record(), process=os.getpid(), start="1")),
     "a token that is a path": lambda folder: leave(folder, record(token="/../../evil")),
-    "by a job that died while it took over": lambda folder: (
-        leave(folder, record()),
-        (folder / f"owner.json.after-{DEAD}").write_text(json.dumps(asdict(record("e" * 16)))),
-    ),
+    "by a job that died while it took over": lambda folder: (leave(folder, record()), claim(folder, record("e" * 16))),
+    "by one that died before it wrote its claim": lambda folder: (leave(folder, record()), claim(folder, None)),
+    "before the host was started again": lambda folder: leave(folder, record(machine=machine(boot="before"))),
     **{
         f"cut short: {content!r}": lambda folder, content=content: (folder / "owner.json").write_bytes(content)
         for content in (b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10)
     },
+    **{
+        f"damaged: {facts}": lambda folder, facts=facts: leave(folder, record(**facts))
+        for facts in ({"starts": "abc", "machine": "b"}, {"host": None}, {"machine": ["a"]})
+    },
+    "damaged: another kind of number": lambda folder: leave(folder, replace(record(), process=1.5)),
 }
 
 
@@ -94,12 +109,17 @@ def test_what_a_dead_job_has_left_is_taken_over_and_leads_nowhere_else(tmp_path,
     assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["owner.json"]
 
 
-def test_an_owner_that_lives_is_waited_for_and_then_the_job_is_refused(tmp_path, capfd, quick, sleeper):
-    leave(tmp_path, record(process=sleeper.pid))
+@pytest.mark.parametrize("name", ["owner.json", f"owner.json.after-{DEAD}"])
+def test_an_owner_that_lives_is_waited_for_and_then_the_job_is_refused(tmp_path, capfd, quick, sleeper, name):
+    """So is one that has begun to take over from a dead one."""
+    leave(tmp_path, record())
+    (tmp_path / name).write_text(json.dumps(asdict(record(process=sleeper.pid))))
+    there = sorted(os.listdir(tmp_path))
     with pytest.raises(OwnerError, match="another job owns the folder") as caught:
         taken(tmp_path)
-    assert f"process {sleeper.pid} on " in caught.value.found and "choose another folder" in caught.value.remedy
-    assert token_in(tmp_path) == DEAD and os.listdir(tmp_path) == ["owner.json"]
+    assert f"process {sleeper.pid} on " in caught.value.found and caught.value.found.endswith(f"/{name}")
+    assert "choose another folder" in caught.value.remedy and sorted(os.listdir(tmp_path)) == there
+    assert token_in(tmp_path) == DEAD
     assert capfd.readouterr().err.count("waits 0.2 s for it to leave") == 1
 
 
@@ -140,10 +160,16 @@ def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_de
     assert token_in(tmp_path) == DEAD
 
 
-def test_an_owner_on_another_host_is_refused_unless_it_is_an_earlier_start_of_the_same_job(tmp_path, quick):
-    left = record(machine="another", job="SLURM_JOB_ID 17", starts="0")
+@pytest.mark.parametrize(
+    "left", [{"machine": machine(host="b", boot="b"), "host": "b"}, {"machine": machine(space="b")}]
+)
+def test_an_owner_on_another_host_is_refused_unless_it_is_an_earlier_start_of_the_same_job(tmp_path, quick, left):
+    """So it is in another container of this host. PBS does not count the starts of a job."""
     again = replace(record("f" * 16, os.getpid()), job="SLURM_JOB_ID 17", starts="1")
-    leave(tmp_path, left)
+    leave(tmp_path, record(job="PBS_JOBID 17", **left))
+    with pytest.raises(OwnerError, match="another job owns the folder"):
+        taken(tmp_path, record("f" * 16, job="PBS_JOBID 17"))
+    leave(tmp_path, record(job="SLURM_JOB_ID 17", **left))
     for other in (record("f" * 16), replace(again, starts="0"), replace(again, job="SLURM_JOB_ID 18")):
         with pytest.raises(OwnerError, match=r"another job owns the folder(.|\n)*has died on another host, remove"):
             taken(tmp_path, other)
@@ -157,6 +183,7 @@ def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):
     """Processes of their own, again and again; each says by its exit code whether it owns the folder."""
     for turn in range(5):
         leave(tmp_path, record())
+        claim(tmp_path, record("e" * 16) if turn % 2 else None)
         begin, children = time.time() + 0.2, []
         for number in range(6):
             child = os.fork()
@@ -180,10 +207,10 @@ def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):
 
 def test_the_job_of_the_scheduler():
     for environment, expected in (
-        ({}, ("", "")),
+        ({}, ("", "0")),
         ({"SLURM_JOB_ID": "17"}, ("SLURM_JOB_ID 17", "0")),
         ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("SLURM_JOB_ID 17", "2")),
-        ({"PBS_JOBID": "17.server"}, ("PBS_JOBID 17.server", "")),
+        ({"PBS_JOBID": "17.server"}, ("PBS_JOBID 17.server", "0")),
     ):
         assert owner._job(environment) == expected
 
