@@ -28,22 +28,18 @@ else
 fi
 
 # launch COMMAND...: run a training on all ranks of the job, into $out unless an --out is among the words. Ends the
-# script: with 0 only where the command returns 0 and the training has left its file `finished`.
+# script: with 0 only where the command returns 0 and the training has left a new file `finished`.
 launch() {
-    local status=0
+    local status=0 before
     out=$(option_of out "$out" "$@")
-    if [ -n "$requeue" ] && [ -e "$out/finished" ]; then
-        echo "mpipipe: job $name has nothing to do: $out is finished"
-        exit 0
-    fi
+    before=$(end_in "$out")
     echo "job $name: ${SLURM_NTASKS:-all} tasks on ${SLURM_JOB_NODELIST:-this node}, $threads threads each, $python," \
         "commit $(git rev-parse --short HEAD 2> /dev/null || echo unknown), start $((${SLURM_RESTART_COUNT:-0} + 1))"
     pass_dirty_steps
     unset SLURM_EXPORT_ENV  # set by sbatch --export=NONE: srun would hand on nothing of what is set here
     trap : TERM USR2  # the scheduler sends them to this shell, too: it goes on until the job has left
-    rm -f -- "$out/finished"
     "$@" || status=$?
-    if [ "$status" = 0 ]; then is_finished "$out" "$1" || status=1; fi
+    if [ "$status" = 0 ]; then is_finished "$out" "$before" "$1" || status=1; fi
     if [ "$status" = 0 ]; then
         rm -f -- "$out.restarts"
         echo "mpipipe: job $name finished out=$out"

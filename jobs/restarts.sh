@@ -13,16 +13,23 @@ esac
 refused=2     # exit code of a job that all ranks refuse alike, as for a wrong option: it would be refused again
 preempted=75  # exit code of a job that was asked to leave, and has saved
 
-# is_finished FOLDER COMMAND: whether the training there has ended well on all ranks, after COMMAND has returned 0. No
-# launcher knows that: that of MPICH returns 0 where a library in C ends one rank by exit(0).
+# end_in FOLDER: which file `finished` is there; nothing where there is none
+end_in() {
+    ls -- "$1" > /dev/null 2>&1 || true  # lets a network file system look anew
+    stat --format="%i %y" -- "$1/finished" 2> /dev/null || true
+}
+
+# is_finished FOLDER BEFORE COMMAND: whether the training there has ended well on all ranks, after COMMAND has returned 0:
+# it has left another `finished` than the one BEFORE, that of an earlier training. No launcher knows that: that of MPICH
+# returns 0 where a library in C ends one rank by exit(0).
 is_finished() {
-    local look
+    local look end
     for look in 1 2 3; do
-        ls -- "$1" > /dev/null 2>&1 || true  # lets a network file system look anew
-        [ ! -e "$1/finished" ] || return 0
+        end=$(end_in "$1")
+        [ -z "$end" ] || [ "$end" = "$2" ] || return 0
         [ "$look" = 3 ] || sleep 1
     done
-    echo "mpipipe: $2 returned 0, but $1/finished is not there: not all ranks have ended well" >&2
+    echo "mpipipe: $3 returned 0, but $1/finished is not there, or an old one: not all ranks have ended well" >&2
     return 1
 }
 

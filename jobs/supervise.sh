@@ -7,9 +7,8 @@
 #
 # CHECKPOINTS is where they appear, by default `checkpoints` in the folder that --out names. It ends with the exit code of
 # the last start: 0 once the training is done; 2 where it is refused; 75 where it was asked to leave; else that of the
-# failure, after MPIPIPE_RESTARTS starts in a row without a new checkpoint (3 by default). A 0 without the file `finished`
-# next to the checkpoints, which a training leaves once all ranks have ended well, is a failure. A loop of your own leaves
-# it on rank 0.
+# failure, after MPIPIPE_RESTARTS starts in a row without a new checkpoint (3 by default). A 0 without a new file `finished`
+# in that folder, which a training leaves once all ranks have ended well, is a failure. With CHECKPOINTS a 0 is believed.
 # INT, TERM, USR1 and USR2 end the training, and nothing is started again. All but INT let it save: it gets the signal
 # that its launcher hands on, USR2 for Open MPI's mpiexec, TERM for the others, and for a script of your own around them.
 set -euo pipefail
@@ -23,7 +22,7 @@ if [ -z "${CHECKPOINTS:-}" ] && [ "$(option_of resume no "$@")" != auto ]; then
     echo "supervise.sh: without --resume auto each start would begin anew" >&2
     exit 2
 fi
-folder=$(dirname -- "$checkpoints")  # in which `finished` will be
+before=$(end_in "$out")
 notes=$(mktemp)
 trap 'rm -f "$notes"' EXIT
 
@@ -50,7 +49,6 @@ for name in INT TERM USR1 USR2; do trap "pass_on $name" "$name"; done
 
 start=1
 while [ -z "$asked" ]; do
-    rm -f -- "$folder/finished"
     set -m  # a process group of its own: Ctrl-C comes here alone, and is passed on once
     "$@" < /dev/null &
     child=$!
@@ -60,7 +58,7 @@ while [ -z "$asked" ]; do
         [ "$seen" != "$signals" ] || break  # else a signal has cut the waiting short
     done
     if [ "$status" = 0 ]; then
-        is_finished "$folder" "$1" && exit 0
+        if [ -n "${CHECKPOINTS:-}" ] || is_finished "$out" "$before" "$1"; then exit 0; fi
         status=1
     fi
     [ "$status" != "$preempted" ] && [ -z "$asked" ] || break

@@ -103,14 +103,20 @@ def test_batch_job_starts_one_rank_for_each_task_and_hands_on_the_status(submit,
     assert (checkout / "runs" / "slurm-17" / "finished").exists() == (status == 0)
 
 
-def test_batch_job_without_the_file_of_its_end_has_failed_whatever_srun_says(submit, checkout):
-    """One of an earlier job counts for nothing."""
-    (checkout / "runs" / "slurm-17").mkdir(parents=True)
-    (checkout / "runs" / "slurm-17" / "finished").touch()
-    result = submit("train.sbatch", finishes=False)
-    assert result.returncode == 1 and "not all ranks have ended well" in result.stderr
-    assert result.stdout.splitlines()[-1] == "mpipipe: job 17 failed exit=1 out=runs/slurm-17"
-    assert not (checkout / "runs" / "slurm-17" / "finished").exists()
+@pytest.mark.parametrize(("status", "seen", "said"), [(0, 1, "not all ranks have ended well"), (2, 2, "")])
+@pytest.mark.parametrize("script", ["train.sbatch", "train_preemptable.sbatch"])
+def test_batch_job_without_the_file_of_its_end_has_failed_whatever_srun_says(
+    submit, checkout, script, status, seen, said
+):
+    """That of an earlier training counts for nothing, and stays where the command is refused."""
+    finished = checkout / "runs" / "slurm-17" / "finished"
+    finished.parent.mkdir(parents=True)
+    finished.touch()
+    result = submit(script, status=status, finishes=False, MPIPIPE_RESTARTS="1")
+    assert result.returncode == seen and said in result.stderr, result
+    assert result.stdout.splitlines()[-1] == f"mpipipe: job 17 failed exit={seen} out=runs/slurm-17"
+    assert finished.exists()
+    assert submit(script).returncode == 0
 
 
 @pytest.mark.parametrize("options", [["--out", "runs/own"], ["--out=runs/own"]])

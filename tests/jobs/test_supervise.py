@@ -77,6 +77,12 @@ def test_a_success_without_the_file_of_the_end_is_a_failure(fake):
     assert "exit code 1; start 2 goes on from step-00000001" in result.stderr
 
 
+def test_a_loop_of_its_own_is_believed_and_its_files_stay(fake, tmp_path):
+    (tmp_path / "finished").touch()
+    result, starts = fake(["1"], ["silent"], CHECKPOINTS="checkpoints")
+    assert result.returncode == 0 and starts == 1 and (tmp_path / "finished").exists(), result
+
+
 @pytest.mark.parametrize("text", ["x", "0", "-1", "1.5", "3 4", "08", "9" * 30, "٣"])
 def test_a_number_of_restarts_that_is_none_is_refused_before_anything_starts(fake, text):
     result, starts = fake([""], ["0"], MPIPIPE_RESTARTS=text)
@@ -116,9 +122,12 @@ def test_each_launcher_gets_the_signal_that_lets_its_ranks_save(tmp_path, name, 
 
 
 @pytest.mark.parametrize("code", ["2", "75"])
-def test_a_job_that_is_refused_or_has_left_is_not_started_again(fake, code):
+def test_a_job_that_is_refused_or_has_left_is_not_started_again(fake, tmp_path, code):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "finished").touch()
     result, starts = fake(["1", "2"], [code, "0"])
     assert result.returncode == int(code) and starts == 1, result
+    assert (tmp_path / "run" / "finished").exists()
 
 
 @pytest.mark.parametrize("options", [["--resume", "no"], ["--resume=step-1"]])
