@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Start a training again and again until it is done, where the scheduler cannot do it and the MPI cannot repair itself.
-# After a failure it goes on from its newest checkpoint.
+# Start a training again and again until it is done, where the scheduler cannot do it. After a failure
+# it goes on from its newest checkpoint.
 #
 #   bash jobs/supervise.sh mpiexec -n 4 python -m mpipipe train --out runs/long --save-every 50 --resume auto ...
 #   CHECKPOINTS=folder bash jobs/supervise.sh mpiexec -n 4 python -m mpipipe run own_loop.py

@@ -17,28 +17,17 @@ large arrays.
 
 # several lines for one file, where its names need them
 # isort: off
-from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, cuda_declarations, cuda_function, grid, launch
+from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, cuda_function, grid, launch
 from mpipipe.arrays.cuda import over, scalar_type, vector_width
 from mpipipe.arrays.device_checks import check_device, missing_parts
 from mpipipe.arrays.devices import AMD_UNTRIED, check_computable, compute_capability, cupy, current_gpu, describe_gpus
 from mpipipe.arrays.devices import device_count, is_amd, load_cuda_runtime, use_gpu
-from mpipipe.arrays.dtypes import (
-    COMPUTE_DTYPES,
-    HALVES,
-    Array,
-    DeviceArray,
-    Event,
-    Shape,
-    Stream,
-    Tree,
-    accumulator,
-    as_reals,
-)
+from mpipipe.arrays.dtypes import COMPUTE_DTYPES, HALVES, Array, DeviceArray, Event, Shape, Tree, accumulator, as_reals
 from mpipipe.arrays.dtypes import device_of, dtype, is_array, is_device, is_floating, is_half, refuse_mask
 from mpipipe.arrays.dtypes import strip_subclass
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.half_precision import faster_rounding, float32_like, round_into, upcast, upcast_halves
-from mpipipe.arrays.memory import ALIGNMENT, Shortage, address, aligned_empty, copy, copy_into, empty
+from mpipipe.arrays.memory import ALIGNMENT, address, aligned_empty, copy, copy_into, empty
 from mpipipe.arrays.memory import empty_like, memory_shortage, set_zero, shares_memory, zeros, zeros_like
 from mpipipe.arrays.nccl import bus_id, nccl, nccl_type
 from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused

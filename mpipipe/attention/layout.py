@@ -221,7 +221,6 @@ class Layout:
         rank: int,
         causal: bool = True,
         window: int | None = None,
-        documents: Sequence[int] | None = None,
         keys: Layout | None = None,
         *,
         backward: bool = False,
@@ -232,7 +231,7 @@ class Layout:
         ----------
         rank : int
             ArgumentError is raised where the layout has no such rank.
-        causal, window, documents, keys : bool, int, sequence of int and Layout
+        causal, window, keys : bool, int and Layout
             As for `needs`.
         backward : bool
             The steps of the backward in place of those of the forward.
@@ -249,7 +248,7 @@ class Layout:
         """
         if not 0 <= rank < self.ranks:
             raise ArgumentError("no such rank in the layout", found=rank, expected=f"0 to {self.ranks - 1}")
-        view = causal, window, documents, keys
+        view = causal, window, None, keys
         table = RingTable()
         for hop in ring_hops(rank, self.ranks, self.steps(*view), backward):
             slices = self.needs(rank, hop[-1], *view)

@@ -19,7 +19,7 @@ from mpipipe.checkpoint.folders import MANIFEST, Checkpoint, find, newest, prune
 from mpipipe.checkpoint.folders import checksum_of as checksum_of
 from mpipipe.checkpoint.folders import write_facts as write_facts
 from mpipipe.checkpoint.loading import load, read, read_arrays
-from mpipipe.checkpoint.owner import Owner, check_owned, is_owner_file, owner_of, released_at_end, take_folder
+from mpipipe.checkpoint.owner import Owner, check_owned, is_owner_file, released_at_end, take_folder
 from mpipipe.checkpoint.replicas import check_replicas
 from mpipipe.checkpoint.saver import Saver, save
 from mpipipe.checkpoint.tensor_files import (

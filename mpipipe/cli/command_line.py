@@ -147,7 +147,7 @@ DRAW = {
     "memory": Command("How many activations each rank holds at which time", "cli.draw:memory"),
 }
 BENCH = {
-    "all": Command("Most of these, as a page of results with a figure", "bench.results:every"),
+    "all": Command("Most of these, as a page of results", "bench.results:every"),
     "pipeline": Command("Cost of the machinery on tiny stages", "bench.pipeline:pipeline"),
     "transport": Command("Mailbox against bare Isend and Irecv", "bench.pipeline:transport"),
     "train": Command("A GPT's step against its simulation", "bench.train:step"),

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
     from mpipipe.comm.transfer import Index, PartMove, Transfer, all_to_all, along, exchange_on, halo_of
     from mpipipe.comm.transport.choose import make_transport
-    from mpipipe.comm.transport.device import DeviceTransport
     from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
 
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object

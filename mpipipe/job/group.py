@@ -76,15 +76,15 @@ class RankGroup(OpenGroup):
         ballot.decide()
         return table
 
-    def gather(self, call: str, value: Any, error: Exception | None = None) -> list[Any]:
-        """Return the `value` of every rank, any picklable object, in rank order; an `error` of one is raised on all."""
-        content, error = _pickled(value, error)
+    def gather(self, call: str, value: Any) -> list[Any]:
+        """Return the `value` of every rank, any picklable object, in rank order."""
+        content, error = _pickled(value)
         sizes = self.agree(call, values=[len(content)], error=error)[:, 0].tolist()
         return spread(self, content, sizes, call)
 
     def broadcast(self, call: str, value: Any, root: int = 0) -> Any:
         """Return the `value` of rank `root`, any picklable object, on every rank."""
-        content, error = _pickled(value, None) if self.rank == root else (b"", None)
+        content, error = _pickled(value) if self.rank == root else (b"", None)
         size = int(self.agree(call, (("root", root),), [len(content)], error)[root, 0])
         if self.size == 1:
             return value
@@ -94,13 +94,13 @@ class RankGroup(OpenGroup):
             self.wait(own(self.comm.Ibcast(buffer, root)), call, everyone=True)
         return value if self.rank == root else pickle.loads(buffer.tobytes())
 
-    def from_one(self, call: str, make: Callable[[], T], root: int = 0) -> T:
-        """Return on every rank what `make` returns on rank `root`; what it raises there is raised on all."""
+    def from_one(self, call: str, make: Callable[[], T]) -> T:
+        """Return on every rank what `make` returns on rank 0; what it raises there is raised on all."""
         value: Any = None
         with self.raise_together(call):
-            if self.rank == root:
+            if self.rank == 0:
                 value = make()
-        return cast(T, self.broadcast(call, value, root))
+        return cast(T, self.broadcast(call, value))
 
     @contextmanager
     def raise_together(self, call: str) -> Iterator[None]:
@@ -137,10 +137,10 @@ class RankGroup(OpenGroup):
         self.comm.Free()
 
 
-def _pickled(value: Any, error: Exception | None) -> tuple[bytes, Exception | None]:
-    """Return (`value` in bytes, error), with no bytes where there is an error, also one of pickling."""
+def _pickled(value: Any) -> tuple[bytes, Exception | None]:
+    """Return (`value` in bytes, error); one of them is empty."""
     try:
-        return (pickle.dumps(value), None) if error is None else (b"", error)
+        return pickle.dumps(value), None
     except Exception as caught:
         return b"", caught
 

@@ -9,4 +9,4 @@ inference/              text from a model, and its loss on a text
 """
 
 from mpipipe.language.config import TrainConfig
-from mpipipe.language.task import TextTask, estimate, train
+from mpipipe.language.task import TextTask, train

@@ -30,20 +30,7 @@ from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
-from mpipipe.train import (
-    MemoryEstimate,
-    Pair,
-    Record,
-    Shard,
-    Task,
-    absolute,
-    check_same_config,
-    estimate_task,
-    folded,
-    run,
-    too_few_pieces,
-    warn,
-)
+from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run, too_few_pieces, warn
 
 PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
 TEMPERATURE = 0.8  # of the sample at the end of a training
@@ -101,16 +88,6 @@ def train(
     check_same_config(group_of(comm), config)
     task = TextTask.of(config, architecture, comm, data)
     return run(task, task.config, comm)
-
-
-def estimate(config: TrainConfig, architecture: Architecture, ranks: int) -> MemoryEstimate:
-    """Return what a training would be on `ranks` ranks; for one process, without MPI."""
-
-    def make(comm: Communicator) -> tuple[TrainConfig, TextTask]:
-        task = TextTask.of(config, architecture, comm)
-        return task.config, task
-
-    return estimate_task(make, ranks)
 
 
 class TextTask(Task):

@@ -7,7 +7,6 @@ one action               executor, clock, messages, gradient_sums, graphs
 what went wrong          check, diagnostics
 """
 
-from mpipipe.pipeline.construction import construct_on_paper
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
 from mpipipe.pipeline.pipeline import Pipeline
@@ -15,13 +14,4 @@ from mpipipe.pipeline.plan import PlannedAction, receive_window
 from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.units import merge
 
-__all__ = [
-    "Branches",
-    "Loss",
-    "Pipeline",
-    "PlannedAction",
-    "StepResult",
-    "construct_on_paper",
-    "merge",
-    "receive_window",
-]
+__all__ = ["Branches", "Loss", "Pipeline", "PlannedAction", "StepResult", "merge", "receive_window"]

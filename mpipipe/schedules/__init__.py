@@ -1,39 +1,19 @@
 """Pipeline schedules as data: built by name, proven by `check`, timed by `simulate`. No MPI, no arrays."""
 
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import INPUT_GRAD, Action
 from mpipipe.schedules.bounds import lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.checks import MOST_UNITS
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv, from_file, is_path
-from mpipipe.schedules.draw import chrome_trace, timeline
+from mpipipe.schedules.draw import timeline
 from mpipipe.schedules.partition import partition, with_frozen
 from mpipipe.schedules.proof import check, grid
 from mpipipe.schedules.recompute import before_backwards, with_recompute
-from mpipipe.schedules.registry import (
-    ONE_STAGE,
-    PER_RANK,
-    SEVERAL_STAGES,
-    TWO_STAGES,
-    Advice,
-    advise,
-    by_name,
-    names,
-    placement_of,
-)
+from mpipipe.schedules.registry import PER_RANK, Advice, advise, by_name, names, placement_of
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
-from mpipipe.schedules.simulate import (
-    EQUAL_COSTS,
-    FORM,
-    TIMES,
-    Costs,
-    Links,
-    Timeline,
-    activations,
-    peak_memory,
-    simulate,
-)
+from mpipipe.schedules.simulate import FORM, Costs, Links, Timeline, activations, peak_memory, simulate
 from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
 
 __all__ = [
@@ -47,7 +27,6 @@ __all__ = [
     "advise",
     "by_name",
     "check",
-    "chrome_trace",
     "dualpipe_v",
     "forward_only",
     "from_csv",

@@ -1,12 +1,9 @@
-"""Schedules to look at: a timeline as text, and one for Chrome's trace viewer."""
+"""A schedule to look at: its timeline as text."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpipipe.schedules.action import place_of
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
 
 IDLE, BUSY = ".", "-"
 COLUMNS = 120  # width of a timeline, without the names of the ranks
@@ -46,29 +43,3 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
             line[first:stop] = label[:room]
         lines.append(name.ljust(width) + "".join(line).rstrip())
     return "\n".join(lines)
-
-
-def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
-    """Turn a timeline in seconds into trace events: chrome://tracing and Perfetto show ``json.dumps`` of the list.
-
-    Returns
-    -------
-    list of dict
-        One process per rank, with its name, and one complete event per action, in microseconds.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> events = schedules.chrome_trace(schedules.simulate(schedules.gpipe(1, 1)))
-    >>> [(event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
-    [('0F0', 0.0, 1000000.0), ('0B0', 1000000.0, 2000000.0)]
-    """
-    events: list[dict[str, Any]] = []
-    schedule = timeline.schedule
-    for rank, spans in enumerate(timeline.spans):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for action, start, end in spans:
-            place = {"stage": action.stage, **place_of(action.microbatch, schedule.slices)}
-            event = {"ph": "X", "name": schedule.cell(action), "cat": action.op, "pid": rank, "tid": 0, "args": place}
-            events.append({**event, "ts": start * 1e6, "dur": (end - start) * 1e6})
-    return events

@@ -227,7 +227,7 @@ def check_boxes(count: int) -> None:
             "there are more actions than a picture can show",
             found=counted(count, "action"),
             expected=f"at most {MOST_BOXES}",
-            remedy="draw fewer ranks or micro-batches: a schedule repeats itself; or take schedules.chrome_trace",
+            remedy="draw fewer ranks or micro-batches: a schedule repeats itself",
         )
 
 

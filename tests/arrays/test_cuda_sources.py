@@ -164,7 +164,7 @@ def compiled_by(name: str, library, options: list[bytes], code: str) -> str:
 
 
 def whole_source(source: str, constants: dict) -> str:
-    return "\n".join([cuda.COMMON.read_text(), *arrays.cuda_declarations(constants), (PACKAGE / source).read_text()])
+    return "\n".join([cuda.COMMON.read_text(), *cuda.cuda_declarations(constants), (PACKAGE / source).read_text()])
 
 
 @pytest.mark.long

@@ -6,11 +6,11 @@ import re
 
 import pytest
 from support.command_line import invoke
+from support.small_training import estimate
 
 from mpipipe.cli import train
 from mpipipe.cli.train import described
 from mpipipe.language.models import GPT
-from mpipipe.language.task import estimate
 from mpipipe.text import shown_bytes
 from mpipipe.train import TrainConfig
 

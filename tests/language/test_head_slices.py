@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import huggingface_reference as theirs
-from support.small_training import MODEL, config_in, records
+from support.small_training import MODEL, config_in, estimate, records
 
 from mpipipe import Mesh, nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.language import estimate
 from mpipipe.language.inference.evaluation import build_evaluator, count_windows, open_tokens
 from mpipipe.language.models import GPT
 from mpipipe.language.models.gpt import balanced_slices

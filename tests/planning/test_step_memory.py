@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.small_training import estimate
 
 from mpipipe import nn, optim, schedules
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.language.task import estimate
 from mpipipe.pipeline import Pipeline, receive_window
 from mpipipe.planning import memory
 from mpipipe.planning.step_memory import StageBytes, peak_of_step

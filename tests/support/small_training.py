@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig
+from mpipipe.train import TrainConfig, estimate_task
 
 MODEL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what it trains, with batches of 8
 SMALL = dict(
@@ -31,6 +32,16 @@ def config_in(folder, comm=None, **always):
         return TrainConfig(**{**small, **keys})
 
     return make
+
+
+def estimate(config, architecture, ranks):
+    """What a training of text would be on so many ranks."""
+
+    def make(comm):
+        task = TextTask.of(config, architecture, comm)
+        return task.config, task
+
+    return estimate_task(make, ranks)
 
 
 def metrics(config):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.small_training import config_in, metrics
+from support.small_training import config_in, estimate, metrics
 from support.token_files import random_documents, write_tokens
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
-from mpipipe.language import estimate
 from mpipipe.language.models import GPT
 from mpipipe.train import Task, TaskConfig, run, train
 

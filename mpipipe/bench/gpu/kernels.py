@@ -118,10 +118,10 @@ def _whole(length: int, heads: int, kv_heads: int, head_dim: int, dtype: str) ->
     return [normal((1, length, n, head_dim), dtype, seed) for seed, n in enumerate(counts)]
 
 
-def _alone(repeats: int, whole: Sequence[DeviceArray], warmup: int = WARMUP) -> tuple[float, float]:
+def _alone(repeats: int, whole: Sequence[DeviceArray]) -> tuple[float, float]:
     """Return the seconds of forward and backward of one kernel over the whole sequence."""
     *inputs, dout = whole
     attend = attention.Local(causal=True)
-    forward = seconds(lambda: attend.forward(*inputs), repeats, warmup)
+    forward = seconds(lambda: attend.forward(*inputs), repeats, WARMUP)
     saved = attend.forward(*inputs)[1]
-    return forward, seconds(lambda: attend.backward(dout, saved), repeats, warmup)
+    return forward, seconds(lambda: attend.backward(dout, saved), repeats, WARMUP)
