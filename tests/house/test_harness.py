@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from support.launch import mpiexec as launcher
 
 RANKS = 3
 HEADER = """
@@ -245,20 +244,3 @@ def test_launched_job_knows_nothing_of_the_job_around_it(launch, monkeypatch):
     script = "import os; print([name for name in os.environ if name.startswith(('PMI', 'OMPI_COMM', 'SLURM'))])"
     assert launch(0, script).stdout.split() == ["[]"]
     assert launch(2, "from mpi4py import MPI; print(MPI.COMM_WORLD.size)").stdout.split() == ["2", "2"]
-
-
-def test_jobs_are_started_by_the_launcher_that_mpiexec_names(monkeypatch, tmp_path):
-    """For this interpreter; others have their own beside them. A machine may have no launcher on PATH."""
-    ours, beside = tmp_path / "bin" / "mpiexec", tmp_path / "other" / "mpiexec"
-    for path in (ours, beside):
-        path.parent.mkdir()
-        path.write_text("#!/bin/sh\n")
-        path.chmod(0o755)
-    monkeypatch.setenv("MPIEXEC", str(ours))
-    assert launcher() == str(ours) and launcher(beside.with_name("python")) == str(beside)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPIEXEC", "bin/mpiexec")
-    assert launcher() == str(ours), "a job has a folder of its own"
-    monkeypatch.setenv("MPIEXEC", str(tmp_path / "missing"))
-    with pytest.raises(FileNotFoundError, match=r"MPIEXEC=.*missing is no command"):
-        launcher()
