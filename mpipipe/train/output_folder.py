@@ -21,7 +21,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.checkpoint import Owner, is_owner_file, restore_folder, take_folder
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, StorageError
 from mpipipe.job import Communicator, group_of
 from mpipipe.options import written
 from mpipipe.planning import LayerPlan
@@ -139,12 +139,16 @@ def finish(out: Path, comm: Communicator) -> None:
     """Leave the file `finished` once all ranks have come to the end of the training; collective.
 
     An exit code 0 is no proof of that: MPICH's launcher returns 0 where a library in C ends one rank by `exit(0)`.
+
+    Raises StorageError on every rank if the file cannot be written.
     """
-    group = group_of(comm)
+    group, path = group_of(comm), out / FINISHED
     group.agree("train: all ranks have come to the end")
-    with group.raise_together("train: the file of the end"), using(out):
+    remedy = "the training has ended well, and what it saved is there; make room, and write this file yourself"
+    what = "the file that says that a training has ended"
+    with group.raise_together("train: the file of the end"), files.writing(what, path, StorageError, remedy=remedy):
         if comm.rank == 0:
-            files.write_whole(out / FINISHED, f"{datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+            files.write_whole(path, f"{datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
 
 
 def _sees(marker: Path, token: str) -> bool:

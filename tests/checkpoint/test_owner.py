@@ -22,6 +22,7 @@ from mpipipe.errors import OwnerError, StorageError
 from mpipipe.job.group import group_of
 
 DEAD = "0123456789abcdef"
+CLAIM = f"owner.json.after-{DEAD}"
 
 
 @pytest.fixture
@@ -45,13 +46,8 @@ def record(token=DEAD, process=None, **facts):
     return replace(OwnerRecord.of_this_job(), token=token, process=number, start=start, **facts)
 
 
-def leave(folder, left):
-    (folder / "owner.json").write_text(json.dumps(asdict(left)))
-
-
-def claim(folder, left):
-    content = "" if left is None else json.dumps(asdict(left))
-    (folder / f"owner.json.after-{DEAD}").write_text(content)
+def leave(folder, left, name="owner.json"):
+    (folder / name).write_text("" if left is None else json.dumps(asdict(left)))
 
 
 def machine(**changed):
@@ -85,35 +81,35 @@ def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, c
 LEFT = {
     "the number of a dead process": lambda folder: leave(folder, replace(record(), process=os.getpid(), start="1")),
     "a token that is a path": lambda folder: leave(folder, record(token="/../../evil")),
-    "by a job that died while it took over": lambda folder: (leave(folder, record()), claim(folder, record("e" * 16))),
-    "by one that died before it wrote its claim": lambda folder: (leave(folder, record()), claim(folder, None)),
+    "by a job that died while it took over": lambda folder: leave(folder, record("e" * 16), CLAIM),
+    "by one that died before it wrote its claim": lambda folder: leave(folder, None, CLAIM),
     "before the host was started again": lambda folder: leave(folder, record(machine=machine(boot="before"))),
     **{
         f"cut short: {content!r}": lambda folder, content=content: (folder / "owner.json").write_bytes(content)
         for content in (b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10)
     },
     **{
-        f"damaged: {facts}": lambda folder, facts=facts: leave(folder, record(**facts))
-        for facts in ({"starts": "abc", "machine": "b"}, {"host": None}, {"machine": ["a"]})
+        f"damaged: {facts}": lambda folder, facts=facts: leave(folder, replace(record(), **facts))
+        for facts in ({"starts": "abc", "machine": "b"}, {"host": None}, {"machine": ["a"]}, {"process": 1.5})
     },
-    "damaged: another kind of number": lambda folder: leave(folder, replace(record(), process=1.5)),
 }
 
 
 @pytest.mark.parametrize("left", LEFT)
 def test_what_a_dead_job_has_left_is_taken_over_and_leads_nowhere_else(tmp_path, quick, left):
     (tmp_path / "run").mkdir()
+    leave(tmp_path / "run", record())
     LEFT[left](tmp_path / "run")
     taken(tmp_path / "run")
     assert token_in(tmp_path / "run") == "f" * 16
     assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["owner.json"]
 
 
-@pytest.mark.parametrize("name", ["owner.json", f"owner.json.after-{DEAD}"])
+@pytest.mark.parametrize("name", ["owner.json", CLAIM])
 def test_an_owner_that_lives_is_waited_for_and_then_the_job_is_refused(tmp_path, capfd, quick, sleeper, name):
     """So is one that has begun to take over from a dead one."""
     leave(tmp_path, record())
-    (tmp_path / name).write_text(json.dumps(asdict(record(process=sleeper.pid))))
+    leave(tmp_path, record(process=sleeper.pid), name)
     there = sorted(os.listdir(tmp_path))
     with pytest.raises(OwnerError, match="another job owns the folder") as caught:
         taken(tmp_path)
@@ -160,9 +156,7 @@ def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_de
     assert token_in(tmp_path) == DEAD
 
 
-@pytest.mark.parametrize(
-    "left", [{"machine": machine(host="b", boot="b"), "host": "b"}, {"machine": machine(space="b")}]
-)
+@pytest.mark.parametrize("left", [{"machine": machine(host="b"), "host": "b"}, {"machine": machine(space="b")}])
 def test_an_owner_on_another_host_is_refused_unless_it_is_an_earlier_start_of_the_same_job(tmp_path, quick, left):
     """So it is in another container of this host. PBS does not count the starts of a job."""
     again = replace(record("f" * 16, os.getpid()), job="SLURM_JOB_ID 17", starts="1")
@@ -183,7 +177,7 @@ def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):
     """Processes of their own, again and again; each says by its exit code whether it owns the folder."""
     for turn in range(5):
         leave(tmp_path, record())
-        claim(tmp_path, record("e" * 16) if turn % 2 else None)
+        leave(tmp_path, record("e" * 16) if turn % 2 else None, CLAIM)
         begin, children = time.time() + 0.2, []
         for number in range(6):
             child = os.fork()

@@ -12,7 +12,7 @@ import pytest
 from support.small_training import config_in
 
 from mpipipe import files
-from mpipipe.errors import ConfigError, OwnerError, PeerError
+from mpipipe.errors import ConfigError, OwnerError, PeerError, StorageError
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import output_folder, train
 from mpipipe.train.trainer import Trainer
@@ -53,6 +53,8 @@ def test_only_a_training_that_has_ended_well_on_all_ranks_is_finished(comm, mpi_
     finished = mpi_tmp_path / "run" / "finished"
     train(config(save_every=2), GPT, comm)
     assert finished.exists()
+    with pytest.raises(StorageError, match=r"has ended cannot be written(.|\n)*the training has ended well, and what"):
+        output_folder.finish(mpi_tmp_path / "gone", comm)
     with pytest.raises(ConfigError, match="not empty"):
         train(config(), GPT, comm)
     assert finished.exists()  # the folder is as it was
