@@ -47,7 +47,7 @@ def turn_of(task: Task) -> AbstractContextManager[Any]:
 
 def turn(task: Task, method: str) -> AbstractContextManager[Any]:
     """Return the lock of a task if a method of it is code of the user: one thread at a time runs that."""
-    module: str = getattr(getattr(type(task), method, None), "__module__", "") or ""
+    module: str = getattr(getattr(task, method, None), "__module__", "") or ""
     return nullcontext() if module.startswith("mpipipe.") else turn_of(task)
 
 
@@ -162,20 +162,19 @@ def where(method: str, number: int, rows: range) -> str:
 def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tuple[Any, Any, Any]:
     """Return inputs, targets, and what comes with them, from `batch` or `validation`; checks what this rank needs."""
     when = where(method, number, rows)
-    with turn(task, method):  # until all is copied, since the task may fill the same arrays again
-        return _read(task, method, number, rows, shard, when)
-
-
-def _read(task: Task, method: str, number: int, rows: range, shard: Shard, when: str) -> tuple[Any, Any, Any]:
-    found = call(task, method, number, rows, shard, when=when)
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
-        raise DataError(
-            f"{place_of(task, method)}{when} returns no inputs and targets", found=kind, expected="(inputs, targets)"
-        )
     whose = f" of {place_of(task, method)}{when}"
-    inputs = as_batch(found[0], rows, f"the inputs{whose}", shard) if shard.reads_inputs else None
-    targets = as_batch(found[1], rows, f"the targets{whose}", shard) if shard.reads_targets else None
+    # The lock is held until all is copied: another method of the task may fill the same arrays again.
+    with turn(task, method):
+        found = call(task, method, number, rows, shard, when=when)
+        if not isinstance(found, tuple) or len(found) not in (2, 3):
+            kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+            raise DataError(
+                f"{place_of(task, method)}{when} returns no inputs and targets",
+                found=kind,
+                expected="(inputs, targets)",
+            )
+        inputs = as_batch(found[0], rows, f"the inputs{whose}", shard) if shard.reads_inputs else None
+        targets = as_batch(found[1], rows, f"the targets{whose}", shard) if shard.reads_targets else None
     return inputs, targets, found[2] if len(found) == 3 else None
 
 
@@ -255,12 +254,13 @@ class Reader:
         start = perf_counter()
         found = self._read_ahead(step) if self.task.read_ahead else self._read(step)
         self.waited = perf_counter() - start
+        pair = self.begun(found)
         if step + 1 < self.steps:
             self.begin(step + 1)
-        return self.begun(found)
+        return pair
 
     def begin(self, step: int) -> None:
-        """Let a thread read the batch of a step, where the task reads ahead and nobody has begun."""
+        """Let a thread read the batch of a step, if the task reads ahead and no thread does so yet."""
         if self.reads and self.task.read_ahead and (self.ahead is None or self.number != step):
             self.number = step
             self.ahead = ThreadTask(partial(self._read, step), "mpipipe batches")
@@ -300,5 +300,5 @@ class Reader:
         """Return inputs and targets of what was read, and give the task what came with them."""
         inputs, targets, more = found
         if more is not None:
-            self.task.begin(more)
+            call(self.task, "begin", more)
         return inputs, targets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count, cycle
@@ -531,6 +532,32 @@ def test_a_task_may_fill_the_same_arrays_for_each_batch(tmp_path):
     assert losses(tmp_path / "one") == losses(tmp_path / "other")
 
 
+def one_at_a_time(name):
+    """A method of Field that notes its thread, and fails where another thread runs one."""
+
+    def run_alone(self, *arguments):
+        thread, before = threading.current_thread(), self.running
+        assert before in (None, thread), f"{name} in {thread} while {before} runs another method"
+        self.running = thread
+        self.threads.add((name, thread.name == "mpipipe batches"))
+        time.sleep(2e-3)
+        try:
+            return getattr(Field, name)(self, *arguments)
+        finally:
+            self.running = before
+
+    return run_alone
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_one_thread_at_a_time_runs_the_methods_of_a_task(tmp_path, ahead):
+    methods = {name: one_at_a_time(name) for name in ("batch", "validation", "loss", "metrics", "show", "begin")}
+    methods["batch"] = lambda self, *rest, run=methods["batch"]: (*run(self, *rest), "what comes with it")
+    task = type("Alone", (Field,), {**methods, "read_ahead": ahead, "running": None, "threads": set()})
+    trained(1, replace(EXACT, out=str(tmp_path / "run")), task)
+    assert (("batch", True) in task.threads) == ahead and ("begin", False) in task.threads
+
+
 @pytest.mark.parametrize("rate", [np.nan, np.inf, -0.1, "high"])
 def test_a_rate_that_cannot_be_meant_is_refused_before_its_step_on_all_ranks(tmp_path, rate):
     class Rated(Field):
@@ -600,7 +627,7 @@ class Trees(Field):
     metrics, show = Task.metrics, Task.show
 
 
-def test_memory_on_paper_counts_trees_and_the_batch_that_is_read_ahead(monkeypatch):
+def test_memory_on_paper_counts_trees_and_the_next_batch(monkeypatch):
     monkeypatch.setattr("mpipipe.planning.step_memory.taking", lambda: lambda: 0)  # arrays that are kept, alone
     plain, trees = (estimate_task(lambda comm, task=task: (EXACT, task()), 2).ranks for task in (Field, Trees))
     assert [rank.batch for rank in trees] == [rank.batch for rank in plain]
