@@ -10,7 +10,7 @@ from support.launch import ROOT
 
 JOB = """
 import atexit, runpy, sys
-from mpipipe.planning import peak
+from mpipipe.planning.memory import peak
 atexit.register(lambda: print("peak", peak(), file=sys.stderr))
 sys.argv = ["mpipipe", *{arguments}]
 runpy.run_module("mpipipe", run_name="__main__", alter_sys=True)
