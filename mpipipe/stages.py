@@ -144,7 +144,10 @@ class StageAdapter:
         """All arrays, or StateShards of them, by their names in the whole model: `state_dict()`, else `parameters`."""
         give = getattr(self.given, "state_dict", None)
         named: Mapping[str, Any] = self.given.parameters if give is None else give()
-        return {name: named.entry(name) for name in named} if isinstance(named, FlatBuffer) else named
+        if not isinstance(named, FlatBuffer):
+            return named
+        state = self.given.state if self.is_model else {}
+        return {**{name: named.entry(name) for name in named}, **state}
 
     def set_contents(self, values: Callable[[str], Array]) -> None:
         """Let a stage with `load_state_dict` take values by name; those of any other stage have been set in place."""

@@ -25,6 +25,7 @@ from mpipipe.adapters.layers import (
     let_draw_in_turn,
     names_of_entry,
     seeded,
+    tie_shared,
 )
 from mpipipe.adapters.trees import skip_names
 from mpipipe.nn import ForwardAndBackward

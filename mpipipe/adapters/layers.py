@@ -22,11 +22,13 @@ from mpipipe.nn import random_key
 def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
     """Return the layer, unbound, that an entry of a list of layers is or makes; an ArgumentError for anything else.
 
-    A module of PyTorch that a function makes draws its values for (seed, place), so they do not depend on the ranks.
+    A module of PyTorch that a function makes draws its values for (seed, place), so they do not depend on the ranks. A
+    loss of PyTorch with parameters is a layer that has them, and leaves its input as it is.
     The parameters of a module or of a function of JAX lie in the buffers of the stage that binds the layer, in its
     dtype, and have their own names, such as 3.conv.weight.
     """
     entry, given = given, given.entry if isinstance(given, WithSkips) else given
+    given = loss_holder(given)
     if not isinstance(given, (nn.Layer, tuple)) and not is_module(given) and callable(given):
         with seeded(seed, place):
             given = given()
@@ -43,7 +45,8 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
     is_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[0])
     if is_pair or is_module(given):
         library = "jax" if is_pair else "pytorch"
-        return ForeignLayer(library, given, *((entry.gives, entry.takes) if isinstance(entry, WithSkips) else ()))
+        more = (entry.gives, entry.takes, entry.ties) if isinstance(entry, WithSkips) else ()
+        return ForeignLayer(library, given, *more)
     raise ArgumentError(
         f"layers[{place}] is not a layer",
         found=type(given).__name__,
@@ -59,6 +62,7 @@ class WithSkips:
     entry: Any
     gives: tuple[str, ...]
     takes: tuple[str, ...]
+    ties: tuple[tuple[str, str], ...] = ()  # names of parameters within the entry, and the key of what is shared
 
 
 def names_of_entry(given: Any) -> Iterator[tuple[str, bool]]:
@@ -81,8 +85,27 @@ def check_distinct(layers: Sequence[Any]) -> None:
                 raise ArgumentError(
                     f"one {type(each).__name__} is layer {seen[id(each)]} and layer {name}",
                     expected="a layer object of its own in each place",
-                    remedy="make a second one; nn.Parameter(tie=...) shares values between places",
+                    remedy="make a second one, and let it share parameters: second.weight = first.weight in PyTorch, "
+                    "nn.Parameter(tie=...) here",
                 )
+
+
+def tie_shared(layers: Sequence[Any]) -> None:
+    """Let parameters that modules of several entries share be tied, by the name of their first place."""
+    modules = {place: _module_in(entry) for place, entry in enumerate(layers)}
+    several = {place: module for place, module in modules.items() if is_module(module)}
+    if len(several) > 1:
+        import_module("mpipipe.adapters.pytorch.ties").tie_shared(several)
+
+
+def _module_in(entry: Any) -> Any:
+    return loss_holder(entry.entry if isinstance(entry, WithSkips) else entry)
+
+
+def loss_holder(given: Any) -> Any:
+    """Return the layer that holds the parameters of a loss of PyTorch; anything else as it is."""
+    room = sys.modules.get("mpipipe.adapters.pytorch.loss")
+    return room.holder_of(given) if room is not None and isinstance(given, room.TorchLoss) else given
 
 
 def is_module(given: Any) -> bool:
@@ -132,11 +155,27 @@ class ForeignLayer(nn.Layer):
 
     freezes_parts = True
     ends = False
+    takes_any = True
+    inner: Any = None  # the stage of the module or function, once the layer is bound
 
-    def __init__(self, library: str, given: Any, gives: tuple[str, ...] = (), takes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        library: str,
+        given: Any,
+        gives: tuple[str, ...] = (),
+        takes: tuple[str, ...] = (),
+        ties: Sequence[tuple[str, str]] = (),
+    ) -> None:
         self._room: Any = import_module(f"mpipipe.adapters.{library}.stage")
         self.given, self.gives, self.takes = given, gives, takes
-        self.declared = self._room.declared_by(given)
+        declared: dict[str, nn.Parameter] = self._room.declared_by(given)
+        for name, key in ties:
+            if name not in declared:
+                found = ", ".join(declared) or "no parameters"
+                raise ArgumentError(f"a tie names no parameter: {name!r}", found=found)
+            declared[name] = replace(declared[name], tie=key)
+        self.declared = declared
+        self._tied = [name for name, entry in self.declared.items() if entry.tie is not None]
 
     @property
     def mixes_positions(self) -> bool:  # type: ignore[override]
@@ -152,6 +191,9 @@ class ForeignLayer(nn.Layer):
         return self
 
     def bound(self) -> None:
+        if self.inner is not None:  # a tied parameter shares the storage of another place
+            self._follow_ties()
+            return
         if self.stage.compute is not self.stage.parameters:
             raise ArgumentError(
                 f"layer {self.name} is of PyTorch or JAX, and its stage computes in half precision",
@@ -164,7 +206,22 @@ class ForeignLayer(nn.Layer):
         self.inner.gives, self.inner.takes = self.gives, self.takes
         self.inner.index, self.inner.poll = int(self.name), lambda: self.stage.poll and self.stage.poll()
 
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """Persistent buffers of a module by their names within it: views, which a load may write to."""
+        found: dict[str, np.ndarray] = getattr(self.inner, "buffers", {})
+        return found
+
+    def _follow_ties(self) -> None:
+        """Compute with the arrays that a pipeline has given to tied parameters and their gradients."""
+        for name in self._tied:
+            self.inner.place(name, getattr(self, name), getattr(self, f"{name}_grad"))
+
+    def begin_call(self) -> None:
+        self.inner.begin()
+
     def forward(self, x: Any) -> tuple[Any, tuple[Held, dict[str, Tree]]]:
+        self._follow_ties()
         self.inner.refresh()
         self.inner.ends, held = self.ends, {}
         if self.takes:
@@ -182,14 +239,17 @@ class ForeignLayer(nn.Layer):
         return y.main, (Held(saved, held), y.skips)
 
     def backward_input(self, dy: Any, saved: tuple[Held, dict[str, Tree]]) -> tuple[Any, Held]:
+        self._follow_ties()
         held, given = saved
         dx, pending = self.inner.backward_input(self._joined(dy, given), held.saved)
         return self._parted(dx), Held(pending, held.bytes)
 
     def backward_weight(self, pending: Held) -> None:
+        self._follow_ties()
         self.inner.backward_weight(pending.saved)
 
     def backward(self, dy: Any, saved: tuple[Held, dict[str, Tree]]) -> Any:
+        self._follow_ties()
         held, given = saved
         return self._parted(self.inner.backward(self._joined(dy, given), held.saved))
 

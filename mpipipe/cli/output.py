@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from mpipipe import files, processor
@@ -15,6 +17,7 @@ from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import AGREED, Stop, describe_error, heading, run_or_abort, settings, share_of_cores
 from mpipipe.text import counted
 
+PACKAGE = Path(__file__).parents[1]
 UNWRITTEN = 1  # exit code
 READER_LEFT = 128 + signal.SIGPIPE  # the same, as of a program that the signal ends
 
@@ -61,9 +64,32 @@ def refusing(alone: str | None = None) -> Iterator[None]:
                 found=counted(started[1], "rank"),
                 remedy="start it without mpiexec or srun",
             )
-        yield
+        with naming_exits():
+            yield
     except MpipipeError as error:
         raise Stop(describe_error(error, heading(0, 1)), WRONG_USAGE) from error
+
+
+@contextmanager
+def naming_exits() -> Iterator[None]:
+    """Make an error of an exit that code of a user asks for: the job would seem to have done its work.
+
+    Raises ConfigError with the line. What the commands themselves raise stays as it is.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        frames = traceback.extract_tb(leaving.__traceback__)
+        if Path(frames[-1].filename).is_relative_to(PACKAGE):
+            raise
+        theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+        own = [frame for frame in theirs if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))]
+        last = (own or theirs)[-1]
+        raise ConfigError(
+            f"code of yours ends the program, with the exit code {leaving.code}",
+            found=f"line {last.lineno} of {last.filename}: {last.line}",
+            remedy="raise an error that says what is wrong",
+        ) from leaving
 
 
 def on_ranks(work: Callable[..., object], threads: Callable[[], int] = share_of_cores) -> Callable[..., int]:
@@ -73,7 +99,8 @@ def on_ranks(work: Callable[..., object], threads: Callable[[], int] = share_of_
     def command(*arguments: Any, **options: Any) -> int:
         def main() -> None:
             processor.prepare_process(threads())
-            work(*arguments, **options)
+            with naming_exits():
+                work(*arguments, **options)
 
         return run_or_abort(main)
 

@@ -28,6 +28,7 @@ __all__ = ["InProcessError", "run"]
 ANY = -1
 PAUSE = 2e-5
 LOOK_SECONDS = 0.5  # between two looks at the errors of ranks
+QUIET_SECONDS = 0.5  # before a rank whose function has returned tells the others that it has left
 GRACE_SECONDS = 1.0  # once a rank has reported a hang: for each of the others to learn of it
 Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
 Box: TypeAlias = tuple[Context, int]  # of a rank of a communicator
@@ -60,6 +61,24 @@ class World:
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = {rank: RankContext() for rank in range(ranks)}
+        self.running = ranks
+        self.all_ended = threading.Event()
+        self.farewells = False  # whether a rank has told the others that it has left
+
+    def leave(self, rank: int, returned: bool) -> None:
+        """Note that the function of this rank has ended; tell the others, unless they end within moments."""
+        self.contexts[rank].ended = True
+        with self.lock:
+            self.running -= 1
+            if not self.running:
+                self.all_ended.set()
+        if not returned or self.all_ended.wait(QUIET_SECONDS):
+            return
+        self.farewells = True
+        for group in tuple(self.contexts[rank].groups):
+            group.leave()
+        for context in self.contexts.values():
+            context.left[rank] = f"the function of rank {rank} has returned"
 
     def progress(self, box: Box) -> None:
         """Match posted receives with sent messages, in the order that MPI prescribes."""
@@ -218,7 +237,7 @@ def run(
         except BaseException as error:
             errors[rank] = error
             world.broken = True
-        world.contexts[rank].ended = True
+        world.leave(rank, rank in results)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -230,7 +249,8 @@ def run(
     failed = [errors[rank] for rank in sorted(errors)]
     if failed:
         raise next((error for error in failed if not isinstance(error, PeerError)), failed[0])
-    world.check_nothing_left()
+    if not world.farewells:
+        world.check_nothing_left()
     return [results[rank] for rank in range(ranks)]
 
 

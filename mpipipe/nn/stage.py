@@ -138,6 +138,7 @@ class Stage(Differentiable):
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
+        self._preparing = [layer for _, layer in named if type(layer).begin_call is not Layer.begin_call]
         self.end_backward(False)
 
     def __repr__(self) -> str:
@@ -166,6 +167,11 @@ class Stage(Differentiable):
             if tie is not None:
                 ties.setdefault(tie, []).append(name)
         return ties
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """Arrays that are not parameters, such as running means of a module of PyTorch, by name."""
+        return {f"{name}.{key}": array for name, layer in self._named_layers() for key, array in layer.state.items()}
 
     @property
     def tied_copies(self) -> set[str]:
@@ -197,6 +203,8 @@ class Stage(Differentiable):
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
+        for layer in self._preparing:
+            layer.begin_call()
         if not self.buffers.optimizer_writes:
             self.sync_compute()
         elif self.buffers.written:
@@ -438,6 +446,8 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
             expected="numpy.ndarray",
             remedy="build the stage with device='cuda', or give a numpy array",
         )
+    if named or stage.first_layer.takes_any:
+        return arrays.upload(x) if device != stage.device else x
     integers = x.dtype.kind in "iu"
     wide = part and x.dtype == arrays.accumulator(stage.dtype)
     if x.dtype != stage.dtype and not wide and not (integers and (named or stage.first_layer.takes_integers)):

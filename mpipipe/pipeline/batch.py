@@ -276,6 +276,11 @@ class MessageSpec:
         return wanted
 
 
+def owned(tree: Tree) -> Tree:
+    """Return copies, read-only: a function may fill the same arrays again for the next micro-batch."""
+    return read_only(arrays.mapped(arrays.copied, tree))
+
+
 class AskedBatch:
     """The micro-batches that a user's function gives, each when it is asked for, and not kept.
 
@@ -286,7 +291,7 @@ class AskedBatch:
     def __init__(self, name: str, function: Any, microbatches: int, rank: int, may_be_fewer: bool) -> None:
         self._name, self._function, self._rank = name, function, rank
         with self._locating(0):
-            first = read_only(function(0))
+            first = owned(function(0))
             rows = rows_of(first)
         leaves, structure = flatten(first)
         given = getattr(function, "rows", None)
@@ -312,7 +317,7 @@ class AskedBatch:
         try:  # the context below costs a microsecond
             tree = self._function(microbatch)
             if type(tree) is np.ndarray and self.specs[microbatch].matches(tree):
-                return read_only(tree)
+                return owned(tree)
         except Exception as error:
             with self._locating(microbatch):
                 raise error
@@ -330,7 +335,7 @@ class AskedBatch:
                     remedy="give micro-batches of equal shapes; or with other numbers of rows than the first, say how "
                     "many each has in an attribute `rows` of the function",
                 )
-            return read_only(tree)
+            return owned(tree)
 
     @contextmanager
     def _locating(self, microbatch: int) -> Iterator[None]:

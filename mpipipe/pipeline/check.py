@@ -335,12 +335,12 @@ class CheckedLoss(Loss):
         self._checks = checks
         self._sources: Sources = ()
 
-    def call(self, output: Tree, target: Tree, factor: float) -> Any:
+    def call(self, output: Tree, target: Tree, factor: float, position: Position | None = None) -> Any:
         checks = self._checks
         names = ("y", "the output of the last stage"), ("targets", "its targets")
         handed = [watched(None, None, tree, name) for tree, (name, _) in zip((output, target), names)]
         self._sources = [("the targets of this call", target)]
-        result = super().call(output, target, factor)
+        result = super().call(output, target, factor, position)
         for copies, (_, what) in zip(handed, names):
             checks.unchanged(copies, f"the loss wrote to {what}")
         if self.with_head is not None and checks.gradients:

@@ -144,6 +144,8 @@ class Executor:
         position = inputs.positions[microbatch]
         if inputs.training and not action.keeps:
             position = position._replace(keeps=False)
+        if action.recomputed:
+            position = position._replace(recompute="later")
         state.marks.append(self.now())
         result = self.stages[action.chunk].forward(x, position)
         if type(result) is not tuple or len(result) != 2:
@@ -195,7 +197,7 @@ class Executor:
         inputs, loss, weighing = state.inputs, self.loss, self.weighing
         factor = weighing.shares[microbatch] * inputs.scale if inputs.training else 1.0
         try:
-            result = loss.call(y, target, factor)
+            result = loss.call(y, target, factor, inputs.positions[microbatch])
         except MpipipeError:
             raise
         except Exception as error:  # an error of the loss is not blamed on the stage
@@ -217,7 +219,8 @@ class Executor:
         key = action.stage, action.microbatch
         x, lease = state.saved[key]
         state.marks.append(self.now())
-        saved = self.stages[action.chunk].forward(x, state.inputs.positions[action.microbatch])[1]
+        position = state.inputs.positions[action.microbatch]._replace(recompute="now")
+        saved = self.stages[action.chunk].forward(x, position)[1]
         state.marks.append(self.now())
         state.saved[key] = saved, lease
         state.alive += 1

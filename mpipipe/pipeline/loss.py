@@ -31,7 +31,7 @@ from mpipipe.arrays import Array, Tree, flatten, unflatten
 from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
-from mpipipe.nn import HeadCrossEntropy, kernels
+from mpipipe.nn import HeadCrossEntropy, Position, kernels
 from mpipipe.pipeline.batch import UNSAID, BatchFacts, MessageSpec
 from mpipipe.stages import StageAdapter, takes_parameter
 
@@ -44,6 +44,7 @@ class Loss:
     def __init__(self, function: Callable[..., Any]):
         self.function = function
         self.takes_factor = takes_parameter(function, "factor")
+        self.takes_position = takes_parameter(function, "position")
         self.over_batch = bool(getattr(function, "over_batch", False))  # takes and gives lists, once for all
         self.uploads = not getattr(function, "wants_host_targets", False)
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
@@ -52,10 +53,12 @@ class Loss:
         """Within this context the last stage leaves the product of its head to the function, if that is made for it."""
         return nullcontext() if self.with_head is None else self.with_head.taking_over()
 
-    def call(self, output: Tree, target: Tree, factor: float) -> Any:
+    def call(self, output: Tree, target: Tree, factor: float, position: Position | None = None) -> Any:
         """Return what the function returns. Beside an output on a GPU, it has its target there too."""
         if self.uploads and type(output) is not np.ndarray:
             target = _beside(output, target)
+        if self.takes_position:
+            return self.function(output, target, factor=factor, position=position)
         return self.function(output, target, factor=factor) if self.takes_factor else self.function(output, target)
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
@@ -195,6 +198,10 @@ class Weighing:
         """That of c; before the first training step with weights, by the number of target entries."""
         assert self._facts is not None  # asked for within a call
         return _exponent(self._facts.entries) if self._exponent is None else self._exponent
+
+    def weight_of(self, shared: SharedLoss) -> float:
+        """Return the sum of the weights of a call; 1 where the loss gives none."""
+        return math.ldexp(shared.total, self.exponent) if shared.givers else 1.0
 
     def take(self, microbatch: int, weight: float | None, training: bool) -> float:
         """Take the weight of a micro-batch; return the factor from its presumed share to the real one.

@@ -191,6 +191,16 @@ class Pipeline:
 
         Arguments and weights are as for `step`. A batch with fewer rows than M has a micro-batch for each row.
         """
+        return self.weighed_evaluation(inputs, targets)[0]
+
+    def weighed_evaluation(self, inputs: Batched, targets: Batched) -> tuple[float, float]:
+        """Do what `evaluate` does, and also return what the batch counts beside others.
+
+        Returns
+        -------
+        mean, weight : float
+            The weight is the sum of those that the loss returns; 1 where it returns none.
+        """
         engine = self.engine
         batch, agreed = engine.agree("evaluate", inputs, targets)
         with engine.state:
@@ -198,7 +208,7 @@ class Pipeline:
             _, problem = engine.weighing.settle(shared)
             shared.read()
         engine.end(problem)
-        return shared.mean
+        return shared.mean, engine.weighing.weight_of(shared)
 
     def forward(self, inputs: Batched) -> Batched:
         """Compute the outputs of the last stage for a batch.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpipipe import nn
-from mpipipe.adapters import as_layer, check_distinct, names_of_entry
+from mpipipe.adapters import as_layer, check_distinct, names_of_entry, tie_shared
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Schedule, with_skips
 
@@ -81,6 +81,7 @@ def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
     stands in two places.
     """
     check_distinct(layers)
+    tie_shared(layers)
     nn.check_slices(layers)
     ends = nn.ends_of_names((place, *each) for place, entry in enumerate(layers) for each in names_of_entry(entry))
     for name, (giver, takers) in ends.items():

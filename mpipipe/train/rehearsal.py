@@ -154,17 +154,22 @@ def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, 
 def validate(
     pipeline: Pipeline, reader: Reader, loss: Any, batches: int, group: RankGroup
 ) -> tuple[float, dict[str, float]]:
-    """Return the mean loss over the batches of the validation and the means of the task's metrics; collective."""
+    """Return the mean loss over the batches of the validation and the means of the task's metrics; collective.
+
+    Where the loss returns weights, each batch counts by the sum of its weights.
+    """
     values, scores = [], scores_of(reader.task, loss)
     if scores is not None:
         scores.collects = True
     for index in range(batches):
         batch = reader.validation(index)
-        values.append(call(reader.task, "layers", *batch, when=" in the validation", by=pipeline.evaluate))
+        by = pipeline.weighed_evaluation
+        values.append(call(reader.task, "layers", *batch, when=" in the validation", by=by))
+    mean = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
     if scores is None:
-        return sum(values) / batches, {}
+        return mean, {}
     scores.collects = False
-    return sum(values) / batches, scores.means(group)
+    return mean, scores.means(group)
 
 
 def rehearse(

@@ -47,7 +47,7 @@ class TaskLoss:
         self.entries: list[int] = []  # of each array of the targets, where these count
         self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
 
-    def __call__(self, output: Any, target: Any, **factor: float) -> Any:
+    def __call__(self, output: Any, target: Any, **factor: Any) -> Any:
         if self.over_batch and not isinstance(output, list):  # of a measurement, which has one micro-batch
             value, gradient, *weight = self([output], [target], **factor)
             return value, gradient[0], *weight
@@ -88,7 +88,7 @@ class TaskLoss:
         except ConfigError as error:
             self.suspect = error
 
-    def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
+    def _evaluate(self, output: Any, target: Any, **factor: Any) -> Any:
         result = self.task.loss(output, target, **factor)
         checked = self.plain.checked(result)
         weight = checked[2]

@@ -11,7 +11,7 @@ torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 
 from mpipipe import Branches, Pipeline, adapters, cut, nn, schedules  # noqa: E402
 from mpipipe.adapters import as_layer  # noqa: E402
-from mpipipe.errors import ArgumentError, StageError  # noqa: E402
+from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.planning.memory import array_bytes, new_bytes  # noqa: E402
 from mpipipe.train import Task, TaskConfig, run  # noqa: E402
@@ -229,20 +229,3 @@ def test_a_gradient_of_the_input_that_nobody_asks_for_is_not_computed(kind, sche
     if kind.startswith("torch"):
         first = 2 if schedule.name == "zero_bubble_h1" else 1  # both halves go through a function of one's own
         assert (expected[1], expected[2]) == (found[1], found[1]) and found[2] <= first
-
-
-def test_what_pytorch_cannot_differentiate_in_part_is_refused_where_nobody_asks():
-    """A reentrant checkpoint leaves out all gradients within, without an error, where its input takes none."""
-
-    class Checkpointed(torch.nn.Linear):
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
-
-    def job(comm):
-        stage = adapters.torch_stage(torch.nn.Sequential(Checkpointed(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)))
-        x = np.ones((8, WIDTH), np.float32)
-        with Pipeline([stage], schedules.gpipe(1, 2), comm, nn.mean_squared_error, input_grads=False) as pipeline:
-            pipeline.step(x, 0 * x)
-
-    with pytest.raises(StageError, match="use_reentrant"):
-        inprocess.run(1, job)

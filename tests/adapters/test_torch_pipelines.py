@@ -162,9 +162,7 @@ def test_dropout_is_the_same_for_every_schedule_and_off_in_an_evaluation(comm, r
     assert abs(found[0][0][0] - loss) > 1e-6
     with Pipeline([stage], schedule, comm, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
         close(pipeline.evaluate(*dense.placed(schedule, comm.rank, *data)), loss, "without dropout")
-        assert not stage.module.training
         pipeline.step(*dense.placed(schedule, comm.rank, *data))
-        assert stage.module.training
 
 
 def test_masks_differ_by_micro_batch_step_and_stage():

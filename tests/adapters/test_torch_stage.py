@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -40,12 +38,12 @@ def plain(stage, x, dy):
     return [0 if each is None else each.numpy() for each in found]
 
 
-def check_halves(stage, x, dy, saved):
-    """The halves of the backward give what autograd gives, and the first leaves the parameters alone."""
+def check_halves(stage, x, dy, saved, whole=False):
+    """The halves of the backward give what autograd gives; the first leaves the parameters alone, or does all."""
     expected = plain(stage, x, dy)
     stage.gradients.flat[...] = 0
     dx, before = in_halves(stage, dy, saved)
-    assert not before.any()
+    assert before.any() == whole
     for found, gradient in zip((dx, *stage.gradients.values()), expected):
         np.testing.assert_allclose(found, gradient, rtol=1e-12, atol=1e-12)
 
@@ -87,17 +85,8 @@ def test_arrays_and_tensors_are_one_memory():
     np.testing.assert_array_equal(stage.parameters["bias"], before[1].numpy() - 1)
     x = np.ones((4, 3))
     y, saved = stage.forward(x)
-    (leaf,), (output,) = saved.kept
+    (leaf,), (output,), _ = saved.kept
     assert np.shares_memory(leaf.detach().numpy(), x) and np.shares_memory(y, output.detach())
-
-
-def test_a_batch_that_may_not_be_written_to_is_not_copied_unless_its_owner_may_not_either():
-    stage, owner = adapters.torch_stage(torch.nn.Identity()), np.ones((4, 3))
-    view = owner[:2]
-    view.flags.writeable = False
-    assert np.shares_memory(stage.forward(view)[0], owner)
-    owner.flags.writeable = False
-    assert not np.shares_memory(stage.forward(owner)[0], owner)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -254,7 +243,7 @@ def test_a_function_with_a_backward_of_its_own_is_called_once():
     x, dy = np.random.default_rng(0).normal(size=(2, 2, 3))
     _, saved = stage.forward(x)
     Counted.calls = 0
-    check_halves(stage, x, dy, saved)
+    check_halves(stage, x, dy, saved, whole=True)
     assert Counted.calls == 2  # once by autograd alone
 
 
@@ -267,8 +256,8 @@ def test_a_compiled_module_is_a_stage():
     whole, gradients = stage.backward(dy, saved), stage.gradients.flat.copy()
     _, saved = stage.forward(x)
     dx, before = in_halves(stage, dy, saved)
-    np.testing.assert_array_equal(before, gradients)
-    np.testing.assert_array_equal(stage.gradients.flat, 2 * gradients)
+    np.testing.assert_array_equal(before, 2 * gradients)
+    np.testing.assert_array_equal(stage.gradients.flat, before)
     np.testing.assert_array_equal(dx, whole)
     stage.forward(x, EVALUATION)
 
@@ -284,58 +273,18 @@ def test_integers_leave_all_work_to_the_second_half():
 # -- traps ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_a_stage_is_refused_and_each_normalisation_for_its_own_reason():
-    norm, linear = torch.nn.BatchNorm1d(3), torch.nn.Linear(2, 2)
-    apart = torch.nn.InstanceNorm1d(3, track_running_stats=True)
-    for module, match, over_batch, running in (
-        (torch.nn.Sequential(norm), "batch normalisation", True, True),
-        (torch.nn.BatchNorm1d(3, track_running_stats=False), "batch normalisation", True, False),
-        (apart, "running statistics", False, True),
-        (torch.nn.Sequential(linear, torch.nn.Linear(2, 2).half()), "one dtype", False, False),
-        (torch.nn.Linear(2, 2).to(torch.float8_e4m3fn), "one dtype", False, False),
-        (torch.nn.LazyLinear(2), "without a shape", False, False),
-        (torch.nn.functional.relu, "Module", False, False),
-    ):
-        with pytest.raises(ArgumentError, match=match) as caught:
-            adapters.torch_stage(module)
-        text = str(caught.value)
-        assert ("statistics of a micro-batch" in text, "count a forward twice" in text) == (over_batch, running)
-
-
-def counting(module, x):
-    module.count += 1
-    return x * module.weight
-
-
-def averaging(module, x):
-    module.count = 0.5 * module.count + x.detach().mean()
-    return x * module.weight
-
-
-def growing(module, x):
-    module.table = torch.arange(x.shape[-1])
-    return x + module.table
-
-
-@pytest.mark.parametrize("position", [Position(), EVALUATION])
-def test_a_buffer_that_a_forward_changes_is_refused_but_a_table_may_grow(position):
-    for function in (counting, averaging):
-        module = Of(function)
-        module.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        with pytest.raises(ArgumentError, match="changes its buffer count"):
-            adapters.torch_stage(module).forward(np.ones((2, 3)), position)
-    module = Of(growing)
-    module.register_buffer("table", torch.zeros(0, dtype=torch.int64))
-    stage = adapters.torch_stage(module)
-    stage.forward(np.ones((2, 3)), position)
-    np.testing.assert_array_equal(stage.forward(np.ones((2, 3)), position)[0], [[1, 2, 3]] * 2)
-
-
-def test_a_module_that_writes_to_its_input_is_refused():
-    stage = adapters.torch_stage(Of(lambda module, x: x.add_(1) * module.weight))
-    for position, dtype in product((Position(), EVALUATION), ("float64", "int64")):
-        with pytest.raises(ArgumentError, match="input in place"):
-            stage.forward(np.ones((2, 3), dtype), position)
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).half()), "one dtype"),
+        (torch.nn.Linear(2, 2).to(torch.float8_e4m3fn), "one dtype"),
+        (torch.nn.LazyLinear(2), "without a shape"),
+        (torch.nn.functional.relu, "Module"),
+    ],
+)
+def test_what_cannot_be_a_stage_is_refused(module, match):
+    with pytest.raises(ArgumentError, match=match):
+        adapters.torch_stage(module)
 
 
 class WritesBack(torch.autograd.Function):
@@ -360,11 +309,17 @@ def test_a_backward_that_writes_to_the_gradient_that_it_is_given_is_refused():
             backward(dy, saved)
 
 
-def test_a_loss_that_writes_in_place_is_refused():
-    for write in (lambda y, t: t.add_(1), lambda y, t: y.detach().add_(1)):
-        loss = adapters.torch_loss(lambda y, t, write=write: (y - t).sum() + 0 * write(y, t).sum())
-        with pytest.raises(ArgumentError, match="a loss writes to the output or the targets in place"):
-            loss(np.ones((2, 3)), np.ones((2, 3)))
+def test_a_loss_that_writes_in_place_writes_to_copies():
+    loss = adapters.torch_loss(lambda y, t: (y.mul_(2) - t.add_(1)).square().sum())
+    y, t = np.ones((2, 3)), np.ones((2, 3))
+    value, gradient = loss(y, t)[:2]
+    assert value == 0 and not gradient.any() and (y == 1).all() and (t == 1).all()
+
+
+def test_a_loss_that_needs_a_tensor_with_a_gradient_of_its_own_is_refused():
+    stray = torch.ones((), dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ArgumentError, match="neither the output nor a parameter of the loss"):
+        adapters.torch_loss(lambda y, t: (stray * y - t).square().sum())(np.ones((2, 3)), np.ones((2, 3)))
 
 
 def test_a_tensor_with_a_gradient_that_is_no_parameter_is_refused():

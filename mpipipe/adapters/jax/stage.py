@@ -77,6 +77,14 @@ class JaxStage(TreeStage):
         """The parameters as a tree of views, shaped as the one that was given."""
         return jax.tree_util.tree_unflatten(self._tree, [] if self.parameters is None else [*self.parameters.values()])
 
+    def place(self, name: str, value: Array, gradient: Array | None) -> None:
+        """Let one parameter and its gradient lie in these arrays."""
+        self.parameters = {**(self.parameters or {}), name: value}
+        self.gradients = {**(self.gradients or {}), name: gradient}
+
+    def begin(self) -> None:
+        """Nothing is to be done before a call."""
+
     def refresh(self) -> None:
         """Let JAX see the parameters as they are now. A pipeline does this at the start of each call."""
         if self._renews:

@@ -14,7 +14,7 @@ import torch
 
 from mpipipe import arrays
 from mpipipe.adapters.trees import one_dtype
-from mpipipe.arrays import Structure, flatten, tensor_of
+from mpipipe.arrays import Array, Structure, flatten, tensor_of
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer
 
@@ -65,13 +65,10 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
 
 
 COMPILED = "OptimizedModule"  # what torch.compile makes
-# why a module is refused
-BATCH = "the statistics of a micro-batch are not those of the batch, so results would depend on how it is cut"
-RUNNING = "running statistics would count a forward twice under recompute, and replicas would drift apart"
 
 
 def check_module(module: Any) -> None:
-    """Raise ArgumentError for what is no module, has no shapes yet, or counts in its forward."""
+    """Raise ArgumentError for what is no module, or has parameters without a shape."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError("torch_stage", found=type(module).__name__, expected="a torch.nn.Module")
     lazy = [name for name, each in module.named_parameters() if torch.nn.parameter.is_lazy(each)]
@@ -81,19 +78,6 @@ def check_module(module: Any) -> None:
             found=lazy[0],
             remedy="run the module once before it becomes a stage",
         )
-    for name, each in module.named_modules():
-        over_batch = isinstance(each, torch.nn.modules.batchnorm._BatchNorm)
-        running = isinstance(each, torch.nn.modules.batchnorm._NormBase) and each.track_running_stats
-        why = [BATCH] * over_batch + [RUNNING] * running
-        if why:
-            raise ArgumentError(
-                f"a module with {'batch normalisation' if over_batch else 'running statistics'} cannot be a stage",
-                found=f"{type(each).__name__} {name}".rstrip(),
-                expected=f"normalisation within a sample, without running statistics: {'; '.join(why)}",
-                remedy="torch.nn.GroupNorm or LayerNorm; or fold statistics that are fixed into the weights"
-                if over_batch
-                else "track_running_stats=False",
-            )
 
 
 def modules_for_hooks(module: Any) -> Iterator[Any]:
@@ -107,37 +91,6 @@ def modules_for_hooks(module: Any) -> Iterator[Any]:
         yield module
     for each in module.children():
         yield from modules_for_hooks(each)
-
-
-class ModuleBuffers:
-    """The buffers of a module. Its forward must leave them alone: what it counts would differ between replicas."""
-
-    def __init__(self, module: Any):
-        self._places = [
-            (f"{prefix}.{key}".lstrip("."), owner, key)
-            for prefix, owner in module.named_modules()
-            for key, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Raise ArgumentError if a buffer was written to within, or replaced by one of the same shape."""
-        before = [(owner._buffers.get(key), _version(owner._buffers.get(key))) for _, owner, key in self._places]
-        yield
-        for (name, owner, key), (old, version) in zip(self._places, before):
-            now = owner._buffers.get(key)
-            if now is old:
-                changed = _version(now) != version
-            else:  # a table that was made anew with other values; one that has grown is no count
-                alike = now is not None and old is not None and (now.shape, now.dtype) == (old.shape, old.dtype)
-                changed = alike and not torch.equal(now, old)
-            if changed:
-                raise ArgumentError(
-                    f"the forward of a module changes its buffer {name}",
-                    expected="a forward that changes nothing: it runs for each micro-batch, and again under recompute",
-                    remedy="keep counts outside of the module, or return them as outputs",
-                )
 
 
 def _version(tensor: Tensor | None) -> int:
@@ -172,8 +125,35 @@ def _written(who: str, what: str) -> ArgumentError:
 #     parameters     |  .data of weight  | of bias|     of PyTorch: the module, torch.optim
 #
 # Both are one memory. A parameter stays the object that it was, so that an optimizer of PyTorch may have it already.
+# A complex parameter lies there as pairs of real numbers, with an axis of 2 more, so real ones may lie beside it.
 # What PyTorch calls "no gradient" (`zero_grad()` sets `.grad` to None) is a gradient of zeros here: code that asks
 # for the flat array of gradients finds it so, and finds `.grad` on its memory again.
+
+
+REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtype of the parts
+
+
+def real_dtype(tensor: Tensor) -> Any:
+    """Return the dtype of the real numbers that a tensor consists of."""
+    return REAL.get(tensor.dtype, tensor.dtype)
+
+
+def real_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor in a flat array of real numbers."""
+    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+
+
+def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
+    """Return an array of real numbers as complex ones, where the tensor that it stands for is complex."""
+    return torch.view_as_complex(real) if tensor.is_complex() and not real.is_complex() else real
+
+
+def _dtype(tensor: Tensor) -> Any:
+    return tensor.dtype
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 class TrainedParameter(NamedTuple):
@@ -188,38 +168,57 @@ class TrainedParameter(NamedTuple):
 
 
 class TorchParameters:
-    """The trainable parameters of a module, moved into one flat array `values`; None if nothing is trained.
+    """The trainable parameters of modules, moved into one flat array `values`; None if nothing is trained.
 
-    `storage` are values and gradients by name that lie in buffers of somebody else, and have the initial values.
+    `modules` are by prefixes of names. `storage` are values and gradients by name that lie in buffers of somebody else,
+    and have the initial values.
     """
 
-    def __init__(self, module: Any, prefix: str, device: str, storage: tuple[Mapping, Mapping] | None = None):
-        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    def __init__(self, modules: Mapping[str, Any], device: str, storage: tuple[Mapping, Mapping] | None = None):
+        trained: dict[str, Tensor] = {}
+        owners: dict[str, tuple[Any, str]] = {}
+        for prefix, module in modules.items():
+            for name, each in module.named_parameters():
+                if each.requires_grad and not any(each is other for other in trained.values()):
+                    owner, _, key = name.rpartition(".")
+                    owners[f"{prefix}{name}"] = module.get_submodule(owner), key
+                    trained[f"{prefix}{name}"] = each
         self.values: FlatBuffer | None = None
         self.gradients: FlatBuffer | None = None
         self.pieces: list[TrainedParameter] = []
         if not trained:
             return
+        # Real and complex ones together are all real ones, as in the buffers of an nn.Stage.
+        alike = storage is None and len({each.dtype for each in trained.values()}) == 1
+        kind_of, shape_of = (_dtype, _shape) if alike else (real_dtype, real_shape)
         if storage is None:
             kind = one_dtype(
-                {str(each.dtype).removeprefix("torch."): name for name, each in trained.items()},
+                {str(kind_of(each)).removeprefix("torch."): name for name, each in trained.items()},
                 "module",
                 "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
             )
-            shapes = {f"{prefix}{name}": tuple(each.shape) for name, each in trained.items()}
+            shapes = {name: shape_of(each) for name, each in trained.items()}
             self.values, self.gradients = (FlatBuffer(shapes, kind, device) for _ in range(2))
         both: Any = (self.values, self.gradients) if storage is None else storage
         with torch.no_grad():
             for name, parameter in trained.items():
-                value, gradient = (tensor_of(each[f"{prefix}{name}"]) for each in both)
+                value, gradient = (as_kind_of(parameter, tensor_of(each[name])) for each in both)
                 if storage is None:
                     value.copy_(parameter)
                 if storage is None and parameter.grad is not None:
                     gradient.copy_(parameter.grad)
                 parameter.data, parameter.grad = value, gradient
-                owner, _, key = name.rpartition(".")
-                owned = module.get_submodule(owner)
-                self.pieces.append(TrainedParameter(name, owned, key, parameter, value.data_ptr(), gradient))
+                self.pieces.append(TrainedParameter(name, *owners[name], parameter, value.data_ptr(), gradient))
+
+    def place(self, name: str, value: Array, gradient: Array | None) -> None:
+        """Let one parameter and its gradient lie in these arrays, whose values are there already."""
+        for number, piece in enumerate(self.pieces):
+            if piece.name == name and gradient is not None:
+                moved = arrays.address(value) != piece.address
+                if moved or arrays.address(gradient) != piece.gradient.data_ptr():
+                    data, slope = (as_kind_of(piece.parameter, tensor_of(each)) for each in (value, gradient))
+                    piece.parameter.data, piece.parameter.grad = data, slope
+                    self.pieces[number] = piece._replace(address=data.data_ptr(), gradient=slope)
 
     def adopted_gradients(self) -> FlatBuffer | None:
         """Let each `.grad` be a view of the flat array; one that was replaced is copied there, and None is zero."""

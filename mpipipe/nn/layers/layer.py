@@ -29,6 +29,9 @@ class Position(NamedTuple):
         Whether this is a training step: otherwise `Dropout` is the identity.
     keeps : bool
         Whether a backward of this micro-batch follows on its stage, for which slices of a sequence are kept.
+    recompute : str
+        "later" for a forward that is run again for its backward, "now" for the second run, "" for all others. Whoever
+        has a state finds in the second run that of the first.
     """
 
     step: int = 0
@@ -36,6 +39,7 @@ class Position(NamedTuple):
     replica: int = 0
     training: bool = True
     keeps: bool = True
+    recompute: str = ""
 
 
 class StageOfLayer(Protocol):
@@ -162,6 +166,8 @@ class Layer(Differentiable):
         The stage that bound it, and its name in the model, such as `"3"` or `"3.layer"`.
     takes, gives : tuple of str
         Names of values that it asks the stage for by `taken`, and of those that it hands over by `give`; see nn.Stage.
+    takes_any : bool
+        Whether it takes arrays of any dtype, trees of them, and numbers that have no gradient.
     takes_integers : bool
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
@@ -218,6 +224,7 @@ class Layer(Differentiable):
     freezes_parts = False
     frozen = False
     mixes_positions = True
+    takes_any = False
     has_backward = True
     ends = False
     changes: ClassVar[int] = 0  # of attributes of layers in this process: CUDA graphs have read them
@@ -236,6 +243,14 @@ class Layer(Differentiable):
     def unrecordable(self) -> str:
         """Return why CUDA graphs cannot record this layer, where its class says that they can; "" if they can."""
         return ""
+
+    @property
+    def state(self) -> Mapping[str, Array]:
+        """Arrays that belong into checkpoints, and are not parameters, by their names within the layer."""
+        return {}
+
+    def begin_call(self) -> None:
+        """Prepare for a call of the pipeline."""
 
     def projections(self) -> dict[str, Projection]:
         """Name the projections of the layer that can have adapters.

@@ -1,0 +1,129 @@
+"""A loss function of PyTorch, or a module with parameters of its own, as the loss of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from mpipipe import arrays
+from mpipipe.adapters.pytorch.backward import AutogradGraph
+from mpipipe.adapters.pytorch.state import ModuleState, drawing
+from mpipipe.adapters.pytorch.tensors import Tensor, is_differentiable, on_stream
+from mpipipe.arrays import Tree, array_of, flatten, tensor_of, unflatten
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import Position, random_key
+
+
+class TorchLoss:
+    """See `mpipipe.adapters.torch_loss`, which makes it.
+
+    `is_trained` says whether the parameters of a module lie in a stage, which the optimizers of that stage see.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.module = function if isinstance(function, torch.nn.Module) else None
+        self.is_trained = False
+        self.holder: LossParameters | None = None  # the layer that has its parameters
+        self._state = None if self.module is None else ModuleState(self.module)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of the loss that are to be trained."""
+        return [] if self.module is None else [each for each in self.module.parameters() if each.requires_grad]
+
+    def __call__(
+        self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None
+    ) -> tuple[Any, ...]:
+        """Return (value, gradient of the output times `factor`), and the weight where the function returns one."""
+        (leaves, structure), (wanted, shape) = flatten(output), flatten(target)
+        trains = position is not None and position.training
+        with on_stream(arrays.device_of(leaves[0])), torch.enable_grad(), self._at(position, leaves[0]):
+            outputs = [tensor_of(leaf) for leaf in leaves]
+            taking = [each.requires_grad_() for each in outputs if is_differentiable(each)]
+            # The memory belongs to a stage or to the user, and a function may write to copies.
+            copies = [each.clone() for each in outputs]
+            targets = [tensor_of(leaf).clone() for leaf in wanted]
+            value = self.function(unflatten(copies, structure), unflatten(targets, shape))
+            value, *weight = value if isinstance(value, tuple) else (value,)
+            self._check(value, taking)
+            own = self.parameters if trains else []
+            if value.requires_grad:
+                torch.autograd.backward(value, torch.full_like(value, factor), inputs=[*taking, *own])
+            slopes = [_slope(each) if each.requires_grad else None for each in outputs]
+            found = value.detach()
+            number = found.item() if found.device.type == "cpu" else array_of(found)
+            return (number, unflatten(slopes, structure), *map(float, weight))
+
+    def _at(self, position: Position | None, leaf: Any) -> AbstractContextManager[Any]:
+        if position is None:
+            return nullcontext()
+        gpu = arrays.current_gpu() if arrays.is_device(leaf) else None
+        key = random_key("torch loss", 0, None, position.step, position.microbatch, position.replica)
+        return drawing(gpu, key, self._state, position)
+
+    def _check(self, value: Any, taking: Sequence[Tensor]) -> None:
+        """Raise ArgumentError for what is no number, or depends on what nobody would train."""
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise ArgumentError(
+                "the value of a loss",
+                found=type(value).__name__ if not isinstance(value, torch.Tensor) else f"shape {tuple(value.shape)}",
+                expected="a tensor of one number, or a tuple of it and a weight",
+            )
+        if not value.requires_grad:
+            return
+        own = self.parameters
+        strange = AutogradGraph([value], taking, own).strange
+        if strange:
+            raise ArgumentError(
+                "a loss depends on a tensor with a gradient that is neither the output nor a parameter of the loss",
+                found=", ".join(f"{each.dtype}{list(each.shape)}" for each in strange),
+                expected="a function of output and target, or a torch.nn.Module with its own parameters",
+                remedy="compute what needs the model in the last stage, or detach the tensor",
+            )
+        if own and not self.is_trained:
+            raise ArgumentError(
+                "a loss has parameters that no stage trains",
+                found=f"{type(self.module).__name__} with {len(own)} trainable parameters",
+                expected="parameters in the last stage, where optimizers and replicas see them",
+                remedy="torch_stage(module, loss=loss), or the loss as last entry of a list of layers; "
+                "or loss.requires_grad_(False)",
+            )
+
+
+def _slope(tensor: Tensor) -> Any:
+    """Return the gradient of a tensor as an array: zeros where the loss does not depend on it."""
+    gradient = tensor.grad
+    return array_of(torch.zeros_like(tensor, memory_format=torch.contiguous_format) if gradient is None else gradient)
+
+
+class LossParameters(torch.nn.Module):
+    """A layer that leaves its input as it is, and has the parameters of a loss, so that they lie in a stage."""
+
+    mixes_positions = False
+
+    def __init__(self, loss: TorchLoss):
+        super().__init__()
+        assert loss.module is not None  # or there is nothing to hold
+        self.module = loss.module
+        self.loss = loss
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return inputs[0] if len(inputs) == 1 else inputs
+
+
+def holder_of(loss: TorchLoss) -> LossParameters:
+    """Return the one layer that holds the parameters of a loss; raises ArgumentError where it has none."""
+    if loss.module is None:
+        raise ArgumentError(
+            "a loss without parameters in a list of layers",
+            found=getattr(loss.function, "__name__", type(loss.function).__name__),
+            expected="a torch.nn.Module with parameters",
+            remedy="give it to the pipeline, or to the task, alone",
+        )
+    if loss.holder is None:
+        loss.holder = LossParameters(loss)
+    return loss.holder

@@ -1,0 +1,745 @@
+"""Habits of PyTorch: what modules do besides computing is what they do in one process, in whatever way they run here.
+
+The judge is PyTorch in one process: micro-batch after micro-batch, forward, loss, backward, in float64. Compared are
+losses, all gradients and all buffers of three steps with plain descent, to 1e-12.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional  # noqa: E402
+from torch.nn.utils import parametrizations  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from mpipipe import Pipeline, adapters, cut, schedules  # noqa: E402
+from mpipipe.job import inprocess  # noqa: E402
+
+pytestmark = pytest.mark.judges
+WIDTH, ROWS, MICROBATCHES, STEPS = 4, 3, 4, 3
+CASES = {}
+
+
+def case(function):
+    """A function that makes the list of modules of a model."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Of(torch.nn.Module):
+    """A linear map, and what a function makes of the module and its output."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH, **kwargs)
+        self.function = function
+
+    def forward(self, *x):
+        return self.function(self, *x)
+
+
+def linear():
+    return torch.nn.Linear(WIDTH, WIDTH)
+
+
+@case
+def plain():
+    return [linear(), torch.nn.Tanh(), linear()]
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@case
+def batch_norm():
+    return [linear(), torch.nn.BatchNorm1d(WIDTH), linear()]
+
+
+@case
+def batch_norm_of_all_batches():
+    return [linear(), torch.nn.BatchNorm1d(WIDTH, momentum=None), linear()]
+
+
+@case
+def batch_norm_without_statistics():
+    return [torch.nn.BatchNorm1d(WIDTH, track_running_stats=False), linear()]
+
+
+@case
+def frozen_batch_norm():
+    norm = torch.nn.BatchNorm1d(WIDTH)
+    norm.running_mean += 1
+    return [linear(), norm.eval().requires_grad_(False), linear()]
+
+
+@case
+def running_instance_norm():
+    return [linear(), torch.nn.Unflatten(1, (2, 2)), torch.nn.InstanceNorm1d(2, track_running_stats=True)]
+
+
+class Running(torch.nn.Module):
+    def __init__(self, update):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.linear, self.update = linear(), update
+
+    def forward(self, x):
+        self.update(self, x.detach().mean(0))
+        return self.linear(x - self.mean)
+
+
+@case
+def mean_in_place():
+    def update(self, mean):
+        self.mean.mul_(0.9).add_(0.1 * mean)
+
+    def forward(self, x):
+        update(self, x.detach().mean(0))
+        return self.linear(x - self.mean.clone())
+
+    module = Running(update)
+    module.forward = forward.__get__(module)
+    return [linear(), module]
+
+
+@case
+def mean_by_data():
+    return [linear(), Running(lambda self, mean: self.mean.data.mul_(0.9).add_(0.1 * mean))]
+
+
+@case
+def mean_replaced():
+    def update(self, mean):
+        self.mean = 0.9 * self.mean + 0.1 * mean
+
+    return [linear(), Running(update)]
+
+
+def counting(attribute, step, read):
+    def forward(self, x):
+        step(getattr(self, attribute), self)
+        return self.linear(x) * read(getattr(self, attribute))
+
+    return forward
+
+
+@case
+def counter_in_an_attribute():
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.linear(x) / self.calls
+
+    return [linear(), Of(forward)]
+
+
+@case
+def list_that_grows():
+    module = Of(counting("seen", lambda seen, self: seen.append(0.5), sum))
+    module.seen = []
+    return [module, linear()]
+
+
+@case
+def dict_that_counts():
+    def step(counts, self):
+        counts["n"] = counts.get("n", 0) + 1
+
+    module = Of(counting("counts", step, lambda counts: 1 / counts["n"]))
+    module.counts = {}
+    return [module, linear()]
+
+
+@case
+def window_of_the_last_values():
+    module = Of(counting("window", lambda window, self: window.append(len(window) + 1.0), sum))
+    module.window = deque(maxlen=3)
+    return [module, linear()]
+
+
+@case
+def numpy_array_in_an_attribute():
+    def step(array, self):
+        array += 0.25
+
+    module = Of(counting("array", step, lambda array: float(array[0])))
+    module.array = np.ones(1)
+    return [module, linear()]
+
+
+@case
+def tensor_in_an_attribute():
+    def forward(self, x):
+        self.centre = 0.5 * self.centre + 0.5 * x.detach().mean()
+        return self.linear(x - self.centre)
+
+    module = Of(forward)
+    module.centre = torch.zeros(())
+    return [linear(), module]
+
+
+@case
+def table_that_is_made_when_needed():
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.table = torch.arange(4.0)
+        self.table = self.table + 1
+        return self.linear(x * self.table)
+
+    return [linear(), Of(forward)]
+
+
+@case
+def old_spectral_norm():
+    return [torch.nn.utils.spectral_norm(linear()), linear()]
+
+
+@case
+def spectral_norm():
+    return [parametrizations.spectral_norm(linear()), linear()]
+
+
+@case
+def weight_norm():
+    return [parametrizations.weight_norm(linear()), linear()]
+
+
+@case
+def generator_of_its_own():
+    def forward(self, x):
+        return self.linear(x) * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+    module = Of(forward)
+    module.generator = torch.Generator().manual_seed(5)
+    return [linear(), module]
+
+
+@case
+def generator_of_numpy():
+    module = Of(lambda self, x: self.linear(x) * self.generator.random())
+    module.generator = np.random.default_rng(5)
+    return [linear(), module]
+
+
+@case
+def generator_of_python():
+    module = Of(lambda self, x: self.linear(x) * self.generator.random())
+    module.generator = random.Random(5)
+    return [linear(), module]
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def hooked(register):
+    def forward(self, x):
+        y = self.linear(x)
+        if y.requires_grad:
+            register(y)
+        return torch.tanh(y)
+
+    return [linear(), Of(forward), linear()]
+
+
+@case
+def hook_of_a_tensor():
+    return hooked(lambda y: y.register_hook(lambda gradient: 0.1 * gradient))
+
+
+@case
+def prehook_of_a_node():
+    return hooked(lambda y: y.grad_fn.register_prehook(lambda gradients: (0.1 * gradients[0],)))
+
+
+@case
+def hook_of_a_node():
+    def half(inputs, _outputs):
+        return tuple(None if each is None else 0.5 * each for each in inputs)
+
+    return hooked(lambda y: y.grad_fn.register_hook(half))
+
+
+@case
+def hook_of_an_input():
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 3 * gradient)
+        return self.linear(x)
+
+    return [linear(), Of(forward), linear()]
+
+
+@case
+def full_backward_hook():
+    module = linear()
+    module.register_full_backward_hook(
+        lambda module, inputs, outputs: (0.5 * inputs[0],) if inputs[0] is not None else None
+    )
+    return [linear(), torch.nn.Sequential(linear(), module), linear()]
+
+
+@case
+def full_backward_prehook():
+    module = linear()
+    module.register_full_backward_pre_hook(lambda module, outputs: (0.5 * outputs[0],))
+    return [linear(), torch.nn.Sequential(module, torch.nn.Tanh()), linear()]
+
+
+@case
+def forward_hooks():
+    module = linear()
+    module.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    module.register_forward_hook(lambda module, inputs, output: output + 1)
+    return [linear(), module]
+
+
+@case
+def hook_of_a_parameter():
+    module = linear()
+    module.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return [linear(), module]
+
+
+@case
+def hook_after_the_sum():
+    module = linear()
+
+    def half(weight):
+        weight.grad.mul_(0.5)
+
+    module.weight.register_post_accumulate_grad_hook(half)
+    return [linear(), module]
+
+
+@case
+def retained_gradient():
+    def forward(self, x):
+        y = self.linear(x)
+        if y.requires_grad:
+            y.retain_grad()
+        return torch.tanh(y)
+
+    return [linear(), Of(forward), linear()]
+
+
+# -- functions, checkpoints, writes in place ---------------------------------------------------------------------------
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+@case
+def function_with_parameters():
+    return [linear(), Of(lambda self, x: Scaled.apply(self.linear(x), self.linear.bias)), linear()]
+
+
+@case
+def reversal_of_gradients():
+    return [linear(), Of(lambda self, x: Reversed.apply(self.linear(x))), linear()]
+
+
+@case
+def checkpoint_within():
+    return [linear(), Of(lambda self, x: checkpoint(self.linear, x, use_reentrant=False)), linear()]
+
+
+@case
+def reentrant_checkpoint_within():
+    return [linear(), Of(lambda self, x: checkpoint(self.linear, x, use_reentrant=True)), linear()]
+
+
+@case
+def inplace_first():
+    return [linear(), torch.nn.ReLU(inplace=True), linear()]
+
+
+@case
+def add_to_the_input():
+    def forward(self, x):
+        x += 1
+        return self.linear(x)
+
+    return [linear(), Of(forward), linear()]
+
+
+@case
+def clamp_of_the_data():
+    def forward(self, x):
+        x.data.clamp_(-0.5, 0.5)
+        return self.linear(x)
+
+    return [Of(forward), linear()]
+
+
+@case
+def part_without_gradients():
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.linear(x)
+        return self.linear(x) - 0.5 * target
+
+    return [linear(), Of(forward)]
+
+
+@case
+def detached_branch():
+    return [linear(), Of(lambda self, x: self.linear(x) + self.linear(x).detach())]
+
+
+@case
+def parameter_that_is_not_used():
+    class Part(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, WIDTH)
+            self.other = torch.nn.Parameter(torch.ones(3))
+
+    return [Part(), linear()]
+
+
+@case
+def output_that_is_the_input():
+    return [linear(), torch.nn.Identity(), linear()]
+
+
+@case
+def output_that_is_a_view():
+    return [linear(), torch.nn.Unflatten(1, (2, 2)), torch.nn.Flatten(), linear()]
+
+
+# -- dtypes and trees between parts ------------------------------------------------------------------------------------
+
+
+def between(first, second):
+    return [linear(), Of(first), Of(second)]
+
+
+@case
+def booleans_between():
+    return between(lambda self, x: (self.linear(x), x > 0), lambda self, x, mask: self.linear(x) * mask)
+
+
+@case
+def integers_between():
+    return between(lambda self, x: (self.linear(x), (4 * x).long()), lambda self, x, n: self.linear(x) * n)
+
+
+@case
+def singles_between():
+    return between(lambda self, x: self.linear(x).float(), lambda self, x: self.linear(x.double()))
+
+
+@case
+def halves_between():
+    return between(lambda self, x: self.linear(x).half(), lambda self, x: self.linear(x.double()))
+
+
+@case
+def bfloat16_between():
+    return between(lambda self, x: self.linear(x).bfloat16(), lambda self, x: self.linear(x.double()))
+
+
+@case
+def complex_between():
+    return between(lambda self, x: torch.complex(self.linear(x), x), lambda self, x: self.linear(x.real * x.imag))
+
+
+@case
+def dict_between():
+    def take(self, *x, **parts):
+        return self.linear(parts["a"] + parts["b"])
+
+    class Named(Of):
+        def forward(self, a, b):
+            return self.linear(a) * b
+
+    return [linear(), Of(lambda self, x: {"b": x, "a": self.linear(x)}), Named(None)]
+
+
+@case
+def complex_parameters_beside_real_ones():
+    class Spectral(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, dtype=torch.complex128))
+            self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH) + self.bias
+
+    return [Spectral(), torch.nn.GELU(), Spectral()]
+
+
+@case
+def complex_parameters_alone():
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+
+        def forward(self, x):
+            return (x * self.weight).abs()
+
+    return [linear(), Turned(), linear()]
+
+
+@case
+def complex_buffer():
+    class Derivative(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("ik", 1j * torch.arange(3.0, dtype=torch.float64))
+            self.linear = linear()
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.ik, n=WIDTH)
+
+    return [Derivative(), linear()]
+
+
+# -- ties and sharing --------------------------------------------------------------------------------------------------
+
+
+@case
+def shared_within():
+    return [linear(), Of(lambda self, x: self.linear(torch.tanh(self.linear(x)))), linear()]
+
+
+@case
+def tied_weights():
+    first, last = linear(), linear()
+    last.weight = first.weight
+    return [first, torch.nn.Tanh(), last]
+
+
+@case
+def three_places():
+    first, middle, last = linear(), linear(), linear()
+    middle.weight = last.weight = first.weight
+    return [first, middle, last]
+
+
+@case
+def shared_part():
+    shared = linear()
+    return [torch.nn.Sequential(shared, torch.nn.Tanh()), linear(), torch.nn.Sequential(linear(), shared)]
+
+
+@case
+def tied_and_frozen():
+    first, last = linear(), linear()
+    last.weight = first.weight
+    first.weight.requires_grad_(False)
+    return [first, torch.nn.Tanh(), last]
+
+
+# -- modes, freezing, well-known modules -------------------------------------------------------------------------------
+
+
+@case
+def part_in_evaluation():
+    encoder = torch.nn.Sequential(linear(), torch.nn.Dropout(0.5)).eval().requires_grad_(False)
+    return [encoder, linear()]
+
+
+@case
+def own_train_method():
+    class Kept(torch.nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    return [linear(), Kept(linear(), torch.nn.BatchNorm1d(WIDTH)).train(), linear()]
+
+
+@case
+def frozen_bias():
+    module = linear()
+    module.bias.requires_grad_(False)
+    return [linear(), module, linear()]
+
+
+@case
+def recurrence():
+    class Last(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = torch.nn.LSTM(2, WIDTH, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x.unflatten(1, (2, 2)))[0][:, -1]
+
+    return [linear(), Last()]
+
+
+@case
+def attention():
+    class Attends(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = torch.nn.MultiheadAttention(2, 1, batch_first=True)
+
+        def forward(self, x):
+            x = x.unflatten(1, (2, 2))
+            return self.attend(x, x, x)[0].flatten(1)
+
+    return [linear(), Attends()]
+
+
+@case
+def encoder_layer():
+    layer = torch.nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)
+    return [linear(), torch.nn.Unflatten(1, (2, 2)), layer, torch.nn.Flatten()]
+
+
+@case
+def convolution_with_batch_norm():
+    block = torch.nn.Sequential(
+        torch.nn.Conv1d(1, 2, 3, padding=1), torch.nn.BatchNorm1d(2), torch.nn.ReLU(inplace=True)
+    )
+    return [linear(), torch.nn.Unflatten(1, (1, WIDTH)), block, torch.nn.Conv1d(2, 1, 1), torch.nn.Flatten()]
+
+
+@case
+def parameter_list():
+    class Several(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
+
+        def forward(self, x):
+            for part in self.parts:
+                x = x * part
+            return x
+
+    return [linear(), Several()]
+
+
+# -- the judge ---------------------------------------------------------------------------------------------------------
+
+
+def made(name):
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return CASES[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def data():
+    generator = np.random.default_rng(0)
+    return [generator.normal(size=(STEPS, MICROBATCHES * ROWS, WIDTH)) for _ in range(2)]
+
+
+def mean(output, target):
+    return functional.mse_loss(output.flatten(1), target.flatten(1))
+
+
+def parameters_of(layers):
+    """{name: parameter}, a shared one by the name of its first place."""
+    found, seen = {}, set()
+    for place, layer in enumerate(layers):
+        for name, each in layer.named_parameters():
+            if id(each) not in seen:
+                seen.add(id(each))
+                found[f"{place}.{name}"] = each
+    return found
+
+
+def judged(name):
+    """(losses, gradients of the last step, buffers) of PyTorch alone."""
+    layers, losses = made(name), []
+    for x, target in zip(*data()):
+        total = 0.0
+        for each in parameters_of(layers).values():
+            each.grad = None
+        for rows, goal in zip(np.split(x, MICROBATCHES), np.split(target, MICROBATCHES)):
+            y = torch.from_numpy(rows.copy())
+            for layer in layers:
+                y = layer(*y) if isinstance(y, tuple) else layer(**y) if isinstance(y, dict) else layer(y)
+            loss = mean(y, torch.from_numpy(goal)) / MICROBATCHES
+            loss.backward()
+            total += float(loss)
+        losses.append(total)
+        with torch.no_grad():
+            for each in parameters_of(layers).values():
+                if each.grad is not None:
+                    each -= 0.1 * each.grad
+    gradients = {
+        key: torch.zeros_like(each) if each.grad is None else each.grad
+        for key, each in parameters_of(layers).items()
+        if each.requires_grad
+    }
+    buffers = {f"{place}.{key}": each for place, layer in enumerate(layers) for key, each in layer.named_buffers()}
+    return losses, gradients, buffers
+
+
+def real(tensor):
+    array = tensor.detach().numpy()
+    return np.stack([array.real, array.imag], -1) if array.dtype.kind == "c" else array
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble_h1])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_a_module_is_trained_as_in_one_process(name, ranks, make, recompute):
+    losses, gradients, buffers = judged(name)
+    schedule = make(ranks, MICROBATCHES)
+    models = [made(name) for _ in range(ranks)]  # not by the threads, which share the generator of PyTorch
+
+    def job(comm):
+        stages = cut(models[comm.rank], schedule, comm.rank, dtype="float64")
+        found, kept = [], {}
+        loss = adapters.torch_loss(mean)
+        with Pipeline(stages, schedule, comm, loss=loss, recompute=recompute) as pipeline:
+            for x, target in zip(*data()):
+                before = x.copy()
+                result = pipeline.step(x if stages.is_first else None, target if stages.is_last else None)
+                found.append(result.loss)
+                np.testing.assert_array_equal(x, before)
+                kept = {key: array.copy() for stage in stages for key, array in stage.gradients.items()}
+                for stage in stages:
+                    stage.parameters.flat[...] -= 0.1 * stage.gradients.flat
+        state = {}
+        for stage in stages:
+            for layer in stage.layers:
+                for key, each in layer.given.named_buffers():
+                    state[f"{layer.name}.{key}"] = each
+        return found, kept, state
+
+    each_rank = inprocess.run(ranks, job)
+    for found, _, _ in each_rank:
+        np.testing.assert_allclose(found, losses, rtol=1e-12, atol=1e-12)
+    kept = {key: array for _, part, _ in each_rank for key, array in part.items()}
+    for key, expected in gradients.items():
+        np.testing.assert_allclose(kept[key], real(expected), rtol=1e-11, atol=1e-12, err_msg=key)
+    state = {key: each for _, _, part in each_rank for key, each in part.items()}
+    assert {*state} == {*buffers}
+    for key, expected in buffers.items():
+        np.testing.assert_allclose(real(state[key]), real(expected), rtol=1e-12, atol=1e-12, err_msg=key)
