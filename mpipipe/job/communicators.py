@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Collection, Hashable
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
-from mpipipe.job.context import current_rank, whoami
+from mpipipe.job.context import Making, current_rank, whoami
 from mpipipe.job.requests import own
 from mpipipe.job.types import AnyCommunicator, Communicator, Testable
 from mpipipe.job.wait import LongWait, advancing_first
@@ -25,16 +26,18 @@ from mpipipe.job.wait import LongWait, advancing_first
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
-def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace: float = 0.0) -> None:
+def wait_for_ranks(
+    request: Testable, what: str, members: Collection[int], grace: float = 0.0, making: Making | None = None
+) -> None:
     """Wait, before there is a group, while the world ranks `members` make a communicator together.
 
     Messages of other groups, also of those that have failed, say that a rank does not come: it raised in such a wait,
-    or its script has ended `grace` seconds ago.
+    its script has ended `grace` seconds ago, or it waits for this rank elsewhere (`making`).
     """
     context = current_rank()
     test = advancing_first(context, request.Test) if context.advancing else request.Test
     try:
-        with LongWait(context, what, absent=frozenset(members), grace=grace) as long_wait:
+        with LongWait(context, what, absent=frozenset(members), grace=grace, making=making) as long_wait:
             while not context.withdrawn.keys().isdisjoint(members) or not test():
                 if time.perf_counter() - long_wait.start < context.patience:
                     os.sched_yield()
@@ -51,12 +54,18 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
 
     When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
     """
+    members, counts = world_ranks(comm), current_rank().makings
+    code = crc32(repr(members).encode())
+    counts[code] += 1
     new, request = comm.Idup()
-    wait_for_ranks(own(request), f"all {comm.size} ranks of a communicator to make one like it", world_ranks(comm))
+    what = f"all {comm.size} ranks of a communicator to make one like it"
+    wait_for_ranks(own(request), what, members, making=Making(code, counts[code]))
     if new.size > 1:
-        mine, table = np.zeros(1, np.int64), np.empty(new.size, np.int64)
+        mine, table = np.array([counts[code]], np.int64), np.empty(new.size, np.int64)
         request = own(new.Iallgather(mine, table))
-        wait_for_ranks(request, "all ranks of a new communicator", world_ranks(comm), grace=ARRIVAL_SECONDS)
+        wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
+        # Where a making has failed, not all ranks have begun it: from here on they count alike again.
+        counts[code] = int(table.max())
     return new
 
 

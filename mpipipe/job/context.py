@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
@@ -39,6 +40,22 @@ class Failure(NamedTuple):
     """
 
     number: int
+    text: str
+
+
+class Making(NamedTuple):
+    """A communicator that a rank waits to have made, by its ranks: their checksum, and the count of such ones."""
+
+    code: int
+    number: int
+
+
+class Maker(NamedTuple):
+    """What a rank says that waits for others to make a communicator with it."""
+
+    calls: int  # of the group by which it says so, before it came to wait
+    making: Making
+    answered: Making  # one of the receiver, to which it has not come; of number 0 for none
     text: str
 
 
@@ -75,6 +92,7 @@ class RankContext:
         self.failures: list[Failure] = []  # known ones, each once; a wait looks for news at the end of this list
         self.left: dict[int, str] = {}  # world rank -> text, for each rank whose script has ended
         self.withdrawn: dict[int, Failure] = {}  # by world ranks with which this one makes no communicator any more
+        self.makings: dict[int, int] = defaultdict(int)  # communicators that this rank began to make, by their ranks
         self.pipelines = self.groups_named = 0  # built, and made, so far
         self.alone = False  # whether this rank is a thread
         self.thread = threading.main_thread().ident  # the thread that is this rank
@@ -234,6 +252,9 @@ class OpenGroup:
         self.failure: Failure | None = None  # why the group cannot be used any more
         self.elsewhere: ControlMessage | None = None  # from rank 0, which waits for this rank in another call
         self.left: dict[int, tuple[int, str]] = {}  # rank -> (calls, text), where its script has ended
+        self.makers: dict[int, Maker] = {}  # the last word of each rank that waits to have a communicator made
+        self.told_making: dict[int, tuple[Making, Making]] = {}  # the same of this rank, by whom it was sent to
+        self.on_the_way = 0  # such messages that this rank has sent, less those that it has received
         self.told = self.told_elsewhere = 0  # calls for which a message WAITING, or ELSEWHERE, was sent
         self.sent = self.answers = 0  # messages WAITING that this rank has sent to rank 0, and its answers
         # on rank 0: messages WAITING of all others; the last of each, as (call, text); calls without an answer yet
@@ -334,6 +355,11 @@ class OpenGroup:
             self.context.left[self.members[source]] = text
         elif kind == ControlKind.WITHDRAWN:
             self.context.withdrawn[self.members[source]] = Failure(call, text)
+        elif kind == ControlKind.MAKING:
+            *numbers, text = text.split(" ", 4)
+            code, number, answered, count = map(int, numbers)
+            self.on_the_way -= 1
+            self.makers[source] = Maker(call, Making(code, number), Making(answered, count), text)
         elif kind == ControlKind.WAITING:
             self.received += 1
             if source in self.unanswered:  # it has gone on from there, so this rank has been there, too
@@ -368,6 +394,23 @@ class OpenGroup:
                 mine.told_elsewhere = mine.calls
                 mine.messages.send(mine.members.index(member), ControlKind.ELSEWHERE, mine.calls, what)
 
+    def absent_maker(self, peer: int) -> Maker | None:
+        """Return what a rank waits for if that is a communicator which this rank has not begun to make."""
+        maker = self.makers.get(peer)
+        begun = maker is None or maker.making.number <= self.context.makings[maker.making.code]
+        return None if begun else maker
+
+    def tell_making(self, making: Making, what: str, absent: Container[int]) -> None:
+        """Tell ranks that this one waits for them to make a communicator, and again if they wait for another one."""
+        following = range(self.rank + 1, self.rank + min(self.size, MOST_TOLD))
+        for peer in (number % self.size for number in following):
+            maker = self.absent_maker(peer)
+            words = making, Making(0, 0) if maker is None else maker.making
+            if self.members[peer] in absent and self.told_making.get(peer) != words and not self.closing:
+                self.told_making[peer] = words
+                self.on_the_way += 1
+                self.messages.send(peer, ControlKind.MAKING, self.calls, " ".join(map(str, (*sum(words, ()), what))))
+
     def describe_missing(self) -> str:
         """Name the ranks that have not come to the call under way; "" where this rank does not know."""
         if self.rank > 0:
@@ -396,6 +439,7 @@ class OpenGroup:
 
 
 MESSAGE_BYTES = 1024
+MOST_TOLD = 64  # ranks of a group that one tells that it makes a communicator: those that follow it
 HEAD = 3  # int64 numbers before the text: kind, source, call
 
 
@@ -407,6 +451,7 @@ class ControlKind(IntEnum):
     WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which so knows who is missing
     HERE = 3  # the answer: rank 0 has come to `call`, too
     ELSEWHERE = 4  # the sender waits for the receiver in `call` of this group, and the receiver waits in another
+    MAKING = 6  # the sender waits for the receiver to make a communicator with it; `call` is the sender's last one
     WITHDRAWN = 5  # the sender makes no communicator with the receiver any more; `call` is the number of a failure
 
 

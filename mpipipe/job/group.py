@@ -132,6 +132,9 @@ class RankGroup(OpenGroup):
         messages = int(self.agree("close: the number of notes", values=[self.sent])[:, 0].sum())
         with self.failing("close"):
             self.wait(Condition(partial(self.settled, messages)), "the last notes of a group", everyone=True)
+        while self.agree("close: notes on their way", values=[self.on_the_way])[:, 0].sum():
+            with self.context.lock:
+                self.read_messages()
         self._detach()
         self.closed = True
         self.comm.Free()

@@ -28,13 +28,14 @@ from typing import Generic, TypeVar
 
 from mpipipe.errors import MismatchError, StallError
 from mpipipe.job import settings
-from mpipipe.job.context import Failure, OpenGroup, RankContext, current_rank, peer_error, whoami
+from mpipipe.job.context import Failure, Making, OpenGroup, RankContext, current_rank, peer_error, whoami
 from mpipipe.job.types import Testable
 
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
 TELL_SECONDS = 2.0  # then a waiting rank tells rank 0 that it waits
 WARNING_SECONDS = 60.0
+MEETING_SECONDS = 5.0  # in which a communicator is made once all its ranks wait for it: some milliseconds in truth
 GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it speaks first
 SPOKESMEN = 4  # ranks that warn where rank 0 is missing: not all of thousands
 
@@ -96,7 +97,8 @@ class LongWait:
 
     Fields are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`,
     world ranks without which this wait cannot end, and which can send nothing but word of their end; `grace`, the
-    seconds that it may still last once such a rank has left or failed, for what the rank has sent before.
+    seconds that it may still last once such a rank has left or failed, for what the rank has sent before; `making`, the
+    communicator that this rank waits to have made.
     """
 
     context: RankContext
@@ -107,9 +109,11 @@ class LongWait:
     absent: frozenset[int] = frozenset()
     grace: float = 0.0
     peer: int | None = None
+    making: Making | None = None
 
     def __post_init__(self) -> None:
         self.absent_since: float | None = None
+        self.met_since = 0.0  # since when all wait to have a communicator made; 0.0 before
         self.known, self.warned = len(self.context.failures), False
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
@@ -148,6 +152,8 @@ class LongWait:
                 group.tell_leader(str(self.what))
             if context.single_threaded:
                 self._look_for_a_circle(group, self.everyone)
+        elif waited > self.tell_after and self.making is not None and context.single_threaded:
+            self._look_for_makers(self.making)
         if self.limit is not None and waited > self.limit:
             self._give_up(waited, self.limit)
         if waited > WARNING_SECONDS and not self.warned:
@@ -159,8 +165,15 @@ class LongWait:
 
         With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself waits
         in group B, it sends one of those ranks a message of that in B. If that rank has not come to this call of B,
-        each of the two waits for the other.
+        each of the two waits for the other. So do a rank that waits for all of this group, and one that had not come to
+        that call when it said that it waits for the first to make a communicator.
         """
+        for peer in tuple(mine.makers) if concerns_all else ():
+            maker = mine.absent_maker(peer)
+            if maker is not None and maker.calls < mine.calls:
+                error = self._circle_error(mine, peer, maker.text)
+                mine.fail(error, f"{type(error).__name__}: {error}")
+                raise error
         for group in tuple(self.context.groups):
             if group is mine:
                 continue
@@ -168,15 +181,42 @@ class LongWait:
                 group.tell_who_waits_here(mine, str(self.what))
             message = group.elsewhere
             if message is not None and message.call > group.calls:
-                error = MismatchError(
-                    "ranks wait for each other in different calls",
-                    rank=group.rank,
-                    found=str(self.what),
-                    expected=f"{message.text}, in which rank {message.source} waits",
-                    remedy="make the same calls on the same objects, in the same order on all ranks",
-                )
+                error = self._circle_error(group, message.source, message.text)
                 group.fail(error, f"{type(error).__name__}: {error}")
                 raise error
+
+    def _look_for_makers(self, making: Making) -> None:
+        """Raise MismatchError if this rank and another wait for each other to make different communicators.
+
+        Each tells the other which one it waits for, and again once it knows that this is not that of the other. Where
+        all are of the same ranks, and none comes to its end, they are made of different communicators.
+        """
+        same = set()
+        for group in tuple(self.context.groups):
+            group.tell_making(making, str(self.what), self.absent)
+            for peer, last in tuple(group.makers.items()):
+                if last.making == making:
+                    same.add(group.members[peer])
+                maker = group.absent_maker(peer)
+                is_first = group.world_rank < group.members[peer]  # the other learns of it
+                is_over = len(same) == len(self.absent) - 1 and self._have_met()
+                if is_first and (is_over or (maker is not None and maker.answered == making)):
+                    raise self._circle_error(group, peer, last.text)
+
+    def _have_met(self) -> bool:
+        """Return whether all have been here for MEETING_SECONDS."""
+        now = time.perf_counter()
+        self.met_since = self.met_since or now
+        return now - self.met_since > MEETING_SECONDS
+
+    def _circle_error(self, group: OpenGroup, peer: int, text: str) -> MismatchError:
+        return MismatchError(
+            "ranks wait for each other in different calls",
+            rank=group.rank,
+            found=str(self.what),
+            expected=f"{text}, in which rank {peer} waits",
+            remedy="make the same calls on the same objects, in the same order on all ranks",
+        )
 
     def _missing(self) -> str:
         """Name who is missing, after "; "; "" where that cannot be known."""

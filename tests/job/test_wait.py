@@ -187,6 +187,52 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_told(three, monk
     assert all("a call of one" in text and "a call of two" in text for _, text in kinds), kinds
 
 
+@pytest.mark.parametrize("elsewhere", ["a call of a group", "a twin", "a communicator of other ranks"])
+def test_the_first_call_on_a_new_communicator_is_compared(elsewhere, monkeypatch):
+    """Before a communicator has a group, its ranks learn of each other by the groups that they share."""
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.2)
+    monkeypatch.setattr(waiting, "MEETING_SECONDS", 0.2)
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "20")
+
+    def job(comm):
+        shared, new, twin = RankGroup(comm), comm.Dup(), comm.Dup()
+        pair = comm.Split(int(comm.rank > 1), comm.rank)
+        if comm.rank != 1:
+            RankGroup(new)
+        elif elsewhere == "a call of a group":
+            shared.agree(elsewhere)
+        else:
+            RankGroup(twin if elsewhere == "a twin" else pair)
+
+    # The other ranks of the pair, and of the twin, wait for the new one: no call ends by itself.
+    with pytest.raises(MismatchError, match="ranks wait for each other in different calls") as caught:
+        inprocess.run(2 if elsewhere != "a communicator of other ranks" else 3, job)
+    texts = caught.value.found, caught.value.expected
+    assert any("ranks of a communicator to make one like it" in text for text in texts), texts
+
+
+def test_a_rank_that_comes_late_to_new_communicators_ends_nothing(monkeypatch):
+    """What was said of the making of one is no more true once it is made, and all of it is received."""
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "MEETING_SECONDS", 0.05)
+
+    def job(comm):
+        shared = RankGroup(comm)
+        for turn in range(4):
+            own = comm.Dup()
+            if comm.rank == turn % 2:
+                time.sleep(0.2)
+            new = RankGroup(own)
+            if comm.rank != turn % 2:
+                time.sleep(0.2)
+            shared.agree("a call of a group")
+            new.close()
+        shared.close()
+        return "done"
+
+    assert inprocess.run(2, job) == ["done", "done"]
+
+
 def test_groups_used_by_two_threads_of_a_rank_in_different_orders_are_no_circle(pair, monkeypatch):
     """What looks like a circle for a while is none where a second thread will come."""
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
