@@ -160,7 +160,9 @@ class Sliced(Attend):
     def begin(self, position: Position) -> None:
         """Take the number of a unit for the next forward; a new step drops what another one has left half way."""
         now = self._now
-        if now is not None and position._replace(microbatch=0, recompute="") != now._replace(microbatch=0, recompute=""):
+        if now is not None and position._replace(microbatch=0, recompute="") != now._replace(
+            microbatch=0, recompute=""
+        ):
             self._sequences.clear()
         self._now = Position(*position)
 

@@ -163,7 +163,7 @@ class _PingPong:
         for envelope in self.envelopes:
             if self.rank == 0:
                 mailbox.put(envelope, [array])
-            mailbox.release(mailbox.take()[1])
+            mailbox.release([mailbox.take()])
             if self.rank == 1:
                 mailbox.put(envelope, [array])
         mailbox.flush()

@@ -8,20 +8,30 @@ not known, a small header comes first (`take_header`, then `take_unknown`).
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe.arrays import Array, Shape, read_only
+from mpipipe.comm.transport.host import Transport
 from mpipipe.errors import ArgumentError
-from mpipipe.job import RankGroup, own, wait_for
+from mpipipe.job import RankGroup, Request, own, wait_for
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
 Leaf: TypeAlias = "tuple[Shape, np.dtype]"
-Buffer: TypeAlias = "tuple[Array, Array]"  # to receive into, and its view that is handed out, read-only on the host
-Lease: TypeAlias = "Sequence[tuple[list, Buffer]]"  # (where the buffer belongs, buffer) of each array of a message
+
+
+class Slot(NamedTuple):
+    """A buffer to receive into, the view that is handed out (read-only on the host), and the list of its like."""
+
+    free: list[Slot]
+    buffer: Array
+    view: Array
+
+
+Lease: TypeAlias = Sequence[Slot]  # the buffers of a message
 
 
 class Envelope(NamedTuple):
@@ -51,83 +61,95 @@ class Envelope(NamedTuple):
         return f"{self.subject} from rank {self.peer} (channel {channel}, tag {tag})"
 
 
+class Incoming(NamedTuple):
+    """One array of a message that is to come, with the function of the transport that starts to receive it."""
+
+    envelope: Envelope
+    start: Callable[[Array, int, int], Request]
+    peer: int
+    tag: int
+    free: list[Slot]
+    leaf: Leaf
+
+
 class Mailbox:
     """All messages of one pipeline on one rank, by a transport, and in the calls of `group`, if there is one.
 
-    A received array is a buffer that is used again: the lease that comes with it must go back through `release` once
-    nothing reads the array any more.
+    A received array is a buffer that is used again: its slot must go back through `release` once nothing reads the
+    array any more. The arrays of one message travel, and are taken, one after the other.
     """
 
-    def __init__(self, transport: Any, group: RankGroup | None = None):
+    def __init__(self, transport: Transport, group: RankGroup | None = None):
         self.transport, self.group = transport, group
-        self.slots: dict[Leaf, list[Buffer]] = defaultdict(list)  # (shape, dtype) -> free buffers
-        self.outgoing: deque = deque()  # requests of sends, oldest first; each keeps its array alive
-        self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
-        self.incoming: list = []
-        self.next = 0
-        self.sent: list[Envelope] = []  # in this call: one for each of the requests that were in `outgoing`
+        self.slots: dict[Leaf, list[Slot]] = defaultdict(list)  # (shape, dtype) -> free buffers
+        self.outgoing: deque[tuple[Request, Envelope]] = deque()  # sends, oldest first; each keeps its array alive
+        self.posted: deque[tuple[Slot, Request, Envelope]] = deque()  # in the order of `incoming`
+        self.incoming: Iterator[Incoming] = iter(())
+        self.announced: Envelope | None = None  # whose header is awaited
+        self.sent: list[Envelope] = []  # in this call, or before it and still under way
         self.polls = 0  # so far: a sign of progress
-        self.taken = 0  # messages of this call
         self.recorder: Recorder | None = None
 
-    def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
-        """Return what `begin_call` takes: each envelope, in order, with the buffers that its arrays need."""
-        return [
-            (envelope, envelope.peer, *envelope.data, [(self.slots[leaf], *leaf) for leaf in shapes])
-            for envelope, shapes in zip(envelopes, leaves)
-        ]
+    def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list[Incoming]:
+        """Return what `begin_call` takes: the arrays of all messages, in order."""
+        schedule = []
+        for envelope, shapes in zip(envelopes, leaves):
+            channel, tag = envelope.data
+            for leaf in shapes:
+                start = self.transport.receiver(channel, *leaf)
+                schedule.append(Incoming(envelope, start, envelope.peer, tag, self.slots[leaf], leaf))
+        return schedule
 
-    def begin_call(self, schedule: list, window: int) -> None:
-        """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
+    def begin_call(self, schedule: Sequence[Incoming], window: int) -> None:
+        """Begin a step whose incoming arrays are known; the first `window` receives are posted at once.
 
         `schedule` is what `receive_schedule` returned.
         """
-        self.incoming, self.next, self.taken = schedule, 0, 0
-        self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []
-        for _ in range(min(window, len(schedule))):
+        self.incoming = iter(schedule)
+        self.announced = None
+        self.sent = [envelope for _, envelope in self.outgoing]
+        for _ in range(window):
             self._post_next()
 
     def _post_next(self) -> None:
-        if self.next == len(self.incoming):
+        for envelope, start, peer, tag, free, leaf in self.incoming:
+            slot = free.pop() if free else self._new_slot(free, leaf)
+            self.posted.append((slot, start(slot[1], peer, tag), envelope))
             return
-        envelope, peer, channel, tag, leaves = self.incoming[self.next]
-        self.next += 1
-        received, lease, requests = [], [], []
-        transport = self.transport
-        for free, shape, kind in leaves:
-            if free:
-                buffer = free.pop()
-            else:
-                array = transport.empty(shape, kind)
-                buffer = array, read_only(array)
-            received.append(buffer[1])
-            lease.append((free, buffer))
-            requests.append(transport.irecv(buffer[0], peer, channel, tag))
-        self.posted.append((received, lease, requests, envelope))
 
-    def take(self) -> tuple[list, Lease]:
-        """Return the arrays of the next expected message, and their lease."""
-        arrays, lease, requests, envelope = self.posted[0]
-        for request in requests:
-            if not request.Test():
-                wait_for(request, envelope, self.group, peer=envelope.peer)
-        self.posted.popleft()
-        self.taken += 1
+    def _new_slot(self, free: list[Slot], leaf: Leaf) -> Slot:
+        array = self.transport.empty(*leaf)
+        return Slot(free, array, read_only(array))
+
+    def take(self) -> Slot:
+        """Wait for the next expected array; return its slot."""
+        posted = self.posted
+        slot, request, envelope = posted[0]
+        if not request.Test():
+            wait_for(request, envelope, self.group, peer=envelope.peer)
+        posted.popleft()
         self._post_next()
-        return arrays, lease
+        return slot
+
+    @property
+    def awaited(self) -> Envelope | None:
+        """The message that is taken next, as far as it is known."""
+        return self.posted[0][2] if self.posted else self.announced
 
     def take_header(self, envelope: Envelope) -> bytes:
         """Return the header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
+        self.announced = envelope
         request = own(self.transport.irecv(header, envelope.peer, *envelope.header))
         wait_for(request, envelope, self.group, peer=envelope.peer)
         return header.tobytes().rstrip(b"\0")
 
-    def take_unknown(self, envelope: Envelope, leaves: Sequence[Leaf]) -> tuple[list, Lease]:
-        """Return the arrays of a message, as its header described them, and their lease."""
-        self.incoming, self.next = self.receive_schedule([envelope], [leaves]), 0
-        self._post_next()
-        return self.take()
+    def take_unknown(self, envelope: Envelope, leaves: Sequence[Leaf]) -> Lease:
+        """Return the slots of a message, whose arrays are as its header described them."""
+        self.incoming = iter(self.receive_schedule([envelope], [leaves]))
+        for _ in leaves:
+            self._post_next()
+        return [self.take() for _ in leaves]
 
     def put_header(self, envelope: Envelope, content: bytes) -> None:
         """Announce a message of new shapes."""
@@ -140,30 +162,40 @@ class Mailbox:
             )
         header = np.zeros(HEADER_BYTES, np.uint8)
         header[: len(content)] = np.frombuffer(content, np.uint8)
-        self.outgoing.append(self.transport.isend(header, envelope.peer, *envelope.header))
+        self.outgoing.append((self.transport.isend(header, envelope.peer, *envelope.header), envelope))
         self.sent.append(envelope)
 
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
-        peer, (channel, tag) = envelope[0], envelope[5]
-        outgoing = self.outgoing
-        while outgoing and outgoing[0].Test():
-            outgoing.popleft()
+        channel, tag = envelope.data
         if self.recorder is not None:
-            self.recorder.send(envelope.name, peer, sum(array.nbytes for array in arrays))
+            self.recorder.send(envelope.name, envelope.peer, sum(array.nbytes for array in arrays))
+        self.drop_complete()
         for array in arrays:
-            outgoing.append(self.transport.isend(array, peer, channel, tag))
-            self.sent.append(envelope)
-        if not arrays:
-            self.sent.append(envelope)
+            self.outgoing.append((self.transport.isend(array, envelope.peer, channel, tag), envelope))
+        self.sent.append(envelope)
+
+    def put_array(self, start: Callable[[Array, int, int], Request], envelope: Envelope, array: Array) -> None:
+        """Do what `put` does with a message of one array, by the transport's `sender`, where nothing is recorded."""
+        outgoing = self.outgoing
+        while outgoing and outgoing[0][0].Test():
+            outgoing.popleft()
+        outgoing.append((start(array, envelope[0], envelope[5][1]), envelope))
+        self.sent.append(envelope)
+
+    def drop_complete(self) -> None:
+        """Forget the oldest sends that are complete, and with them their arrays."""
+        outgoing = self.outgoing
+        while outgoing and outgoing[0][0].Test():
+            outgoing.popleft()
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far on the current stream may still read them."""
         transport = self.transport
-        for free, buffer in lease:
+        for slot in lease:
             if transport.retires:
-                transport.retire(buffer[0])
-            free.append(buffer)
+                transport.retire(slot.buffer)
+            slot.free.append(slot)
 
     def poll(self) -> None:
         """Let MPI move data: large messages advance only inside MPI calls, and one call advances them all."""
@@ -171,20 +203,18 @@ class Mailbox:
         if self.transport.progress():
             return  # a test of a device message would make the current stream wait for it
         if self.outgoing:
-            if self.outgoing[0].Test():
+            if self.outgoing[0][0].Test():
                 self.outgoing.popleft()
         elif self.posted:
-            for request in self.posted[0][2]:
-                request.Test()
+            self.posted[0][1].Test()
 
     def flush(self) -> None:
         """Wait until everything sent has left, and everything received is there."""
         while self.outgoing:
-            request = self.outgoing[0]
+            request, envelope = self.outgoing[0]
             if not request.Test():
-                oldest = self.sent[-len(self.outgoing)]
-                what = f"{oldest.subject} to be received by rank {oldest.peer}"
-                wait_for(request, what, self.group, peer=oldest.peer)
+                what = f"{envelope.subject} to be received by rank {envelope.peer}"
+                wait_for(request, what, self.group, peer=envelope.peer)
             self.outgoing.popleft()
 
     def drop_buffers(self) -> None:
@@ -194,9 +224,8 @@ class Mailbox:
 
     def cancel(self) -> None:
         """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
-        for _, _, requests, _ in self.posted:
-            for request in requests:
-                own(request).Cancel()
+        for _, request, _ in self.posted:
+            own(request).Cancel()
         self.transport.abort()
         self._let_go()
 
@@ -208,6 +237,8 @@ class Mailbox:
 
         Until it has tested true a request stays in `posted` or `outgoing`, whatever is raised, and needs no owner.
         """
-        for request in [*(request for entry in self.posted for request in entry[2]), *self.outgoing]:
+        for _, request, _ in self.posted:
+            own(request)
+        for request, _ in self.outgoing:
             own(request)
         self.posted, self.outgoing = deque(), deque()

@@ -236,6 +236,11 @@ class MessageSpec:
         return MessageSpec.of(tree) == self
 
     @property
+    def is_one_array(self) -> bool:
+        """True for one array of floating numbers, so that its gradient is one, too."""
+        return self.structure is None and all(self.floating)
+
+    @property
     def entries(self) -> int:
         """How many numbers the arrays have."""
         return sum(prod(shape) for shape, _ in self.leaves)
@@ -384,10 +389,6 @@ class CallState:
     pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)  # from I to W
     local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)  # (edge, micro-batch, "F" or "B"), here
     loss_gradients: dict[int, Tree] = field(default_factory=dict)
-    alive: int = 0  # whole activations (stage, micro-batch) held now, and at most
-    peak: int = 0
-    under_way: int = 0  # the same with those whose input alone is kept, for an R
-    peak_under_way: int = 0
     download: tuple[list[int], Download] | None = None  # (micro-batches, copies of their losses to the host)
     losses: dict[int, Any] = field(default_factory=dict)  # results, empty if they do not arise
     awaiting: dict[int, tuple[Tree, Tree]] = field(default_factory=dict)  # (output, target), for a loss over the batch

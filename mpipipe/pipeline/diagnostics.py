@@ -68,7 +68,7 @@ class PipelineFlight:
         if call is None:
             return idle
         done, computes = divmod(len(call.marks), 2)
-        steps, receives, taken = call.plan.steps, call.plan.receives, self.messages.mailbox.taken
+        steps = call.plan.steps
         # the last action may not have sent all of its own messages yet
         ended, sent = done if computes or self.group.context.long_waits else done - 1, set(call.sent)
         skipped = [message for step in steps[: max(0, ended)] for message in step.sends if message not in sent]
@@ -83,12 +83,12 @@ class PipelineFlight:
         if done == len(steps):
             return account
         action = steps[done]
-        awaited = receives[taken : taken + 1] if not computes else []  # the first that was not taken
+        awaited = None if computes else self.messages.mailbox.awaited
         return account._replace(
             doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, in {call.name}",
             stage=action.stage,
             microbatch=action.microbatch,
-            expects=next((self._message(each) for each in awaited if each in action.receives), None),
+            expects=self._message(awaited) if awaited in action.receives else None,
         )
 
     def _message(self, envelope: Envelope) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -23,12 +23,12 @@ from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallIn
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Arguments, Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight, memory_error
-from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.executor import Executor, Program
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.graphs import use_graphs
 from mpipipe.pipeline.loss import Loss, OwnLosses, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
+from mpipipe.pipeline.plan import ActionPlan, recomputes_all
 from mpipipe.pipeline.result import PipelineState, StepResult
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, split_as
@@ -94,8 +94,8 @@ class Engine:
         self.training_plan = ActionPlan(before_backwards(schedule) if recompute else schedule, rank, tags)
         self.unread: list[SharedLoss] = []  # of training steps, on the GPU
         self.forward_plans: dict[int, ActionPlan] = {}  # of calls without backwards, by the number of micro-batches
-        # (facts, state, actions that are left) of a step between forward_train and backward
-        self.halfway: tuple[BatchFacts, CallState, Sequence[PlannedAction]] | None = None
+        # (facts, state, plan, number of its actions that have run) of a step between forward_train and backward
+        self.halfway: tuple[BatchFacts, CallState, ActionPlan, int] | None = None
 
         executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that was not closed
         abandon = partial(executor.abandon, recorders)
@@ -178,9 +178,9 @@ class Engine:
             self.forward_plans[microbatches] = ActionPlan(schedule, self.executor.rank, self.tags)
         return self.forward_plans[microbatches]
 
-    def finish(self, actions: Sequence[PlannedAction], state: CallState, agreed: BatchFacts) -> CallState:
+    def finish(self, program: Program, state: CallState, agreed: BatchFacts) -> CallState:
         """Run the last actions of a call, and end it."""
-        self.executor.run(actions, state)
+        self.executor.run(program, state)
         self.executor.end(state)
         self.messages.end(agreed.signature)
         if self.checks is not None:
@@ -190,7 +190,7 @@ class Engine:
     def run(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> CallState:
         (plan, state), loss = self.begin(call, batch, agreed, scale), self.executor.loss
         with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
-            return self.finish(plan.steps, state, agreed)
+            return self.finish(self.executor.program(plan, state.inputs.training), state, agreed)
 
     def step(self, inputs: Any, targets: Any, scale: Any, accumulate: bool) -> StepResult:
         """Make a training step."""
@@ -250,10 +250,10 @@ class Engine:
         with self.state:
             plan, state = self.begin("forward_train", batch, agreed)
             count = 1 + max(place for place, action in enumerate(plan.steps) if action.op == "F")
-            self.executor.run(plan.steps[:count], state)
+            self.executor.run(self.executor.program(plan, training=True)[:count], state)
             self.messages.mailbox.flush()  # nothing moves them while the caller computes
         self.flight.running = False
-        self.halfway = agreed, state, plan.steps[count:]
+        self.halfway = agreed, state, plan, count
         for hooks in self.write_hooks():
             hooks.append(_refuse_write)
         return agreed, state
@@ -283,7 +283,7 @@ class Engine:
         """Run the backwards of the step whose forwards have run; return the gradients of its inputs."""
         self.agree("backward", gradients, None, scale, accumulate)
         assert self.halfway is not None  # agreed
-        (agreed, state, actions), self.halfway = self.halfway, None
+        (agreed, state, plan, count), self.halfway = self.halfway, None
         state.outputs, state.inputs, self.flight.running = {}, state.inputs._replace(scale=scale), True
         for hooks in self.write_hooks():
             hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
@@ -291,7 +291,7 @@ class Engine:
             self.checks.gradients = scale == 1
         with self.state:
             with self.making_gradients(accumulate) as before:
-                self.finish(actions, state, agreed)
+                self.finish(self.executor.program(plan, training=True)[count:], state, agreed)
                 if self.sums is not None:
                     self.sums.wait()
             self.end_step(before)

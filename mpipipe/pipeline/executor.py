@@ -6,8 +6,9 @@ received arrays go back to the mailbox then. Where the forward is run again, its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,9 +21,13 @@ from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.diagnostics import NAMES, Function, layer_of, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, unscaled
-from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
-from mpipipe.pipeline.plan import PlannedAction
+from mpipipe.pipeline.messages import KNOWN_SHAPES, Branches, StageMessages, copy_if_aliased, parted, remedy_of
+from mpipipe.pipeline.plain import plain_action
+from mpipipe.pipeline.plan import ActionPlan, PlannedAction
 from mpipipe.trace import Recorder
+
+Run: TypeAlias = Callable[[CallState], None]
+Program: TypeAlias = list[tuple[Run, PlannedAction]]
 
 
 class Executor:
@@ -50,11 +55,11 @@ class Executor:
             "R": self._recompute,
         }
         self.gathers = loss is not None and loss.over_batch
-        self._use_output = self._gather if self.gathers else self._evaluate_loss
+        self._use_output = self._gather if self.gathers else self.evaluate_loss
         self.clock = DeviceClock() if partners.device == "cuda" else HostClock()
         self.now = self.clock.now
         self.place = f"rank {self.rank}"  # for the report of an interruption
-        self.peaks = 0, 0  # most activations alive at once in the last training step, whole ones and all
+        self.programs: dict[tuple[int, int], Program] = {}  # by (signature, id of the plan)
         # of the call under way, or of one that has failed: kernels and messages may still touch its arrays
         self.state: CallState | None = None
 
@@ -64,27 +69,52 @@ class Executor:
             self.sums.begin()
         return self.state
 
-    def run(self, actions: Sequence[PlannedAction], state: CallState) -> None:
-        """Run actions of a plan. What a stage raises comes out as an error that names rank, stage, micro-batch."""
-        if not actions:  # of the second half of a step, where no stage of this rank has a backward
+    def program(self, plan: ActionPlan, training: bool) -> Program:
+        """The actions of a plan, each with the function that runs it: the shortest one where shapes are known."""
+        messages = self.messages
+        usual = training and messages.known and self.clock.recorder is None and type(messages) is StageMessages
+        if not usual:
+            return self._bound(plan, {})
+        key = messages.signature, id(plan)
+        if key not in self.programs:
+            if len(self.programs) == 2 * KNOWN_SHAPES:
+                self.programs.clear()
+            plain = {step: plain_action(self, step, messages.specs) for step in plan.steps}
+            self.programs[key] = self._bound(plan, {step: found.run for step, found in plain.items() if found})
+        return self.programs[key]
+
+    def _bound(self, plan: ActionPlan, shortest: Mapping[PlannedAction, Run]) -> Program:
+        annotates = self.clock.recorder is not None and self.clock.waits
+        program: Program = []
+        for step in plan.steps:
+            run = shortest.get(step) or partial(self.functions[step.op], step)
+            if annotates:
+                run = partial(_annotated, run, step)
+            if step.completes:
+                run = partial(self._complete, run, step)
+            program.append((run, step))
+        return program
+
+    def _complete(self, run: Run, action: PlannedAction, state: CallState) -> None:
+        """Run the last action that adds to the gradients of a stage, and start their sums over replicas."""
+        sums, chunk = self.sums, action.chunk
+        if sums is not None:
+            sums.watch(chunk)
+        run(state)
+        self.stages[chunk].check_gradients()
+        if sums is not None:
+            start = self.clock.host_seconds()
+            sums.complete(chunk)
+            self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
+
+    def run(self, program: Program, state: CallState) -> None:
+        """Run actions. What a stage raises comes out as an error that names rank, stage, micro-batch."""
+        if not program:  # of the second half of a step, where no stage of this rank has a backward
             return
-        sums, functions = self.sums, self.functions
-        if self.clock.recorder is not None and self.clock.waits:
-            functions = {op: _annotated(function) for op, function in functions.items()}
-        action = actions[0]
+        action = program[0][1]
         try:
-            for action in actions:
-                if action.completes:
-                    if sums is not None:
-                        sums.watch(action.chunk)
-                    functions[action.op](action, state)
-                    self.stages[action.chunk].check_gradients()  # no later action adds to them
-                    if sums is not None:
-                        start = self.clock.host_seconds()
-                        sums.complete(action.chunk)
-                        self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
-                else:
-                    functions[action.op](action, state)
+            for run, action in program:  # noqa: B007 (for the errors)
+                run(state)
         except PeerError:
             raise
         except MpipipeError as error:
@@ -99,8 +129,6 @@ class Executor:
 
     def end(self, state: CallState) -> None:
         self.clock.end()
-        if state.inputs.training:
-            self.peaks = state.peak, state.peak_under_way
 
     def abandon(self, recorders: set[Recorder]) -> None:
         """Give up a call that has failed: its messages, its sums, and its recording, since the step never ends."""
@@ -171,11 +199,6 @@ class Executor:
             state.outputs[microbatch] = y
         if inputs.training and action.keeps:
             state.saved[action.stage, microbatch] = (x if action.recomputed else saved), lease
-            state.under_way += 1
-            state.peak_under_way = max(state.peak_under_way, state.under_way)
-            if not action.recomputed:
-                state.alive += 1
-                state.peak = max(state.peak, state.alive)
         elif lease:
             self.messages.mailbox.release(lease)
 
@@ -186,13 +209,13 @@ class Executor:
         if len(state.awaiting) < count:
             return
         outputs, targets = zip(*(state.awaiting[m] for m in range(count)))
-        self._evaluate_loss(action, state, list(outputs), list(targets), 0)
+        self.evaluate_loss(action, state, list(outputs), list(targets), 0)
         state.awaiting = {}
         state.losses = dict.fromkeys(range(count), state.losses[0])
         state.loss_gradients = dict(enumerate(state.loss_gradients.get(0, ())))
         self._download_losses(state)
 
-    def _evaluate_loss(self, action: PlannedAction, state: CallState, y: Any, target: Any, microbatch: int) -> None:
+    def evaluate_loss(self, action: PlannedAction, state: CallState, y: Any, target: Any, microbatch: int) -> None:
         assert self.loss is not None  # agreed at the start of the call
         inputs, loss, weighing = state.inputs, self.loss, self.weighing
         factor = weighing.shares[microbatch] * inputs.scale if inputs.training else 1.0
@@ -223,8 +246,6 @@ class Executor:
         saved = self.stages[action.chunk].forward(x, position)[1]
         state.marks.append(self.now())
         state.saved[key] = saved, lease
-        state.alive += 1
-        state.peak = max(state.peak, state.alive)
 
     def _backward(self, action: PlannedAction, state: CallState) -> None:
         """Run a whole backward, or an input gradient, which keeps what its weight gradient needs."""
@@ -250,11 +271,8 @@ class Executor:
         elif action.first and self.input_grads:
             scale = state.inputs.scale
             state.input_gradients[microbatch] = dx if scale == 1 else unscaled(dx, scale)
-        if whole:
-            if leases:
-                self.messages.mailbox.release(leases)
-            state.alive -= 1
-            state.under_way -= 1
+        if whole and leases:
+            self.messages.mailbox.release(leases)
 
     def _weight_gradient(self, action: PlannedAction, state: CallState) -> None:
         pending, leases = state.pending.pop((action.stage, action.microbatch))
@@ -262,15 +280,9 @@ class Executor:
         self.stages[action.chunk].computes.backward_weight(pending)
         state.marks.append(self.now())
         self.messages.mailbox.release(leases)
-        state.alive -= 1
-        state.under_way -= 1
 
 
-def _annotated(function: Function) -> Function:
-    """An action that NVIDIA's profilers show by its name."""
-
-    def run(action: PlannedAction, state: CallState) -> None:
-        with arrays.annotated(str(action)):
-            function(action, state)
-
-    return run
+def _annotated(run: Run, action: PlannedAction, state: CallState) -> None:
+    """Run an action that NVIDIA's profilers show by its name."""
+    with arrays.annotated(str(action)):
+        run(state)

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Branches, Tree, flatten, read_only, unflatten
-from mpipipe.comm import Envelope, Lease, Mailbox
+from mpipipe.comm import Envelope, Incoming, Leaf, Lease, Mailbox
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn import sum_of
 from mpipipe.pipeline.batch import MessageSpec
@@ -37,8 +37,9 @@ class StageMessages:
         self.known = False  # whether this call's specs were kept by an earlier one
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
-        self.receive_schedules: dict[tuple[int, int], list] = {}  # by (signature, id of the plan)
+        self.receive_schedules: dict[tuple[int, int], tuple[list[Incoming], int]] = {}  # by (signature, id of plan)
         self.plan: ActionPlan | None = None  # of the last call
+        self.signature = 0  # of its inputs
 
     def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
@@ -48,12 +49,13 @@ class StageMessages:
             self.kept.clear()
             self.receive_schedules.clear()
             self.mailbox.drop_buffers()
-        self.plan, self.specs = plan, self.kept.get(signature, {})
+        self.plan, self.signature, self.specs = plan, signature, self.kept.get(signature, {})
         if self.known and key not in self.receive_schedules:
             leaves = [self._leaves(self.specs[each.edge, each.microbatch], each) for each in plan.receives]
-            self.receive_schedules[key] = self.mailbox.receive_schedule(plan.receives, leaves)
-        schedule = self.receive_schedules[key] if self.known else []
-        self.mailbox.begin_call(schedule, plan.window)
+            window = plan.window * max(map(len, leaves), default=0)
+            self.receive_schedules[key] = self.mailbox.receive_schedule(plan.receives, leaves), window
+        schedule, window = self.receive_schedules[key] if self.known else ([], 0)
+        self.mailbox.begin_call(schedule, window)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
@@ -84,20 +86,21 @@ class StageMessages:
 
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
         key = envelope.edge, envelope.microbatch
-        if self.known:
-            (leaves, lease), spec = self.mailbox.take(), self.specs[key]
-        else:
-            self.specs[key] = spec = MessageSpec.decode(self.mailbox.take_header(envelope))
-            leaves, lease = self.mailbox.take_unknown(envelope, spec.leaves)
-        return leaves[0] if spec.structure is None else unflatten(leaves, spec.structure), lease
+        if not self.known:
+            self.specs[key] = MessageSpec.decode(self.mailbox.take_header(envelope))
+        spec = self.specs[key]
+        lease = self._take(envelope, spec.leaves)
+        return unflatten([slot.view for slot in lease], spec.structure), lease
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
         """Return (gradient of the activation that was sent under this edge and micro-batch, lease)."""
-        spec, mailbox = self.specs[envelope.edge, envelope.microbatch], self.mailbox
-        leaves, lease = mailbox.take() if self.known else mailbox.take_unknown(envelope, spec.gradients)
-        if spec.structure is None and leaves:
-            return leaves[0], lease
-        return spec.gradient_tree(leaves), lease
+        spec = self.specs[envelope.edge, envelope.microbatch]
+        lease = self._take(envelope, spec.gradients)
+        return spec.gradient_tree([slot.view for slot in lease]), lease
+
+    def _take(self, envelope: Envelope, leaves: Sequence[Leaf]) -> Lease:
+        mailbox = self.mailbox
+        return [mailbox.take() for _ in leaves] if self.known else mailbox.take_unknown(envelope, leaves)
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
         """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the same inputs."""
@@ -181,7 +184,7 @@ def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
         return tree
     if tree is None:
         return None
-    buffers = [view for _, (_, view) in leases]
+    buffers = [slot.view for slot in leases]
     if arrays.is_array(tree):
         return arrays.copy(tree) if _shares_memory(tree, buffers) else tree
     leaves, structure = flatten(tree)

@@ -252,13 +252,20 @@ class Pipeline:
 
         That is as for the schedule that was given, without the R's of `recompute`.
         """
-        return self.engine.executor.peaks[self.engine.recompute]
+        return max(self._activations) if self.steps_taken else 0
 
     @property
     def live_activations(self) -> int:
         """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step is under way."""
         state = self.engine.executor.state
-        return 0 if state is None else (state.alive, state.under_way)[self.engine.recompute]
+        if state is None or not state.inputs.training:
+            return 0
+        return self._activations[len(state.marks) // 2]
+
+    @property
+    def _activations(self) -> list[int]:
+        plan = self.engine.training_plan
+        return plan.activations_and_inputs if self.engine.recompute else plan.activations
 
     @property
     def busy(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
@@ -66,6 +67,18 @@ class ActionPlan:
         self.receives = [received for step in self.steps for received in step.receives]
         self.sends = [sent for step in self.steps for sent in step.sends]
         self.window = receive_window(simulate(schedule), rank) if self.receives else 0
+        self.activations = _activations(self.steps, whole=True)
+        self.activations_and_inputs = _activations(self.steps, whole=False)
+
+
+def _activations(steps: Sequence[PlannedAction], whole: bool) -> list[int]:
+    """Numbers of activations that are held before the first step and after each; whole ones, or also inputs for R's."""
+    counts = [0]
+    for step in steps:
+        begins = step.op == "F" and step.keeps and not (whole and step.recomputed)
+        change = int(begins or (whole and step.op == "R")) - (step.op in "BW")
+        counts.append(counts[-1] + change)
+    return counts
 
 
 def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:

@@ -380,13 +380,13 @@ def test_a_mailbox_that_forgets_lets_go_of_its_receive_buffers(gpu, comm, kind_o
     transport = kind_of_transport(comm)
     mailbox, ((to,), (source,)) = Mailbox(transport), envelopes(comm, 1)
     mailbox.put(to, [make(comm.rank)])
-    (array,), lease = mailbox.take_unknown(source, [((16,), np.dtype(float))])
-    mailbox.release(lease)
+    (slot,) = mailbox.take_unknown(source, [((16,), np.dtype(float))])
+    mailbox.release([slot])
     mailbox.flush()
     settle(transport)
-    kept = weakref.ref(array)
-    del array, lease
-    mailbox.incoming = []
+    kept = weakref.ref(slot.view)
+    del slot
+    mailbox.incoming = iter(())
     assert kept() is not None, "it would be received into again"
     mailbox.drop_buffers()
     gc.collect()

@@ -156,11 +156,11 @@ def test_a_message_that_was_changed_on_its_way(comm, direction, name):
         take = mailbox.take
 
         def tampered():
-            envelope = mailbox.posted[0][3]
-            arrays, lease = take()
+            envelope = mailbox.awaited
+            slot = take()
             if envelope.name == (edge, AT, direction):
-                lease[0][1][0][1, 3] = np.nan
-            return arrays, lease
+                slot.buffer[1, 3] = np.nan
+            return slot
 
         mailbox.take = tampered
 

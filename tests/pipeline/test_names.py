@@ -293,7 +293,7 @@ def test_a_stage_without_names_refuses_branches_and_layers_what_does_not_fit():
     ]:
         with pytest.raises(ArgumentError, match=match):
             nn.Stage([layer], "float64").forward(Branches(x, **named))
-    with pytest.raises(ArgumentError, match="wrong dtype"):
+    with pytest.raises(ArgumentError, match="does not fit its input"):
         nn.Stage([nn.Join("a")], "float64").forward(Branches(x, a=x.astype(np.float32)))
     for wrong in (lambda: nn.Join("a", 0), lambda: nn.Keep("a b"), lambda: nn.Keep("from")):
         with pytest.raises(ArgumentError):

@@ -190,7 +190,8 @@ def test_a_stage_is_told_where_the_training_stands(pair, recompute):
         pipeline.forward(own[0])
     for stage in stages:
         trained, rest = stage.positions[: 6 * (1 + recompute)], stage.positions[6 * (1 + recompute) :]
-        expected = [nn.Position(step, m, 0, True) for step in range(2) for m in range(3) for _ in range(1 + recompute)]
+        runs = ("later", "now") if recompute else ("",)
+        expected = [nn.Position(step, m, recompute=run) for step in range(2) for m in range(3) for run in runs]
         assert sorted(trained) == expected
         assert [(position.microbatch, position.training) for position in rest] == [(m, False) for m in range(3)] * 2
         assert stage.poll is None and stage.refreshed == 4

@@ -62,9 +62,9 @@ def check_names(comm, transport, window, count, make):
             mailbox.poll()
         results = []
         for _ in range(6):
-            (array,), lease = mailbox.take()
-            results.append(arrays.copy(array))
-            mailbox.release(lease)
+            slot = mailbox.take()
+            results.append(arrays.copy(slot.view))
+            mailbox.release([slot])
         mailbox.flush()
         for m, result in enumerate(arrays.download(*results)):
             assert (result == 100 * neighbours(comm)[1] + 10 * turn + m).all()

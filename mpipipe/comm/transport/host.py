@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,14 @@ class Transport(Protocol):
 
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         """Start receiving into `array`, which must have the sender's size in bytes."""
+
+    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
+        """The function of (array, peer, tag) that starts to receive arrays like this over a channel."""
+        return lambda array, peer, tag: self.irecv(array, peer, channel, tag)
+
+    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
+        """The function of (array, peer, tag) that starts to send arrays like this over a channel."""
+        return lambda array, peer, tag: self.isend(array, peer, channel, tag)
 
     def close(self) -> None:
         """Free the communicators; collective, and only when nothing is under way."""
@@ -72,6 +81,16 @@ class HostTransport(Transport):
 
     def empty(self, shape: Shape, kind: np.dtype) -> np.ndarray:
         return arrays.aligned_empty(shape, kind)
+
+    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
+        return self.receivers[channel] if self._fits(shape, kind) else super().receiver(channel, shape, kind)
+
+    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
+        return self.senders[channel] if self._fits(shape, kind) else super().sender(channel, shape, kind)
+
+    def _fits(self, shape: Shape, kind: np.dtype) -> bool:
+        """True for arrays that one call of MPI sends as they are."""
+        return prod(shape) * kind.itemsize <= self.piece_bytes and kind.char in MPI_TYPES
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         if not isinstance(array, np.ndarray):

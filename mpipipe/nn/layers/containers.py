@@ -36,10 +36,25 @@ class Sequential(Layer):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
         self._places = [(place, layer, has_unadded(layer)) for place, layer in enumerate(self.layers)]
+        self._any_unadded = any(unadded for _, _, unadded in self._places)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        if not self._any_unadded:
+            return self._forward_one_by_one(x)
         _, y, rest, saved = self._forward_unadded(x, None)
         return (y if rest is None else self.stage.kernels.add(y, rest)), saved
+
+    def _forward_one_by_one(self, x: Array) -> tuple[Array, Any]:
+        poll = self.stage.poll
+        saved: list[Any] = []
+        for layer in self.layers:
+            if saved and poll is not None:
+                poll()
+            x, kept = layer.forward(x)
+            saved.append(kept)
+        for place in range(self.lowest):
+            saved[place] = None
+        return x, saved
 
     def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         add, poll, lowest, saved = self.stage.kernels.add, self.stage.poll, self.lowest, []

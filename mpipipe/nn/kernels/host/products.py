@@ -32,7 +32,9 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Return a b + bias, in pieces of rows; of columns where there are many columns, and few rows."""
-    count, (depth, width), pieces = len(a), b.shape, list[slice]()
+    count = len(a)
+    depth, width = b.shape
+    pieces = None
     if count * depth * width >= WORK:
         pieces = even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
     if not pieces:
