@@ -12,6 +12,6 @@ from mpipipe.pipeline.messages import Branches
 from mpipipe.pipeline.pipeline import Pipeline
 from mpipipe.pipeline.plan import PlannedAction, receive_window
 from mpipipe.pipeline.result import StepResult
-from mpipipe.pipeline.units import merge
+from mpipipe.pipeline.units import merge, rows_of_any
 
-__all__ = ["Branches", "Loss", "Pipeline", "PlannedAction", "StepResult", "merge", "receive_window"]
+__all__ = ["Branches", "Loss", "Pipeline", "PlannedAction", "StepResult", "merge", "receive_window", "rows_of_any"]

@@ -36,7 +36,7 @@ class Agreement:
         table = ballot.cast(self.pipe, batch)
         whole = BatchFacts(*table.max(0).tolist())
         rows, target_rows = whole.rows, whole.target_rows
-        if not ballot.failed and target_rows not in (0, rows):
+        if not ballot.failed and rows and target_rows not in (0, rows):
             message, found = "inputs and targets have different numbers of rows", counted(target_rows, "row")
             ballot.refuse(MismatchError(message, found=f"{found} of targets", expected=f"{rows}, as the inputs have"))
         targets: tuple[tuple[int, ...], ...] = (_of_replica(whole),)
@@ -70,7 +70,7 @@ class Agreement:
 
 def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
     """The facts that replicas add up or compare."""
-    return facts.rows, facts.entries, facts.mean_over, facts.uneven
+    return facts.counted, facts.entries, facts.mean_over, facts.uneven
 
 
 @lru_cache(maxsize=64)  # the next step nearly always has the same
@@ -78,5 +78,5 @@ def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> BatchFa
     """What is agreed on, from what one pipeline and then all replicas know."""
     first_rows, first_entries, mean_over, _ = replicas[0]
     uneven = any(uneven or size * first_rows != first_entries * rows for rows, size, _, uneven in replicas)
-    rows, entries, *_ = map(sum, zip(*replicas))
-    return facts._replace(rows=rows, entries=entries, mean_over=mean_over, uneven=uneven)
+    counted, entries, *_ = map(sum, zip(*replicas))
+    return facts._replace(counted=counted, entries=entries, mean_over=mean_over, uneven=uneven)

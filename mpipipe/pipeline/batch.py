@@ -17,7 +17,7 @@ from mpipipe.arrays import Array, Download, Forked, Structure, Tree, flatten, re
 from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import Position
-from mpipipe.pipeline.units import AskedSlices, Slicing, rows_of, split
+from mpipipe.pipeline.units import AskedSlices, Slicing, rows_of_any, split
 from mpipipe.schedules import Schedule
 from mpipipe.text import counted
 
@@ -29,14 +29,15 @@ STEPS = ("step", "forward_train")  # calls that begin a training step, with all 
 class BatchFacts(NamedTuple):
     """What this rank knows of the batch, with zeros where it holds neither inputs nor targets; or what all agreed on.
 
-    After the agreement `rows` and `entries` are of all replicas, and the last two are true where any rank says so.
+    After the agreement `counted` and `entries` are of all replicas, and the last two are true where any rank says so.
     """
 
     signature: int = 0  # the same for inputs of the same shapes
-    rows: int = 0
+    rows: int = 0  # of the inputs, 0 for a list, whose micro-batches may have any shapes
     microbatches: int = 0
     listed: int = 0  # whether the inputs came as a list of micro-batches
-    target_rows: int = 0
+    target_rows: int = 0  # as `rows`
+    counted: int = 0  # rows of the targets, also in a list; their entries where arrays of one share no axis of rows
     entries: int = 0  # of the arrays of all targets
     mean_over: int = 0  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
     uneven: int = 0  # whether rows of one micro-batch have more entries than those of another
@@ -45,7 +46,7 @@ class BatchFacts(NamedTuple):
     @property
     def total(self) -> int:
         """What the loss is a mean over: entries of the targets, or rows."""
-        return self.entries if self.mean_over == ENTRIES else self.rows
+        return self.entries if self.mean_over == ENTRIES else self.counted
 
 
 class Batch(NamedTuple):
@@ -103,21 +104,23 @@ class BatchReader:
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
         counts: Sequence[float] | None = None
-        input_units, target_units, of_inputs, of_targets = None, None, (0, 0, 0, 0), (0, 0, 0, 0)
+        input_units, target_units, of_inputs, of_targets = None, None, (0, 0, 0, 0), (0, 0, 0, 0, 0)
         if holds_inputs:
             cut_inputs, rows = self._cut(call, "inputs", inputs)
             listed = isinstance(inputs, list) or callable(inputs)
             if self.names is not None and (self.names or type(inputs) is not np.ndarray):
                 self._check_names(cut_inputs, self.names)
-            of_inputs = self._signature(cut_inputs if listed else inputs), sum(rows), len(rows), listed
+            signature = self._signature(cut_inputs if listed else inputs)
+            of_inputs = signature, _compared(inputs, rows), len(rows), listed
             input_units = self.slicing.units(cut_inputs)
         if holds_targets:
             cut_targets, rows = self._cut(call, "targets", targets)
-            counts, entries, uneven = self._count(cut_targets if callable(targets) else targets, rows)
+            compared = _compared(targets, rows)
+            counts, rows, entries, uneven = self._count(cut_targets if callable(targets) else targets, rows)
             target_units = self.slicing.units(cut_targets)
             if self.slicing.count > 1:
                 counts, uneven = self.slicing.counts(counts, cut_targets), True
-            of_targets = sum(rows), entries, self.mean_over, uneven
+            of_targets = compared, sum(rows), entries, self.mean_over, uneven
         return Batch(BatchFacts(*of_inputs, *of_targets, self.bare), input_units, target_units, counts)
 
     @staticmethod
@@ -137,21 +140,27 @@ class BatchReader:
                     remedy="mpipipe.Branches(x, name=...), with a name for each that layers take and none before gives",
                 )
 
-    def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], int, bool]:
-        """Return (what each micro-batch counts, number of all entries, whether rows differ in how many they have)."""
-        if isinstance(targets, list):
+    def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], list[int], int, bool]:
+        """Return what each micro-batch counts, its rows, all entries, and whether rows differ in how many they have."""
+        if isinstance(targets, AskedBatch):
+            entries = [spec.entries for spec in targets.specs]
+        elif isinstance(targets, list):
             entries = [_entries(target) for target in targets]
-            size, uneven = sum(entries), any(n * rows[0] != entries[0] * count for n, count in zip(entries, rows))
-        elif isinstance(targets, AskedBatch):
-            entries, uneven = [spec.entries for spec in targets.specs], False
-            size = sum(entries)
         else:
-            size, uneven = _entries(targets), False
+            size = _entries(targets)
             entries = [size // sum(rows) * count for count in rows]
+        uneven = any(n * rows[0] != entries[0] * count for n, count in zip(entries, rows))
+        if 0 in rows:
+            if self.mean_over == ROWS:
+                raise ArgumentError(
+                    "the loss is a mean over rows, and the targets of a micro-batch share no axis of rows",
+                    remedy="return (value, doutput, weight), and set no mean_over_entries",
+                )
+            rows, uneven = entries, True
         counts = entries if self.mean_over == ENTRIES else rows
         if self.over_batch:  # there is one value, which counts as all micro-batches together do
-            return [sum(counts), *[0] * (len(counts) - 1)], size, False
-        return counts, size, uneven
+            return [sum(counts), *[0] * (len(counts) - 1)], rows, sum(entries), False
+        return counts, rows, sum(entries), uneven
 
     def _cut(self, call: str, name: str, batch: Any) -> tuple[list[Tree] | AskedBatch, list[int]]:
         microbatches = self.schedule.microbatches
@@ -161,7 +170,7 @@ class BatchReader:
         if call == "forward" and isinstance(batch, list):
             microbatches = max(1, min(microbatches, len(batch)))
         elif call not in STEPS and not isinstance(batch, list):
-            microbatches = max(1, min(microbatches, rows_of(batch)))
+            microbatches = max(1, min(microbatches, rows_of_any(batch)))
         return split(batch, microbatches)
 
     def _signature(self, batch: Any) -> int:
@@ -194,6 +203,11 @@ def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
             expected=f"None here; {name} only on {where}",
             remedy=f"pass {name}=None on this rank",
         )
+
+
+def _compared(batch: Any, rows: Sequence[int]) -> int:
+    """The rows of inputs that must be those of the targets: not of a list, which the user has cut."""
+    return 0 if isinstance(batch, list) or 0 in rows else sum(rows)
 
 
 def _entries(tree: Tree) -> int:
@@ -297,21 +311,21 @@ class AskedBatch:
         self._name, self._function, self._rank = name, function, rank
         with self._locating(0):
             first = owned(function(0))
-            rows = rows_of(first)
+            rows = rows_of_any(first)
         leaves, structure = flatten(first)
         given = getattr(function, "rows", None)
         self.rows = [rows] * microbatches if given is None else [int(count) for count in np.atleast_1d(given)]
         right = len(self.rows) == microbatches or (may_be_fewer and 0 < len(self.rows) < microbatches)
-        if not right or min(self.rows) < 1:
+        if not right or (given is not None and (rows == 0 or min(self.rows) < 1)):
             raise ArgumentError(
                 f"the rows of the micro-batches that {name} gives",
                 found=self.rows,
                 expected=f"{counted(microbatches, 'number')} of at least 1",
             )
-        kinds = {
-            count: MessageSpec(structure, [((count, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
-            for count in {*self.rows}
-        }
+        kinds = {}
+        for count in {*self.rows}:
+            shapes = [(count, *leaf.shape[1:]) if rows else leaf.shape for leaf in leaves]
+            kinds[count] = MessageSpec(structure, [*zip(shapes, (leaf.dtype for leaf in leaves))])
         self.specs = [kinds[count] for count in self.rows]
         self._first: Tree = first if self.rows[0] == rows else self._checked(0, first)
 
@@ -337,8 +351,8 @@ class AskedBatch:
                     "another shape, dtype or structure than was agreed on at the start of the call",
                     found=found,
                     expected=f"{expected}, by the shapes of micro-batch 0",
-                    remedy="give micro-batches of equal shapes; or with other numbers of rows than the first, say how "
-                    "many each has in an attribute `rows` of the function",
+                    remedy="give micro-batches of equal shapes, or a list of all of them in place of the function; or "
+                    "with other numbers of rows than the first, say how many each has in an attribute `rows`",
                 )
             return owned(tree)
 

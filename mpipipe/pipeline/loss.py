@@ -200,8 +200,9 @@ class Weighing:
         return _exponent(self._facts.entries) if self._exponent is None else self._exponent
 
     def weight_of(self, shared: SharedLoss) -> float:
-        """Return the sum of the weights of a call; 1 where the loss gives none."""
-        return math.ldexp(shared.total, self.exponent) if shared.givers else 1.0
+        """Return the sum of the weights of a call; where the loss gives none, the rows or entries of all targets."""
+        assert self._facts is not None  # asked for after a call
+        return math.ldexp(shared.total, self.exponent) if shared.givers else float(self._facts.total)
 
     def take(self, microbatch: int, weight: float | None, training: bool) -> float:
         """Take the weight of a micro-batch; return the factor from its presumed share to the real one.

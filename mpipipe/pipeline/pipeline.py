@@ -199,7 +199,7 @@ class Pipeline:
         Returns
         -------
         mean, weight : float
-            The weight is the sum of those that the loss returns; 1 where it returns none.
+            The weight is the sum of those that the loss returns; else the rows, or entries, of all targets.
         """
         engine = self.engine
         batch, agreed = engine.agree("evaluate", inputs, targets)

@@ -27,10 +27,31 @@ AskedBatch: TypeAlias = Any  # of batch.py
 
 def rows_of(tree: Tree, axis: int = 0) -> int:
     """Return the extent of the first axis, or of the second, which all leaves share; ArgumentError if they do not."""
+    return _extent([leaf.shape for leaf in _sendable(tree)], axis)
+
+
+def rows_of_any(tree: Tree) -> int:
+    """Return the extent of the first axis that all leaves share, or 0 for arrays of other shapes, such as a graph.
+
+    Raises ArgumentError for a micro-batch without rows. Some of its arrays may have none: a graph has perhaps no edges.
+    """
+    leaves = _sendable(tree)
+    if not leaves or 0 in leaves[0].shape[:1] or not any(leaf.size for leaf in leaves):
+        raise ArgumentError(
+            "an empty micro-batch",
+            found=", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "no arrays",
+            expected="at least 1 row in the first array",
+            remedy="leave out what is empty, such as a graph without nodes, before you make micro-batches",
+        )
+    extents = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+    return extents.pop() if len(extents) == 1 else 0
+
+
+def _sendable(tree: Tree) -> list[arrays.Array]:
     leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
     for leaf in leaves:
         check_sendable(leaf)
-    return _extent([leaf.shape for leaf in leaves], axis)
+    return leaves
 
 
 def _extent(shapes: Sequence[Shape], axis: int) -> int:
@@ -49,6 +70,8 @@ def _extent(shapes: Sequence[Shape], axis: int) -> int:
 def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list[int]]:
     """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is cut already.
 
+    Arrays of an entry of a list may have any shapes; the number is 0 where they share no axis of rows.
+
     On the host the micro-batches are read-only views of the user's arrays, of numpy.ndarray itself where those are of a
     subclass, such as numpy.memmap. Raises ArgumentError for a batch that is too small or cannot be sent.
     """
@@ -59,10 +82,9 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
                 found=len(batch),
                 expected=f"{microbatches}, as in the schedule",
             )
-        counts = [rows_of(tree) for tree in batch]
-        if min(counts, default=1) < 1:
-            raise ArgumentError("an empty micro-batch", found="0 rows", expected="at least 1")
-        return [read_only(tree) for tree in batch], counts
+        return [read_only(tree) for tree in batch], _counts(batch)
+    if microbatches == 1:  # nothing is cut
+        return [read_only(batch)], [rows_of_any(batch)]
     rows = rows_of(batch)
     if rows < microbatches:
         raise ArgumentError(
@@ -76,6 +98,17 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
     if structure is None:
         return [leaves[0][at] for at in ranges], counts
     return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
+
+
+def _counts(batch: Sequence[Tree]) -> list[int]:
+    counts = []
+    for number, tree in enumerate(batch):
+        try:
+            counts.append(rows_of_any(tree))
+        except ArgumentError as error:
+            error.microbatch = number
+            raise
+    return counts
 
 
 @lru_cache(maxsize=64)

@@ -334,7 +334,8 @@ def rank_bytes(
         gives = {skip.name for skip in schedule.skips if skip.source == number}
         stages.append(replace(whole, output=whole.output + sum(named[name] for name in gives)))
     timeline, process = simulate(schedule), process_bytes()
-    row = 2 * (sum(map(bytes_of, example)) // len(first)) * plan.rows  # a pipeline keeps its batch until the next step
+    # A pipeline keeps its batch until the next step.
+    row = 2 * sum(map(bytes_of, example)) * plan.rows // plan.microbatch_rows
     wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
     ranks = []
     for rank in range(problem.ranks):

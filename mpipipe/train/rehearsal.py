@@ -17,13 +17,14 @@ from mpipipe.arrays import Tree
 from mpipipe.attention import Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
+from mpipipe.even_split import even_split
 from mpipipe.exchange import AllToAll, HaloExchange
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
-from mpipipe.pipeline import Pipeline
+from mpipipe.pipeline import Pipeline, rows_of_any
 from mpipipe.planning import LayerPlan
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
+from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, read_all
 from mpipipe.train.task_loss import TaskLoss, numbers, scores_of
 
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
@@ -40,7 +41,7 @@ Traits: TypeAlias = "list[tuple[tuple[int, ...], float, float]]"  # shape, norm 
 def traits(tree: Tree, first: int = 0) -> Traits | None:
     """Return numbers by which rows from the first on are known on another rank; None for what is no tree of numbers."""
     try:
-        found = [numbers(leaf[first:]) for leaf in arrays.flatten(tree)[0]]
+        found = [numbers(leaf[first:] if first else leaf) for leaf in arrays.flatten(tree)[0]]
     except (MpipipeError, AttributeError, TypeError, ValueError):
         return None
     return [
@@ -121,9 +122,14 @@ def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
 # -- A rehearsal, and a validation ------------------------------------------------------------------------------------
 
 
-def check_batch(task: Task, method: str, number: int, rows: range, shard: Shard, found: Pair) -> None:
-    """Raise DataError where a task does not give the last row of a batch alone, or another one then."""
-    where, row = place_of(task, method), rows[-1]
+def check_batch(
+    task: Task, method: str, number: int, rows: range, shard: Shard, found: Pair, microbatches: int = 1
+) -> None:
+    """Raise DataError where a task does not give the last row of a batch alone, or another one then.
+
+    Where it gives micro-batches one by one, the last of these is compared.
+    """
+    where, row, first = place_of(task, method), rows[-1], len(rows) - 1
     try:
         alone = read(task, method, number, rows[-1:], shard)
     except MpipipeError as error:
@@ -133,11 +139,18 @@ def check_batch(task: Task, method: str, number: int, rows: range, shard: Shard,
             expected="any rows that are asked for: other meshes, `plan` and --dry-run ask for few of them, or for one",
             remedy="let what belongs together, such as a pair, be one row",
         ) from error
+    what = f"another row {row}"
+    if task.per_microbatch:
+        *_, last = even_split(len(rows), microbatches)
+        alone, first = read(task, method, number, rows[last.start :], shard), 0
+        what = f"other rows {rows[last.start]}..{row}"
+        inputs, targets, *_ = (None if each is None else each[-1] for each in found)
+        found = inputs, targets
     for of_many, of_one in zip(found, alone):
-        many, one = traits(of_many, len(rows) - 1), traits(of_one)
+        many, one = traits(of_many, first), traits(of_one)
         if many is not None and one is not None and not alike(many, one):
             raise DataError(
-                f"{where} gives another row {row} when that is asked for alone",
+                f"{where} gives {what} when that is asked for alone",
                 found="{}, then {}".format(*(", ".join(f"{shape[1:]} of norm {norm:.6g}" for shape, norm, _ in each)
                                              for each in (many, one))),
                 expected="the same row, whatever is asked for with it and however often",
@@ -188,8 +201,8 @@ def rehearse(
         first: dict[str, Any] = {}  # of what does not move on with the training
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
-                pair = reader.begun(read(task, method, number, reader.rows, reader.shard))
-                check_batch(task, method, number, reader.rows, reader.shard, pair)
+                pair = reader.begun(reader.read(method, number))
+                check_batch(task, method, number, reader.rows, reader.shard, pair, reader.microbatches)
                 facts = first = row_traits(task, method, number, reader.shard)
                 if number:
                     first = row_traits(task, method, 0, reader.shard)
@@ -261,14 +274,15 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
     for method in ("batch", "validation"):
-        found = read(task, method, 0, range(rows), shard)[:2]
+        found = read_all(task, method, 0, range(rows), 1, shard)[:2]
         check_batch(task, method, 0, range(rows), shard, found)
     lines: list[str] = []
     right, output = True, None
     inputs, target = example(task, rows, 1, shard)
     still, mixing = nn.Position(training=False), ""
     # what each row by itself becomes, and what it has under names
-    alone: list[tuple[Tree, dict[str, Tree]]] = [(_single(inputs, row), {}) for row in range(rows)]
+    singles = [_single(task, row, shard, (inputs, target)) for row in range(rows)]
+    alone: list[tuple[Tree, dict[str, Tree]]] = [(own, {}) for own, _ in singles]
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
         name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
@@ -277,7 +291,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         right, output = right and fine, stage.forward(x, still)[0]
         ways = [(nn.handed(own, named, stage.takes), named) for own, named in alone]
         alone = [(call(task, "layers", own, still, by=stage.forward)[0], named) for own, named in ways]
-        if right and not mixing and _differ(output, [own for own, _ in alone]):
+        if right and not mixing and _differ(output, [own for own, _ in alone], task.per_microbatch):
             mixing = f"layers[{place}] {name}"
     if mixing:
         lines.append(
@@ -296,19 +310,27 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
             raise loss.suspect
         if right and not mixing and not loss.over_batch:
             loss.rehearses = loss.collects = False
-            wrong = _loss_error(loss, output, [own for own, _ in alone], target)
+            pairs = [(own, goal) for (own, _), (_, goal) in zip(alone, singles)]
+            wrong = _loss_error(loss, output, target, pairs)
             line, fine = wrong or line, not wrong
     return [*lines, line], right and fine and not mixing
 
 
-def _single(tree: Tree, row: int) -> Tree:
-    return arrays.mapped(lambda leaf: leaf[row : row + 1], tree)
+def _single(task: Task, row: int, shard: Shard, pair: Pair) -> Pair:
+    """Return inputs and targets of one row of a pair."""
+    if task.per_microbatch:
+        return read(task, "batch", 0, range(row, row + 1), shard)[:2]
+    inputs, targets = (arrays.mapped(lambda leaf: leaf[row : row + 1], tree) for tree in pair)
+    return inputs, targets
 
 
-def _differ(whole: Tree, alone: Sequence[Tree]) -> bool:
-    """Whether a batch has other rows than each alone; unknown, so False, where shapes differ."""
+def _differ(whole: Tree, alone: Sequence[Tree], graphs: bool = False) -> bool:
+    """Whether a batch has other rows than each alone; unknown, so False, where shapes differ.
+
+    Integers of `graphs` are numbers of nodes, which change with what else is in the batch.
+    """
     for leaf, *parts in zip(*(arrays.flatten(getattr(tree, "main", tree))[0] for tree in (whole, *alone))):
-        if leaf is not None:
+        if leaf is not None and not (graphs and not arrays.is_floating(leaf.dtype)):
             both, joined = numbers(leaf), np.concatenate([numbers(part) for part in parts])
             least = ROUNDING * both.size**0.5
             if both.shape == joined.shape and np.linalg.norm(both - joined) > NEAR * np.linalg.norm(both) + least:
@@ -316,12 +338,13 @@ def _differ(whole: Tree, alone: Sequence[Tree]) -> bool:
     return False
 
 
-def _loss_error(loss: TaskLoss, output: Tree, singles: Sequence[Tree], target: Tree) -> str:
+def _loss_error(loss: TaskLoss, output: Tree, target: Tree, singles: Sequence[Pair]) -> str:
     """Return a line where the loss of a batch is not the mean, by their weights, of those of its rows; else ""."""
-    goals = [_single(target, row) for row in range(len(singles))]
     whole = loss.plain.checked(loss(output, target))[0]
-    alone = [loss.plain.checked(loss(*each)) for each in zip(singles, goals)]
-    weights = [1.0 if weight is None else weight for _, _, weight in alone]
+    alone = [loss.plain.checked(loss(*each)) for each in singles]
+    weights = []
+    for (_, _, weight), (_, goal) in zip(alone, singles):
+        weights.append(float(rows_of_any(goal)) if weight is None else weight)
     total = sum(weights)
     mean = sum(weight * float(value) for (value, _, _), weight in zip(alone, weights) if weight) / (total or 1)
     if not total:

@@ -83,6 +83,9 @@ class Task:
         Whether a thread reads the batch of the next step while the layers of this one compute. A task that sets it
         promises that `batch` uses nothing that its layers, its loss or its optimizer use. No other method of the task
         runs meanwhile, and nothing is drawn from the generators of PyTorch.
+    per_microbatch : bool
+        Whether `batch` and `validation` are called once for the rows of each micro-batch. What they return then may
+        have any shapes, such as those of graphs with their nodes and edges; the first array has a row at least.
     everywhere, rehearses : bool
         Whether `batch` and `validation` are called on the ranks of middle stages, too. Whether a batch runs forward
         before the run folder is touched.
@@ -123,6 +126,7 @@ class Task:
     freeze: Sequence[str] = ()
     groups: Sequence[optim.Group] = ()
     read_ahead = False
+    per_microbatch = False
     everywhere = False
     rehearses = True
     folders: tuple[str, ...] = ("weights",)
@@ -167,7 +171,7 @@ class Task:
         Returns
         -------
         inputs, targets : array, or tuple or dict of arrays
-            On the host, with len(rows) rows.
+            On the host, with len(rows) rows, or of any shapes with `per_microbatch`.
         """
         raise NotImplementedError
 

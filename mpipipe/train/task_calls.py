@@ -27,6 +27,7 @@ from mpipipe.adapters import ForeignLayer, as_layer, let_draw_in_turn, seeded
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
+from mpipipe.even_split import even_split
 from mpipipe.job import RankGroup, ThreadTask, wait_locally
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
@@ -173,9 +174,19 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tup
                 found=kind,
                 expected="(inputs, targets)",
             )
-        inputs = as_batch(found[0], rows, f"the inputs{whose}", shard) if shard.reads_inputs else None
-        targets = as_batch(found[1], rows, f"the targets{whose}", shard) if shard.reads_targets else None
+        make = partial(as_batch, shard=shard, any_shapes=task.per_microbatch)
+        inputs = make(found[0], rows, f"the inputs{whose}") if shard.reads_inputs else None
+        targets = make(found[1], rows, f"the targets{whose}") if shard.reads_targets else None
     return inputs, targets, found[2] if len(found) == 3 else None
+
+
+def read_all(task: Task, method: str, number: int, rows: range, microbatches: int, shard: Shard) -> Any:
+    """Return what `read` does for the rows of all micro-batches; lists of it where the task gives them one by one."""
+    if not task.per_microbatch:
+        return read(task, method, number, rows, shard)
+    parts = even_split(len(rows), microbatches)
+    found = [read(task, method, number, rows[part.start : part.stop], shard) for part in parts]
+    return tuple(None if each[0] is None else [*each] for each in zip(*found))
 
 
 def has_example(task: Task) -> bool:
@@ -187,24 +198,35 @@ def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | 
     """Return inputs and targets as they may come, for measurements: those of step 0, again where it has `most` rows."""
     if has_example(task):
         return task.example(rows, microbatches, shard)
+    if microbatches > 1 and task.per_microbatch:
+        inputs, targets, _ = read_all(task, "batch", 0, range(rows), microbatches, shard)
+        return inputs, targets
     pair = read(task, "batch", 0, range(min(rows, most or rows)), shard)[:2]
-    if most is None or rows <= most:
+    if most is None or rows <= most or task.per_microbatch:
         return pair
     inputs, targets = (arrays.mapped(lambda leaf: leaf[np.arange(rows) % len(leaf)], tree) for tree in pair)
     return inputs, targets
 
 
-def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
+def as_batch(tree: Tree, rows: range, what: str, shard: Shard, any_shapes: bool = False) -> Tree:
     """Return a batch in the dtype of the training; DataError for another number of rows, and what is not finite.
 
-    Arrays are copied: the task may fill the same ones again while a step computes with these.
+    One of `any_shapes` is only not to be empty. Arrays are copied: the task may fill the same ones again while a step
+    computes with these.
     """
     try:
         leaves, structure = arrays.flatten(tree)
     except MpipipeError as error:
         raise DataError(f"{what} are no arrays", found=type(tree).__name__, expected="numpy arrays") from error
+    if any_shapes and (not leaves or 0 in leaves[0].shape[:1]):
+        raise DataError(
+            f"{what} are empty",
+            found=", ".join(f"shape {leaf.shape}" for leaf in leaves) or "no arrays",
+            expected="a row at least in the first array, such as a node of a graph",
+            remedy="leave such rows out of the data, or let them count nothing: a weight of the loss says so",
+        )
     for leaf in leaves:
-        if leaf.ndim == 0 or len(leaf) != len(rows):
+        if not any_shapes and (leaf.ndim == 0 or len(leaf) != len(rows)):
             raise DataError(
                 f"{what} have another number of rows than was asked for",
                 found=f"shape {leaf.shape}",
@@ -212,11 +234,13 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
                 remedy="return as many rows as `rows` has; a source that ends early has fewer",
             )
         if arrays.is_floating(leaf.dtype) and not arrays.is_device(leaf) and not np.isfinite(leaf.sum()):
-            bad = [row for row, values in zip(rows, leaf) if not np.isfinite(values).all()]
+            numbers = np.arange(leaf.size) if any_shapes else rows
+            bad = [row for row, values in zip(numbers, leaf.reshape(len(numbers), -1)) if not np.isfinite(values).all()]
             if bad:
+                part = "value {} of an array" if any_shapes else "row {}, counted in the whole batch"
                 raise DataError(
                     f"{what} are not finite",
-                    found=f"NaN or infinity in row {bad[0]}, counted in the whole batch",
+                    found=f"NaN or infinity in {part.format(bad[0])}",
                     expected="numbers",
                     remedy="look at the data of this row; where values are missing, give numbers and a mask as a tuple "
                     "of targets, and let the loss use it",
@@ -236,7 +260,7 @@ class Reader:
 
     def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
         self.task, self.shard, self.steps, self.waited = task, shard, steps, 0.0
-        begin = mesh.data.rank * plan.rows
+        begin, self.microbatches = mesh.data.rank * plan.rows, plan.schedule.microbatches
         self.rows = range(begin, begin + plan.rows)
         placement, rank = plan.schedule.placement, mesh.pipe.rank
         shard.reads_inputs, shard.reads_targets = rank == placement[0], rank == placement[-1]
@@ -276,10 +300,12 @@ class Reader:
 
     def _read(self, step: int) -> tuple[Any, Any, Any]:
         try:
-            found = read(self.task, "batch", step, self.rows, self.shard)
+            found = self.read("batch", step)
         except MpipipeError as error:
             error.rank = self.rank if error.rank is None else error.rank
             raise
+        if self.task.per_microbatch:
+            return found
         kinds = " and ".join(shapes_of(tree) for tree in found[:2] if tree is not None)
         self.kinds = self.kinds or kinds
         if kinds != self.kinds:
@@ -291,10 +317,14 @@ class Reader:
             )
         return found
 
+    def read(self, method: str, number: int) -> tuple[Any, Any, Any]:
+        """Return what the task gives of all rows of this rank; lists of it with one entry for each micro-batch."""
+        return read_all(self.task, method, number, self.rows, self.microbatches, self.shard)
+
     def validation(self, index: int) -> Pair:
         if not self.reads:
             return None, None
-        return self.begun(read(self.task, "validation", index, self.rows, self.shard))
+        return self.begun(self.read("validation", index))
 
     def begun(self, found: tuple[Any, Any, Any]) -> Pair:
         """Return inputs and targets of what was read, and give the task what came with them."""

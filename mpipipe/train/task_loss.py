@@ -38,7 +38,9 @@ class TaskLoss:
         self.axis = int(in_slices)  # along which the loss is to be a mean, for whole sequences too
         self.task, self.plain, self.collects, self.rehearses = task, Loss(task.loss), False, False
         self.declared = getattr(task.loss, "mean_over_entries", None)
-        self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
+        self.mean_over_entries = self.declared  # else a weight says it
+        if self.declared is None and not task.per_microbatch:
+            self.mean_over_entries = True
         self.over_batch = bool(getattr(task.loss, "over_batch", False))
         self.wants_host_targets = not self.plain.uploads
         self.suspect: ConfigError | None = None  # of a rehearsal
@@ -75,9 +77,10 @@ class TaskLoss:
                     found=", ".join(sorted(taken)),
                     expected=f"other names than {', '.join(sorted(RESERVED))}",
                 )
-            twice = self.task.metrics(rows_twice(output, self.axis), rows_twice(target, self.axis))
-            with self._suspecting():
-                check_metrics(place_of(self.task, "metrics"), found, twice)
+            if self._has_rows(output, target):
+                twice = self.task.metrics(rows_twice(output, self.axis), rows_twice(target, self.axis))
+                with self._suspecting():
+                    check_metrics(place_of(self.task, "metrics"), found, twice)
         return found
 
     @contextmanager
@@ -97,11 +100,18 @@ class TaskLoss:
         if self.rehearses:
             if weight != 0:
                 Loss.scaled(result[1], 1.0, output)
-            if weight is None and self.declared is None and not self.over_batch:
+            if weight is None and self.declared is None and not (self.over_batch or self.task.per_microbatch):
                 self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
-            if weight is not None or not self.over_batch:
+            if (weight is not None or not self.over_batch) and self._has_rows(output, target):
                 self._rehearse(checked, output, target, factor)
         return result
+
+    def _has_rows(self, output: Tree, target: Tree) -> bool:
+        """Whether each row may come twice: not those of a graph, whose edges and targets are not of nodes."""
+        if not self.task.per_microbatch or self.over_batch:
+            return True
+        leaves = [leaf for tree in (output, target) for leaf in arrays.flatten(tree)[0]]
+        return len({leaf.shape[:1] for leaf in leaves}) == 1
 
     def _rehearse(self, checked: Sequence[Any], output: Any, target: Any, factor: Mapping[str, float]) -> None:
         """Suspect a loss that is no mean, or a weight that counts nothing."""
