@@ -305,7 +305,7 @@ class StageAdapter:
             raise StageError(f"refresh raised {type(error).__name__}: {error}", stage=self.number) from error
 
     def _end_backward(self, ends: bool) -> None:
-        if type(self.given) is nn.Stage:
+        if self.is_model and type(self.given).forward is nn.Stage.forward:
             self.given.end_backward(ends, self._runs_again)
         elif isinstance(getattr(self.given, "ends", None), bool):  # anything else is the user's own
             self.given.ends = ends

@@ -1,82 +1,87 @@
 """Stages and losses from PyTorch and JAX. Either library is imported when it is asked for, and not before.
 
-trees     what stages of both have in common: trees of arrays, skips, random numbers of a place
-pytorch   tensors: arrays as tensors, parameters as one flat array    stage: a module, its backward in two halves
-jax       functions: compiled, with arrays as JAX's and back          stage: a function with its parameters
+foreign   what both have in common: a layer whose parameters lie in the buffers of its stage, and trees of arrays
+pytorch   layer: a module, where its parameters lie    backward: in two halves    state: what a forward changes
+          loss, ties (shared parameters), tensors (arrays as tensors)
+jax       layer: a function with its parameters        functions: compiled, with arrays as JAX's and back
 attend    of both: attention over a ring of ranks within a module or a function of one's own
-layers    either as a layer of an nn.Stage, and all else that may stand in a list of layers
+layers    all that may stand in a list of layers
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
-from mpipipe.adapters.layers import (
-    ForeignLayer,
-    Held,
-    WithSkips,
-    as_layer,
-    check_distinct,
-    counting,
-    let_draw_in_turn,
-    names_of_entry,
-    seeded,
-    tie_shared,
-)
-from mpipipe.adapters.trees import skip_names
+from mpipipe.adapters.foreign import ForeignLayer, Held, counting, let_draw_in_turn, seeded, skip_names
+from mpipipe.adapters.layers import WithSkips, as_layer, check_distinct, names_of_entry, tie_shared, with_loss
 from mpipipe.nn import ForwardAndBackward
 from mpipipe.text import optional_library
 
 if TYPE_CHECKING:
-    from mpipipe.adapters.jax.stage import JaxLoss, JaxStage
+    from mpipipe.adapters.jax.layer import JaxLoss, JaxStage
     from mpipipe.adapters.pytorch.attend import TorchAttend
-    from mpipipe.adapters.pytorch.stage import TorchLoss, TorchStage
+    from mpipipe.adapters.pytorch.layer import TorchStage
+    from mpipipe.adapters.pytorch.loss import TorchLoss
     from mpipipe.attention import Local, Ring
 
 __all__ = ["jax_attend", "jax_loss", "jax_stage", "torch_attend", "torch_loss", "torch_stage", "with_skips"]
 
 
 def torch_stage(
-    module: Any, *, prefix: str = "", seed: int = 0, gives: Sequence[str] = (), takes: Sequence[str] = ()
+    module: Any,
+    *,
+    prefix: str = "",
+    seed: int = 0,
+    gives: Sequence[str] = (),
+    takes: Sequence[str] = (),
+    ties: Mapping[str, str] | None = None,
+    loss: TorchLoss | None = None,
 ) -> TorchStage:
-    """Make a stage of a PyTorch module.
+    """Make a stage of a PyTorch module: an `nn.Stage` of one layer, whose parameters have the names of the module.
 
-    Its trainable parameters move into one flat array, and their gradients lie in another. They stay the module's own:
-    optimizers of `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum their gradients. The stage
-    has `state_dict` and `load_state_dict`, as the module has. Raises BackendError where PyTorch is not installed, and
-    ArgumentError for a module that cannot be a stage.
+    They lie in the flat array of the stage, as their gradients in another, and stay the module's own: optimizers of
+    `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum their gradients. Raises BackendError where
+    PyTorch is not installed, and ArgumentError for a module that cannot be a stage.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Its parameters have one floating or complex dtype and lie on one device. Arguments and results are tensors, or a
-        tuple or dict of them; integers have no gradient. Modules with batch normalisation are refused.
+        Its trainable parameters have one floating dtype, or complex numbers of it, and lie on one device. Arguments and
+        results are tensors, or a tuple or dict of them; integers have no gradient.
     prefix : str
-        In front of the names of parameters, so that they are unique in the whole model: for checkpoints.
+        In front of the names of parameters, such as "blocks.3.", so that they are unique in the whole model.
     seed : int
         Of the random numbers that the module draws, which also depend on stage, step, micro-batch and replica.
     gives, takes : sequence of str
         Names of the skips (`schedules.with_skips`) that begin here, for which the module returns (y, one tree for
         each); and of those that end here, for which it is called with one argument more each, after those of x.
+    ties : mapping of str to str, optional
+        Parameters that this stage shares with others: the module's name of each, and any key that all of them give.
+    loss : TorchLoss, optional
+        A loss that is a module: its parameters are trained with this stage, the last one.
     """
-    made: TorchStage = _room("pytorch.stage", "torch", "PyTorch").TorchStage(module, prefix, seed, gives, takes)
+    room = _room("pytorch.layer", "torch", "PyTorch")
+    made: TorchStage = room.TorchStage(module, prefix, seed, gives, takes, ties, loss)
     return made
 
 
-def torch_loss(function: Callable[..., Any]) -> TorchLoss:
+def torch_loss(function: Callable[..., Any], *, seed: int = 0) -> TorchLoss:
     """Make the loss of a pipeline, for a last stage of any kind, of a loss function of PyTorch.
 
     Parameters
     ----------
     function : callable
         `function(output, target)` returns a tensor of one number, the mean over the micro-batch, as
-        `torch.nn.functional.cross_entropy` does.
+        `torch.nn.functional.cross_entropy` does; or a tuple of it and the weight of the micro-batch. A module with
+        parameters trains with the last stage: `torch_stage(module, loss=...)`, or as last entry of a list of layers.
+    seed : int
+        Of the random numbers that it draws, which also depend on step, micro-batch and replica.
     """
-    made: TorchLoss = _room("pytorch.stage", "torch", "PyTorch").TorchLoss(function)
+    made: TorchLoss = _room("pytorch.loss", "torch", "PyTorch").TorchLoss(function, seed)
     return made
 
 
@@ -88,6 +93,7 @@ def jax_stage(
     seed: int = 0,
     gives: Sequence[str] = (),
     takes: Sequence[str] = (),
+    ties: Mapping[str, str] | None = None,
 ) -> JaxStage:
     """Make a stage of a JAX function and its parameters.
 
@@ -104,10 +110,10 @@ def jax_stage(
     parameters : tree of arrays
         Any tree that JAX knows, of arrays of one floating or complex dtype: ArgumentError for several, and for numbers
         of 64 bits while JAX has these switched off. BackendError where JAX is not installed.
-    prefix, seed, gives, takes : str, int and sequences of str
+    prefix, seed, gives, takes, ties : str, int, sequences of str and mapping
         As for `torch_stage`.
     """
-    made: JaxStage = _room("jax.stage", "jax", "JAX").JaxStage(function, parameters, prefix, seed, gives, takes)
+    made: JaxStage = _room("jax.layer", "jax", "JAX").JaxStage(function, parameters, prefix, seed, gives, takes, ties)
     return made
 
 
@@ -119,11 +125,13 @@ def jax_loss(function: Callable[..., Any]) -> JaxLoss:
     function : callable
         `function(output, target)` returns one number, the mean over the micro-batch. It is compiled.
     """
-    made: JaxLoss = _room("jax.stage", "jax", "JAX").JaxLoss(function)
+    made: JaxLoss = _room("jax.layer", "jax", "JAX").JaxLoss(function)
     return made
 
 
-def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = ()) -> WithSkips:
+def with_skips(
+    entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = (), ties: Mapping[str, str] | None = None
+) -> WithSkips:
     """Make an entry of a list of layers, for `mpipipe.cut` and `Task.layers`, that gives and takes named values.
 
     Parameters
@@ -135,6 +143,9 @@ def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = 
         Names of what it gives, for which it returns (y, one tree for each), and of what it takes, for which it is
         called with one argument more each, after x. A later layer takes what it gives; what it takes, an earlier layer
         gives, or the inputs have it (`mpipipe.Branches`). ArgumentError for what is no tuple of names.
+    ties : mapping of str to str, optional
+        Parameters that entries share: the name of each within this entry, and a key that is the same for all of them.
+        Modules in the list itself that share a parameter need none; those that functions make do.
 
     Examples
     --------
@@ -145,7 +156,8 @@ def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = 
     >>> entry.takes, entry.gives
     (('lead_time',), ('before',))
     """
-    return WithSkips(entry, skip_names(gives, "gives of with_skips"), skip_names(takes, "takes of with_skips"))
+    names = skip_names(gives, "gives of with_skips"), skip_names(takes, "takes of with_skips")
+    return WithSkips(entry, *names, dict(ties or {}))
 
 
 def torch_attend(attend: ForwardAndBackward) -> TorchAttend:

@@ -6,12 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import Pipeline, nn, schedules
+from mpipipe import Pipeline, adapters, nn, schedules
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.comm import Envelope, HostTransport, Mailbox
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted
+
+try:
+    import torch
+except ImportError:  # then one row is left out
+    torch = None
 
 # -- `bench pipeline`: what the machinery costs, on stages so small that nothing else counts ---------------------------
 #
@@ -38,6 +43,66 @@ def pipeline(repeats: Repeats = 100) -> None:
             ours / by_hand,
             "at most 3",
         )
+    if torch is not None:
+        _torch_stage(comm, repeats)
+
+
+def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
+    """Compare stages of one module of PyTorch with autograd and messages that are written by hand."""
+    schedule = schedules.one_f_one_b(2, MICROBATCHES)
+    torch.set_num_threads(1)
+    modules = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    loss = adapters.torch_loss(torch.nn.functional.mse_loss)
+    batch = np.random.default_rng(0).standard_normal((ROWS * MICROBATCHES, WIDTH), dtype=np.float32)
+    inputs, targets = (batch if rank == comm.rank else None for rank in range(2))
+    with Pipeline([adapters.torch_stage(modules[0])], schedule, comm, loss=loss) as pipeline:
+        hand = _HandWrittenTorch(comm, schedule, modules[1], batch)
+        ours, by_hand = compare(comm, [lambda: pipeline.step(inputs, targets), hand], repeats)
+    scale = 1e6 / MICROBATCHES
+    report(
+        comm,
+        "pipeline of torch_stage",
+        f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
+        ours / by_hand,
+        "at most 1.6",
+    )
+
+
+class _HandWrittenTorch:
+    """The actions of 1F1B on two ranks with a bare module, autograd and mpi4py."""
+
+    def __init__(self, comm: MpiCommunicator, schedule: schedules.Schedule, module: Any, batch: np.ndarray) -> None:
+        self.comm, self.module = comm, module
+        self.parts = [torch.from_numpy(part) for part in np.split(batch, MICROBATCHES)]
+        self.activations, self.gradients = np.empty((2, MICROBATCHES, ROWS, WIDTH), np.float32)
+        self.actions = [(op, m) for _, op, m in schedule.orders[comm.rank]]
+
+    def __call__(self) -> None:
+        comm, forward = self.comm, {}
+        sends: list[tuple[Any, np.ndarray]] = []
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for op, m in self.actions:
+            if op == "F" and comm.rank == 0:
+                y = forward[m] = self.module(self.parts[m])
+                sent = y.detach().numpy()
+                sends.append((comm.Isend(sent, 1, m), sent))
+            elif op == "F":
+                comm.Recv(self.activations[m], 0, m)
+                x = torch.from_numpy(self.activations[m]).requires_grad_()
+                loss = torch.nn.functional.mse_loss(self.module(x), self.parts[m]) / MICROBATCHES
+                loss.item()
+                forward[m] = x, loss
+            elif comm.rank == 0:
+                comm.Recv(self.gradients[m], 1, MICROBATCHES + m)
+                forward.pop(m).backward(torch.from_numpy(self.gradients[m]))
+            else:
+                x, loss = forward.pop(m)
+                loss.backward()
+                sent = x.grad.numpy()
+                sends.append((comm.Isend(sent, 0, MICROBATCHES + m), sent))
+        for request, _ in sends:
+            request.Wait()
 
 
 def _two_ranks(name: str) -> MpiCommunicator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpipipe import arrays
@@ -51,16 +51,24 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
     return contents
 
 
-def share_of(contents: Mapping[str, Any], replicas: Communicator) -> dict[str, Array]:
+def state_names(stages: Sequence[Any]) -> set[str]:
+    """Return the names in the contents of what each replica has for itself, such as statistics of batch norm."""
+    models = [model for stage in StageAdapter.of(stages) for model in stage.models]
+    return {f"{PARAMETERS}/{name}" for model in models for name in model.state}
+
+
+def share_of(contents: Mapping[str, Any], replicas: Communicator, state: Collection[str] = ()) -> dict[str, Array]:
     """Return the arrays that this replica writes, for about equal bytes; collective where there are StateShards.
 
-    Each array goes to the replica that has fewest bytes, the largest first.
+    Each array goes to the replica that has fewest bytes, the largest first; `state` goes to replica 0.
     """
     share = {}
     heap = [(0, writer) for writer in range(replicas.size)]
     for name, array in sorted(contents.items(), key=lambda entry: -entry[1].nbytes):
-        size, writer = heapq.heappop(heap)
-        heapq.heappush(heap, (size + array.nbytes, writer))
+        writer = 0
+        if name not in state:
+            size, writer = heapq.heappop(heap)
+            heapq.heappush(heap, (size + array.nbytes, writer))
         whole = array.whole() if isinstance(array, StateShard) else array
         if writer == replicas.rank:
             share[name] = whole

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
-from mpipipe.checkpoint.contents import Optimizer, contents_of
+from mpipipe.checkpoint.contents import Optimizer, contents_of, state_names
 from mpipipe.checkpoint.tensor_files import PIECE_BYTES
 from mpipipe.comm import Mesh
 from mpipipe.errors import ReplicaError
@@ -126,7 +126,8 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
     everything, hashes = contents_of(stages, optimizer), {}
     whole = {name: array.copy if isinstance(array, StateShard) else array for name, array in everything.items()}
-    contents = {name: array for name, array in whole.items() if array is not None}
+    own = state_names(stages)  # of each replica for itself
+    contents = {name: array for name, array in whole.items() if array is not None and name not in own}
     known: dict[tuple[int, str, Shape], str] = {}  # a tied parameter is one array for all its places on a rank
     for name, array in contents.items():
         place = arrays.address(array), array.dtype.name, array.shape

@@ -106,7 +106,7 @@ class Saver:
         if not self._owners:
             self._owners.append(owner.share_folder(self.root, group, folders.explained))
         path = group.from_one("checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step))
-        share = contents.share_of(held, self.mesh.replicas)
+        share = contents.share_of(held, self.mesh.replicas, contents.state_names(self.stages))
         version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
         saved = folders.Checkpoint(path, step, plain, steps, version, {})
         self._task = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)

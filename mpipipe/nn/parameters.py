@@ -343,10 +343,16 @@ class StageBuffers:
 
     @classmethod
     def of(
-        cls, declared: Mapping[str, Parameter], frozen: Collection[str], dtype: np.dtype, device: str, seed: int
+        cls,
+        declared: Mapping[str, Parameter],
+        frozen: Collection[str],
+        dtype: np.dtype,
+        device: str,
+        seed: int,
+        keeps_halves: bool = False,
     ) -> StageBuffers:
         """Make the buffers of a stage that computes in `dtype`, with initial values."""
-        wide = arrays.accumulator(dtype)
+        wide = dtype if keeps_halves else arrays.accumulator(dtype)
         trained = {name: parameter for name, parameter in declared.items() if name not in frozen}
         rest = {name: parameter for name, parameter in declared.items() if name in frozen}
         shapes, held_shapes = ({name: p.shape for name, p in some.items()} for some in (trained, rest))

@@ -14,7 +14,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf, mixes
+from mpipipe.nn.layers.layer import Differentiable, Layer, Position, full_name, leaf, mixes
 from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
@@ -86,6 +86,7 @@ class Stage(Differentiable):
     """
 
     takes_branches = False  # unless its layers take or give names: a subclass that does so itself sets it to True
+    keeps_halves = False  # whether parameters in half precision have no originals in float32
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Stage(Differentiable):
         self._chain.stage = self
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
         names = frozen_names(declared, tuple(frozen))
-        buffers = self.buffers = StageBuffers.of(declared, names, self.dtype, self.device, self.seed)
+        buffers = self.buffers = StageBuffers.of(declared, names, self.dtype, self.device, self.seed, self.keeps_halves)
         self.parameters, self.gradients, self.compute = buffers.parameters, buffers.gradients, buffers.compute
         self._bind()
 
@@ -171,7 +172,9 @@ class Stage(Differentiable):
     @property
     def state(self) -> dict[str, Array]:
         """Arrays that are not parameters, such as running means of a module of PyTorch, by name."""
-        return {f"{name}.{key}": array for name, layer in self._named_layers() for key, array in layer.state.items()}
+        return {
+            full_name(name, key): array for name, layer in self._named_layers() for key, array in layer.state.items()
+        }
 
     @property
     def tied_copies(self) -> set[str]:
@@ -197,7 +200,7 @@ class Stage(Differentiable):
         return [pair for place, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + place))]
 
     def _places(self) -> dict[str, tuple[Layer, str]]:
-        return {f"{name}.{key}": (layer, key) for name, layer in self._named_layers() for key in layer.declared}
+        return {full_name(name, key): (layer, key) for name, layer in self._named_layers() for key in layer.declared}
 
     # -- the copy of parameters that layers compute with, and the sums with their adapters
 

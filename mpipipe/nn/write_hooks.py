@@ -55,7 +55,8 @@ def gradient_ready(stage: Stage) -> GradientReady | None:
     layers = [layer for top in stage.layers for _, layer in top.walk("")]
     if not all(type(layer).__module__.startswith("mpipipe.") for layer in layers):
         return None
-    place_of = {name: int(name.partition(".")[0]) - stage.first for name in stage.layer_of}
+    tops = {layer: at for at, top in enumerate(stage.layers) for _, layer in top.walk("")}
+    place_of = {name: tops[layer] for name, (layer, _) in stage.layer_of.items()}
     flat = stage.gradients.flat
     starts = sorted(
         (start, name) for name, start in stage.gradients.offsets.items() if name not in stage.buffers.owners

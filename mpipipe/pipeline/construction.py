@@ -117,6 +117,8 @@ def _agree(groups: list[RankGroup], arguments: Arguments) -> Partners:
     others = RankGroup(arguments.replicas)
     groups.insert(0, others)
     error = _error_of_replicas(others, partners.stages, arguments, error)
+    if error is None:
+        _share_state(others, partners.stages)
     try:
         pipe.agree(f"{CALL}: the replicas of all stages", error=error)
     except MpipipeError as caught:
@@ -228,6 +230,15 @@ def _error_of_replicas(
     return error
 
 
+def _share_state(others: RankGroup, stages: Sequence[StageAdapter]) -> None:
+    """Let the state of modules, such as statistics of batch norm, begin as that of replica 0, as PyTorch's DDP does."""
+    state = [array for stage in stages for model in stage.models for array in model.state.values()]
+    if state:
+        first = others.gather(f"{CALL}: state", [*map(arrays.download, state)] if others.rank == 0 else None)[0]
+        for array, value in zip(state, first, strict=True):
+            array[...] = arrays.upload(value) if arrays.is_device(array) else value
+
+
 def _digests(stages: Sequence[StageAdapter]) -> list[str]:
     """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their values."""
     shapes, values = blake2b(digest_size=8), blake2b(digest_size=8)
@@ -236,7 +247,7 @@ def _digests(stages: Sequence[StageAdapter]) -> list[str]:
             named = [
                 (f"{name} {model.dtype}", array, "frozen" * (name in model.frozen))
                 for model in stage.models
-                for name, array in model.parameters.items()
+                for name, array in (*model.parameters.items(), *model.state.items())
             ]
             flats = [flat for model in stage.models for flat in (model.parameters.flat, model.buffers.held.flat)]
         else:

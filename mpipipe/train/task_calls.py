@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.adapters import ForeignLayer, as_layer, let_draw_in_turn, seeded
+from mpipipe.adapters import ForeignLayer, as_layer, let_draw_in_turn, seeded, with_loss
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
@@ -99,8 +99,9 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
             found=f"an empty {type(entries).__name__}" if entries in ([], ()) else type(entries).__name__,
             expected="a list with a layer at least",
         )
+    entries = with_loss(entries, task.loss, seed)
     name_ends(entries)
-    return list(entries)
+    return entries
 
 
 def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:

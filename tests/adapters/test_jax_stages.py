@@ -67,8 +67,8 @@ def test_steps_of_our_optimizer_are_seen_by_jax(comm):
 
 def test_parameters_and_results_are_one_memory():
     (stage,) = own_stages(schedules.gpipe(1, 1), 0)
-    assert not stage._renews
-    for value, own in zip(stage._values, stage.parameters.values()):
+    assert not stage.layer._renews
+    for value, own in zip(stage.layer._values, stage.parameters.values()):
         assert value.unsafe_buffer_pointer() == own.ctypes.data
     assert np.shares_memory(stage.tree["up"]["bias"], stage.parameters.flat)
     y, _ = stage.forward(np.ones((2, jax_models.WIDTH)))
@@ -77,7 +77,7 @@ def test_parameters_and_results_are_one_memory():
 
 def test_where_jax_takes_no_memory_of_others_it_is_told_of_each_step(monkeypatch):
     """XLA may refuse to share memory; then a call begins with the parameters as they are."""
-    monkeypatch.setattr("mpipipe.adapters.jax.stage.put", lambda array: jnp.array(array, copy=True))
+    monkeypatch.setattr("mpipipe.adapters.jax.layer.put", lambda array: jnp.array(array, copy=True))
     stage = adapters.jax_stage(lambda p, x: x * p, np.ones(3))
     x = np.ones((2, 3))
 
@@ -103,7 +103,7 @@ def test_a_function_is_compiled_once_for_each_shape():
     for rows in (2, 2, 4, 2, 4):
         for position in (Position(), Position(training=False)):
             y, saved = stage.forward(np.ones((rows, 3)), position)
-        y, saved = stage.forward(np.ones((rows, 3)))
+        y, saved = stage.forward(np.ones((rows, 3)), Position())
         stage.backward(y, saved)
     assert sorted(traced) == [(2, 3)] * 2 + [(4, 3)] * 2  # for training and for evaluation
 

@@ -73,12 +73,12 @@ def test_trees_of_any_structure_cross_a_stage(make, backward, main):
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_wrong_skips_are_refused(make):
-    with pytest.raises(ArgumentError, match=r"gives of (torch|jax)_stage") as caught:
+    with pytest.raises(ArgumentError, match="gives") as caught:
         make(lambda x: x, gives="far")
     assert "'far'" in str(caught.value) and '("far",)' in str(caught.value)
     with pytest.raises(ArgumentError, match="gives over skips") as caught:
         make(lambda x: (x, x), gives=("far", "wide")).forward(np.ones(2))
     assert "tuple of 3: (y, far, wide)" in str(caught.value)
     for skips, takes in (({}, ("far",)), ({"far": np.ones(2)}, ()), ({"far": np.ones(2)}, ("wide",))):
-        with pytest.raises(ArgumentError, match="others than it was made for"):
+        with pytest.raises(ArgumentError, match=r"other names than it is handed|names that no layer takes"):
             make(lambda x, *_: x, takes=takes).forward(Branches(np.ones(2), **skips) if skips else np.ones(2))

@@ -19,7 +19,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from mpipipe import arrays
-from mpipipe.adapters.trees import Structures, applied, flatten_parts, returned, unflatten_parts
+from mpipipe.adapters.foreign import Structures, applied, flatten_parts, returned, unflatten_parts
 from mpipipe.arrays import Array, Event, Structure, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.job import in_place_of

@@ -10,7 +10,7 @@ import torch
 
 from mpipipe import arrays
 from mpipipe.adapters.pytorch.backward import AutogradGraph
-from mpipipe.adapters.pytorch.state import ModuleState, drawing
+from mpipipe.adapters.pytorch.state import ModuleState
 from mpipipe.adapters.pytorch.tensors import Tensor, is_differentiable, on_stream
 from mpipipe.arrays import Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
@@ -23,12 +23,11 @@ class TorchLoss:
     `is_trained` says whether the parameters of a module lie in a stage, which the optimizers of that stage see.
     """
 
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
+    def __init__(self, function: Callable[..., Any], seed: int = 0):
+        self.function, self.seed = function, seed
         self.module = function if isinstance(function, torch.nn.Module) else None
-        self.is_trained = False
-        self.holder: LossParameters | None = None  # the layer that has its parameters
-        self._state = None if self.module is None else ModuleState(self.module)
+        self.is_trained = self._looked = False
+        self._state = ModuleState(torch.nn.Module() if self.module is None else self.module)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -49,7 +48,9 @@ class TorchLoss:
             targets = [tensor_of(leaf).clone() for leaf in wanted]
             value = self.function(unflatten(copies, structure), unflatten(targets, shape))
             value, *weight = value if isinstance(value, tuple) else (value,)
-            self._check(value, taking)
+            _check_number(value)
+            if value.requires_grad and not self._looked:
+                self._look(value, taking)
             own = self.parameters if trains else []
             if value.requires_grad:
                 torch.autograd.backward(value, torch.full_like(value, factor), inputs=[*taking, *own])
@@ -62,19 +63,11 @@ class TorchLoss:
         if position is None:
             return nullcontext()
         gpu = arrays.current_gpu() if arrays.is_device(leaf) else None
-        key = random_key("torch loss", 0, None, position.step, position.microbatch, position.replica)
-        return drawing(gpu, key, self._state, position)
+        key = random_key("torch loss", self.seed, position.step, position.microbatch, position.replica)
+        return self._state.drawing(gpu, key, position)
 
-    def _check(self, value: Any, taking: Sequence[Tensor]) -> None:
-        """Raise ArgumentError for what is no number, or depends on what nobody would train."""
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise ArgumentError(
-                "the value of a loss",
-                found=type(value).__name__ if not isinstance(value, torch.Tensor) else f"shape {tuple(value.shape)}",
-                expected="a tensor of one number, or a tuple of it and a weight",
-            )
-        if not value.requires_grad:
-            return
+    def _look(self, value: Any, taking: Sequence[Tensor]) -> None:
+        """Raise ArgumentError for a loss that depends on what nobody would train."""
         own = self.parameters
         strange = AutogradGraph([value], taking, own).strange
         if strange:
@@ -92,38 +85,19 @@ class TorchLoss:
                 remedy="torch_stage(module, loss=loss), or the loss as last entry of a list of layers; "
                 "or loss.requires_grad_(False)",
             )
+        self._looked = True
+
+
+def _check_number(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise ArgumentError(
+            "the value of a loss",
+            found=type(value).__name__ if not isinstance(value, torch.Tensor) else f"shape {tuple(value.shape)}",
+            expected="a tensor of one number, or a tuple of it and a weight",
+        )
 
 
 def _slope(tensor: Tensor) -> Any:
     """Return the gradient of a tensor as an array: zeros where the loss does not depend on it."""
     gradient = tensor.grad
     return array_of(torch.zeros_like(tensor, memory_format=torch.contiguous_format) if gradient is None else gradient)
-
-
-class LossParameters(torch.nn.Module):
-    """A layer that leaves its input as it is, and has the parameters of a loss, so that they lie in a stage."""
-
-    mixes_positions = False
-
-    def __init__(self, loss: TorchLoss):
-        super().__init__()
-        assert loss.module is not None  # or there is nothing to hold
-        self.module = loss.module
-        self.loss = loss
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return inputs[0] if len(inputs) == 1 else inputs
-
-
-def holder_of(loss: TorchLoss) -> LossParameters:
-    """Return the one layer that holds the parameters of a loss; raises ArgumentError where it has none."""
-    if loss.module is None:
-        raise ArgumentError(
-            "a loss without parameters in a list of layers",
-            found=getattr(loss.function, "__name__", type(loss.function).__name__),
-            expected="a torch.nn.Module with parameters",
-            remedy="give it to the pipeline, or to the task, alone",
-        )
-    if loss.holder is None:
-        loss.holder = LossParameters(loss)
-    return loss.holder

@@ -13,13 +13,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from mpipipe.adapters.layers import drawing_turn
+from mpipipe.adapters.foreign import drawing_turn
 from mpipipe.nn import Position
 
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
@@ -28,46 +28,44 @@ Run: TypeAlias = "tuple[int, int, int]"  # step, micro-batch and replica of a fo
 OF_PYTORCH = frozenset(vars(torch.nn.Module()))  # attributes that every module has
 
 
-@contextmanager
-def drawing(gpu: int | None, key: Any, state: ModuleState | None, position: Position) -> Iterator[None]:
-    """Draw the random numbers of this place within, whatever else is drawn before or at the same time."""
-    generator = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
-    with drawing_turn():
-        before = generator.get_state()
-        generator.manual_seed(int(key[0]) >> 1)
-        try:
-            with nullcontext() if state is None else state.at(position):
-                yield
-        finally:
-            generator.set_state(before)
-
-
 class ModuleState:
     """The state of a module, and what it was before those forwards that will be run again."""
 
     def __init__(self, module: Any):
         self._module = module
-        self._before: dict[Run, Snapshot] = {}
+        self._before: dict[Run, ModuleSnapshot] = {}
 
     @contextmanager
-    def at(self, position: Position) -> Iterator[None]:
-        """Within, a forward of this position finds the state that belongs to it, and its parts the right mode."""
-        with _evaluating(self._module, not position.training):
-            if position.recompute == "later":
-                self._note(position)
-                yield
-            elif position.recompute == "now":
-                with self._put_back(position):
+    def drawing(self, gpu: int | None, key: Any, position: Position) -> Iterator[None]:
+        """Within, a forward of this position draws its random numbers, whatever else is drawn before or meanwhile.
+
+        It finds the state that belongs to it, and its parts have the right mode.
+        """
+        generator = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
+        with drawing_turn():
+            before = generator.get_state()
+            generator.manual_seed(int(key[0]) >> 1)
+            try:
+                with self._at(position):
                     yield
-            else:
-                yield
+            finally:
+                generator.set_state(before)
+
+    def _at(self, position: Position) -> AbstractContextManager[None]:
+        if not position.training:
+            return _evaluating(self._module)
+        if position.recompute == "now":
+            return self._put_back(position)
+        if position.recompute == "later":
+            self._note(position)
+        return nullcontext()
 
     def _note(self, position: Position) -> None:
         run = position.step, position.microbatch, position.replica
         if any(step != position.step for step, _, _ in self._before):  # left by a step that has failed
             self._before = {}
         latest = next(reversed(self._before.values()), None)
-        self._before[run] = Snapshot.of(self._module, latest)
+        self._before[run] = ModuleSnapshot.of(self._module, latest)
 
     @contextmanager
     def _put_back(self, position: Position) -> Iterator[None]:
@@ -75,7 +73,7 @@ class ModuleState:
         if before is None:
             yield
             return
-        now = Snapshot.of(self._module, before)
+        now = ModuleSnapshot.of(self._module, before)
         before.restore()
         try:
             yield
@@ -84,9 +82,9 @@ class ModuleState:
 
 
 @contextmanager
-def _evaluating(module: Any, evaluates: bool) -> Iterator[None]:
-    """Within an evaluation no part is in training; after it each is as its owner had set it."""
-    trained = [part for part in module.modules() if part.training] if evaluates else []
+def _evaluating(module: Any) -> Iterator[None]:
+    """Within, no part is in training; after it each is as its owner had set it."""
+    trained = [part for part in module.modules() if part.training]
     for part in trained:
         part.training = False
     try:
@@ -108,7 +106,7 @@ class Entry(NamedTuple):
     content: Any
 
 
-class Snapshot(NamedTuple):
+class ModuleSnapshot(NamedTuple):
     """The state of a module at one time, and of the generators that random numbers of a forward may come from."""
 
     holders: list[MutableMapping[str, Any]]
@@ -117,7 +115,7 @@ class Snapshot(NamedTuple):
     numpy: Any
 
     @classmethod
-    def of(cls, module: Any, latest: Snapshot | None) -> Snapshot:
+    def of(cls, module: Any, latest: ModuleSnapshot | None) -> ModuleSnapshot:
         """Return the state as it is now; what has not changed since the latest one shares its memory."""
         known = {} if latest is None else {(id(each.holder), each.key): each for each in latest.entries}
         holders = [holder for part in module.modules() for holder in (part._buffers, vars(part))]

@@ -1,0 +1,314 @@
+"""A module of PyTorch or a function of JAX as a layer of a stage, in whose buffers its parameters lie.
+
+    stage         x, and what stands under names that it takes      y, and what it gives under names
+    parts         [x, far, wide]                                    [y, far]
+    function      f(x, far, wide), f(*x, far, wide) or              y, or (y, far)
+                  f(far, wide, **x)
+
+Each part is a tree of its own: an array, or a tuple or dict of arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpipipe import nn
+from mpipipe.arrays import Structure, Tree, flatten, unflatten
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import FlatBuffer, Parameter, Position, random_key
+
+Structures: TypeAlias = "tuple[Structure, ...]"  # of the parts
+Leaves: TypeAlias = "list[Any]"  # arrays, with None for a gradient that is none
+
+
+class Tape(NamedTuple):
+    """What the forward of a micro-batch leaves for its backward."""
+
+    kept: Any  # of the library
+    structures: Structures  # of the parts of the input
+    floating: tuple[bool, ...]  # which of their arrays take gradients
+    output: Structures  # the same of the output
+    differentiable: tuple[bool, ...]
+
+
+class Held(NamedTuple):
+    """What a layer saved, and the bytes that PyTorch or JAX keep for it, by their address."""
+
+    saved: Any
+    bytes: dict[int, int]
+
+
+class ForeignLayer(nn.Layer):
+    """A module or function as a layer; a library has its own methods of lists of arrays, and its own context for them.
+
+    Its input and output may be a tuple or dict of arrays, where its neighbours take them. It is called with the values
+    that stand under the names that it takes, and returns others for those that it gives. Its random numbers depend on
+    its place in the model, or on the number of its stage.
+    """
+
+    takes_any = True
+
+    def __init__(
+        self,
+        given: Any,
+        gives: Sequence[str] = (),
+        takes: Sequence[str] = (),
+        ties: Mapping[str, str] | None = None,
+        place: int | None = None,
+    ) -> None:
+        self.given, self.place = given, place
+        self.gives, self.takes = skip_names(gives, "gives"), skip_names(takes, "takes")
+        declared = self._declare()
+        for name, key in (ties or {}).items():
+            if name not in declared:
+                found = ", ".join(declared) or "no parameters"
+                raise ArgumentError(f"a tie names no parameter: {name!r}", found=found, expected="one of those")
+            declared[name] = replace(declared[name], tie=key)
+        self.declared = declared
+        self._tied = [name for name, entry in declared.items() if entry.tie is not None]
+
+    _declare: Callable[[], dict[str, Parameter]]
+    _computing: Callable[[], AbstractContextManager[Any]]
+    _forward: Callable[[Leaves, Structures, Position], tuple[Leaves, Structures, Tape | None]]
+    _counted: Callable[[Leaves, Structures, Position], tuple[tuple[Leaves, Structures, Tape | None], dict[int, int]]]
+    _backward: Callable[[Leaves, Tape], Leaves]
+    _backward_input: Callable[[Leaves, Tape], tuple[Leaves, Any]]
+    _backward_weight: Callable[[Any], None]
+    _follow_ties: Callable[[], None]
+
+    @property
+    def mixes_positions(self) -> bool:  # type: ignore[override]
+        """True, unless the module or the function has an attribute of this name that is False."""
+        return bool(getattr(self.given[0] if isinstance(self.given, tuple) else self.given, "mixes_positions", True))
+
+    def forget(self) -> ForeignLayer:
+        """Let go of the module and its arrays: what is left says what the layer is."""
+        self.given = SimpleNamespace(mixes_positions=self.mixes_positions)
+        self.declared = {
+            key: replace(entry, draw=lambda _generator, shape: np.zeros(shape)) for key, entry in self.declared.items()
+        }
+        return self
+
+    def bound(self) -> None:
+        if self.stage.compute is not self.stage.parameters:
+            raise ArgumentError(
+                f"layer {self.name} is of PyTorch or JAX, and its stage computes in half precision",
+                expected="dtype float32 or float64",
+                remedy="torch.autocast, or a cast in JAX, within the layer",
+            )
+
+    def words(self, library: str) -> np.ndarray:
+        """Return words for random numbers: the same in a recomputation, others in any other place of a training."""
+        stage: Any = self.stage
+        place, (step, microbatch, replica, *_) = self.place, stage.position
+        return random_key(library, stage.seed, stage.index if place is None else place, step, microbatch, replica)
+
+    def poll(self) -> None:
+        """Let messages move."""
+        poll = self.stage.poll
+        if poll is not None:
+            poll()
+
+    def forward(self, x: Any) -> tuple[Any, Held]:
+        stage = self.stage
+        bytes_kept: dict[int, int] = {}
+        if self._tied:
+            self._follow_ties()
+        parts = [x, *map(stage.taken, self.takes)] if self.takes else [x]
+        leaves, structures = flatten_parts(parts)
+        with self._computing():
+            if getattr(COUNTED, "on", False):
+                (found, output, tape), bytes_kept = self._counted(leaves, structures, stage.position)
+            else:
+                found, output, tape = self._forward(leaves, structures, stage.position)
+        y, *given = unflatten_parts(found, output)
+        for name, tree in zip(self.gives, given):
+            stage.give(name, tree)
+        return y, Held(tape, bytes_kept)
+
+    def backward_input(self, dy: Any, saved: Held) -> tuple[Any, Held]:
+        with self._computing():
+            found, pending = self._backward_input(self._slopes(dy, saved.saved), saved.saved)
+        return self._of_input(found, saved.saved), Held(pending, saved.bytes)
+
+    def backward_weight(self, pending: Held) -> None:
+        if self._tied:
+            self._follow_ties()
+        with self._computing():
+            self._backward_weight(pending.saved)
+
+    def backward(self, dy: Any, saved: Held) -> Any:
+        with self._computing():
+            found = self._backward(self._slopes(dy, saved.saved), saved.saved)
+        return self._of_input(found, saved.saved)
+
+    def _slopes(self, dy: Tree, tape: Tape) -> Leaves:
+        """The gradients of those arrays of the output that have them; None where no layer has added one."""
+        if self._tied:
+            self._follow_ties()
+        parts = [dy, *map(self.stage.gradient_of, self.gives)] if self.gives else [dy]
+        leaves = [leaf for part, structure in zip(parts, tape.output) for leaf in _leaves_like(part, structure)]
+        return [leaf for leaf, has in zip(leaves, tape.differentiable) if has]
+
+    def _of_input(self, found: Leaves, tape: Tape) -> Tree:
+        """The gradient of the input, with None for an array that has none."""
+        source = iter(found)
+        dx, *taken = unflatten_parts([next(source) if has else None for has in tape.floating], tape.structures)
+        for name, gradient in zip(self.takes, taken):
+            self.stage.add_gradient(name, gradient)
+        return dx
+
+
+class ForeignStage(nn.Stage):
+    """Such layers as a stage, whose parameters have prefixes in place of the numbers of layers.
+
+    Parameters of 16 bits stay such ones.
+    """
+
+    keeps_halves = True
+
+    def __init__(self, layers: Mapping[str, ForeignLayer], dtype: Any, seed: int, device: str) -> None:
+        self._by_name = {prefix.rstrip("."): layer for prefix, layer in layers.items()}
+        super().__init__([*layers.values()], dtype, seed, device)
+
+    def _named_layers(self) -> list[tuple[str, nn.Layer]]:
+        return [*self._by_name.items()]
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """The gradients, with what the library has put in their place since."""
+        for layer in self.layers:
+            layer.begin_call()
+        return self._gradients
+
+    @gradients.setter
+    def gradients(self, gradients: FlatBuffer) -> None:
+        self._gradients = gradients
+
+
+# -- Parts as lists of arrays ------------------------------------------------------------------------------------------
+
+
+def skip_names(given: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return names of skips as a tuple; raises ArgumentError for one text, and for what is no text."""
+    if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+        raise ArgumentError(what, found=repr(given), expected='a tuple of names of skips, such as ("far",)')
+    return tuple(given)
+
+
+def returned(output: Any, names: Sequence[str]) -> Sequence[Any]:
+    """Return the parts of what a module or function returned, which gives over skips with these names."""
+    if not names:
+        return [output]
+    several = isinstance(output, (tuple, list))
+    if not several or len(output) != 1 + len(names):
+        raise ArgumentError(
+            "the output of a module or function that gives over skips",
+            found=type(output).__name__ + (f" of {len(output)}" if several else ""),
+            expected=f"a tuple of {1 + len(names)}: (y, {', '.join(names)})",
+        )
+    return output
+
+
+def applied(function: Callable[..., Any], first: Sequence[Any], parts: Sequence[Any], **options: Any) -> Any:
+    """Return what a function returns for these parts, after arguments that come first."""
+    main, *taken = parts
+    if isinstance(main, dict):
+        return function(*first, *taken, **main, **options)
+    return function(*first, *(main if isinstance(main, tuple) else (main,)), *taken, **options)
+
+
+def flatten_parts(
+    parts: Sequence[Any], of: Callable[[Any], tuple[list, Structure]] = flatten
+) -> tuple[list, Structures]:
+    """Return the arrays of all parts, one after the other, and the structure of each."""
+    leaves: list = []
+    structures: list[Structure] = []
+    for part in parts:
+        more, structure = of(part)
+        leaves += more
+        structures.append(structure)
+    return leaves, tuple(structures)
+
+
+def unflatten_parts(leaves: Sequence[Any], structures: Structures) -> list[Tree]:
+    """Return the parts with these arrays."""
+    if structures == (None,):
+        return [leaves[0]]
+    source = iter(leaves)
+    return [unflatten([next(source) for _ in range(_count(each))], each) for each in structures]
+
+
+def _count(structure: Structure) -> int:
+    return len(structure) if isinstance(structure, tuple) else structure if isinstance(structure, int) else 1
+
+
+def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
+    """Return the gradients for arrays of a structure, in their order; of a tree without a gradient all are None."""
+    if tree is None:
+        return [None] * _count(structure)
+    leaves, there = flatten(tree)
+    if isinstance(structure, tuple) and isinstance(there, tuple) and {*structure} == {*there}:
+        by_name = dict(zip(there, leaves))
+        return [by_name[name] for name in structure]
+    if there != structure:
+        raise ArgumentError(
+            "the gradient of an output has another structure than the output", found=there, expected=structure
+        )
+    return leaves
+
+
+# -- Random numbers of PyTorch, which has one generator for all of a process -------------------------------------------
+
+
+DRAWING = threading.Lock()  # ranks that are threads share it
+TURN = threading.local()  # `lock`: of the task whose batches another thread reads ahead
+
+
+def let_draw_in_turn(lock: Any) -> None:
+    """Let modules of this thread draw random numbers only while they hold this lock."""
+    TURN.lock = lock
+
+
+def drawing_turn() -> AbstractContextManager[Any]:
+    """Within, no reader of batches draws from the generators of PyTorch."""
+    return getattr(TURN, "lock", None) or nullcontext()
+
+
+@contextmanager
+def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
+    """Let PyTorch, where it is there, draw for (seed, place) within, and go on after it as before.
+
+    `waits` says whether the block may wait for other ranks, which must be able to draw meanwhile.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    with nullcontext() if waits else DRAWING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(random_key("layers", seed, place)[0]) >> 1)
+        yield
+
+
+# -- Memory of PyTorch and JAX, for whoever looks at what a forward saved ----------------------------------------------
+
+
+COUNTED = threading.local()  # `on`: layers say what PyTorch and JAX keep
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Let forwards of this thread say with what they save how much of it PyTorch and JAX keep."""
+    COUNTED.on = True
+    try:
+        yield
+    finally:
+        COUNTED.on = False
