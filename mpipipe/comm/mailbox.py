@@ -23,15 +23,15 @@ HEADER_BYTES = 4096
 Leaf: TypeAlias = "tuple[Shape, np.dtype]"
 
 
-class Slot(NamedTuple):
+class ReceiveBuffer(NamedTuple):
     """A buffer to receive into, the view that is handed out (read-only on the host), and the list of its like."""
 
-    free: list[Slot]
+    free: list[ReceiveBuffer]
     buffer: Array
     view: Array
 
 
-Lease: TypeAlias = Sequence[Slot]  # the buffers of a message
+Lease: TypeAlias = Sequence[ReceiveBuffer]  # the buffers of a message
 
 
 class Envelope(NamedTuple):
@@ -68,7 +68,7 @@ class Incoming(NamedTuple):
     start: Callable[[Array, int, int], Request]
     peer: int
     tag: int
-    free: list[Slot]
+    free: list[ReceiveBuffer]
     leaf: Leaf
 
 
@@ -81,9 +81,9 @@ class Mailbox:
 
     def __init__(self, transport: Transport, group: RankGroup | None = None):
         self.transport, self.group = transport, group
-        self.slots: dict[Leaf, list[Slot]] = defaultdict(list)  # (shape, dtype) -> free buffers
+        self.slots: dict[Leaf, list[ReceiveBuffer]] = defaultdict(list)  # (shape, dtype) -> free buffers
         self.outgoing: deque[tuple[Request, Envelope]] = deque()  # sends, oldest first; each keeps its array alive
-        self.posted: deque[tuple[Slot, Request, Envelope]] = deque()  # in the order of `incoming`
+        self.posted: deque[tuple[ReceiveBuffer, Request, Envelope]] = deque()  # in the order of `incoming`
         self.incoming: Iterator[Incoming] = iter(())
         self.announced: Envelope | None = None  # whose header is awaited
         self.sent: list[Envelope] = []  # in this call, or before it and still under way
@@ -117,11 +117,11 @@ class Mailbox:
             self.posted.append((slot, start(slot[1], peer, tag), envelope))
             return
 
-    def _new_slot(self, free: list[Slot], leaf: Leaf) -> Slot:
+    def _new_slot(self, free: list[ReceiveBuffer], leaf: Leaf) -> ReceiveBuffer:
         array = self.transport.empty(*leaf)
-        return Slot(free, array, read_only(array))
+        return ReceiveBuffer(free, array, read_only(array))
 
-    def take(self) -> Slot:
+    def take(self) -> ReceiveBuffer:
         """Wait for the next expected array; return its slot."""
         posted = self.posted
         slot, request, envelope = posted[0]

@@ -6,7 +6,8 @@ received arrays go back to the mailbox then. Where the forward is run again, its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ from mpipipe.pipeline.diagnostics import NAMES, Function, layer_of, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, unscaled
 from mpipipe.pipeline.messages import KNOWN_SHAPES, Branches, StageMessages, copy_if_aliased, parted, remedy_of
-from mpipipe.pipeline.plain import plain_action
+from mpipipe.pipeline.plain import PlainBackward, PlainForward, is_plain
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction
 from mpipipe.trace import Recorder
 
@@ -74,26 +75,26 @@ class Executor:
         messages = self.messages
         usual = training and messages.known and self.clock.recorder is None and type(messages) is StageMessages
         if not usual:
-            return self._bound(plan, {})
+            return [(self._bound(step, plain=False), step) for step in plan.steps]
         key = messages.signature, id(plan)
         if key not in self.programs:
             if len(self.programs) == 2 * KNOWN_SHAPES:
                 self.programs.clear()
-            plain = {step: plain_action(self, step, messages.specs) for step in plan.steps}
-            self.programs[key] = self._bound(plan, {step: found.run for step, found in plain.items() if found})
+            self.programs[key] = [(self._bound(step, plain=True), step) for step in plan.steps]
         return self.programs[key]
 
-    def _bound(self, plan: ActionPlan, shortest: Mapping[PlannedAction, Run]) -> Program:
-        annotates = self.clock.recorder is not None and self.clock.waits
-        program: Program = []
-        for step in plan.steps:
-            run = shortest.get(step) or partial(self.functions[step.op], step)
-            if annotates:
-                run = partial(_annotated, run, step)
-            if step.completes:
-                run = partial(self._complete, run, step)
-            program.append((run, step))
-        return program
+    def _bound(self, action: PlannedAction, plain: bool) -> Run:
+        stage = self.stages[action.chunk]
+        run: Run
+        if not (plain and is_plain(action, stage, self.messages)) or (action.last and self.gathers):
+            run = partial(self.functions[action.op], action)
+        elif action.op == "F":
+            run = PlainForward(action, stage.given, self.messages, self.evaluate_loss).run
+        else:
+            run = PlainBackward(action, stage.given, self.messages, self.input_grads).run
+        if self.clock.recorder is not None and self.clock.waits:
+            run = partial(_annotated, run, action)
+        return partial(self._complete, run, action) if action.completes else run
 
     def _complete(self, run: Run, action: PlannedAction, state: CallState) -> None:
         """Run the last action that adds to the gradients of a stage, and start their sums over replicas."""
@@ -225,7 +226,12 @@ class Executor:
             raise
         except Exception as error:  # an error of the loss is not blamed on the stage
             raise self._stage_error("the loss", action, error) from error
-        state.losses[microbatch], gradient, weight = loss.checked(result)
+        if type(result) is tuple and len(result) == 2 and type(result[0]) is float and math.isfinite(result[0]):
+            value, gradient = result  # the usual case
+            weight = None
+        else:
+            value, gradient, weight = loss.checked(result)
+        state.losses[microbatch] = value
         left = 1.0 if weight is None and weighing.known else weighing.take(microbatch, weight, inputs.training)
         if inputs.training:
             state.loss_gradients[microbatch] = loss.scaled(gradient, left if loss.takes_factor else left * factor, y)

@@ -63,8 +63,6 @@ class Loss:
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
         """Return (value, gradient, weight or None) of a result, or raise ArgumentError. Weight 0 has value NaN."""
-        if type(result) is tuple and len(result) == 2 and type(result[0]) is float and math.isfinite(result[0]):
-            return (*result, None)  # the common case, on the hot path
         if type(result) is not tuple or len(result) not in (2, 3):
             raise ArgumentError(
                 "a loss returns (value, gradient of the output), or (value, gradient of the output, weight)",

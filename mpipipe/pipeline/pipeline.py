@@ -194,7 +194,7 @@ class Pipeline:
         return self.weighed_evaluation(inputs, targets)[0]
 
     def weighed_evaluation(self, inputs: Batched, targets: Batched) -> tuple[float, float]:
-        """Do what `evaluate` does, and also return what the batch counts beside others.
+        """Do what `evaluate` does, and also return the weight of the batch.
 
         Returns
         -------

@@ -339,10 +339,13 @@ def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 # -- Losses and their gradients, times a factor that is applied before the gradient is rounded ------------------------
 
 
+_subtract = partial(np.subtract, casting="same_kind")
+
+
 def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
     """Return (mean of (output - target)^2, summed in float64; factor * its gradient); `target` has any dtype."""
     difference = np.empty(output.shape, output.dtype)
-    elementwise(partial(np.subtract, casting="same_kind"), difference, output, target)
+    elementwise(_subtract, difference, output, target)
     total = sum_of_squares(difference.reshape(-1))
     return total / output.size, scale(difference, 2 / output.size * factor, difference)
 
