@@ -23,7 +23,7 @@ import numpy as np
 from mpipipe import nn
 from mpipipe.arrays import Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import FlatBuffer, Parameter, Position, random_key
+from mpipipe.nn import FlatBuffer, Parameter, random_seed
 
 Structures: TypeAlias = "tuple[Structure, ...]"  # of the parts
 Leaves: TypeAlias = "list[Any]"  # arrays, with None for a gradient that is none
@@ -77,8 +77,8 @@ class ForeignLayer(nn.Layer):
 
     _declare: Callable[[], dict[str, Parameter]]
     _computing: Callable[[], AbstractContextManager[Any]]
-    _forward: Callable[[Leaves, Structures, Position], tuple[Leaves, Structures, Tape | None]]
-    _counted: Callable[[Leaves, Structures, Position], tuple[tuple[Leaves, Structures, Tape | None], dict[int, int]]]
+    _forward: Any  # (leaves, structures, position) -> (leaves, structures, Tape or None)
+    _counted: Any  # the same -> what `_forward` returns, and bytes by their address
     _backward: Callable[[Leaves, Tape], Leaves]
     _backward_input: Callable[[Leaves, Tape], tuple[Leaves, Any]]
     _backward_weight: Callable[[Any], None]
@@ -105,11 +105,11 @@ class ForeignLayer(nn.Layer):
                 remedy="torch.autocast, or a cast in JAX, within the layer",
             )
 
-    def words(self, library: str) -> np.ndarray:
-        """Return words for random numbers: the same in a recomputation, others in any other place of a training."""
+    def random_seed(self, library: str) -> int:
+        """Return a seed for random numbers: the same again in a recomputation, others elsewhere."""
         stage: Any = self.stage
         place, (step, microbatch, replica, *_) = self.place, stage.position
-        return random_key(library, stage.seed, stage.index if place is None else place, step, microbatch, replica)
+        return random_seed(library, stage.seed, stage.index if place is None else place, step, microbatch, replica)
 
     def poll(self) -> None:
         """Let messages move."""
@@ -192,6 +192,18 @@ class ForeignStage(nn.Stage):
     @gradients.setter
     def gradients(self, gradients: FlatBuffer) -> None:
         self._gradients = gradients
+
+
+def one_dtype(kinds: Mapping[str, str], remedy: str) -> str:
+    """Return the dtype of all parameters, of {dtype: name of one that has it}; raises ArgumentError for another one."""
+    if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
+        raise ArgumentError(
+            "the parameters of a module or function must have one dtype, since they lie in one array",
+            found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
+            expected="float64, float32, float16 or bfloat16, or complex numbers of one of these",
+            remedy=remedy,
+        )
+    return min(kinds, default="float32")
 
 
 # -- Parts as lists of arrays ------------------------------------------------------------------------------------------
@@ -294,7 +306,7 @@ def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
         yield
         return
     with nullcontext() if waits else DRAWING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(random_key("layers", seed, place)[0]) >> 1)
+        torch.manual_seed(random_seed("layers", seed, place))
         yield
 
 

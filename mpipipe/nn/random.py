@@ -18,6 +18,12 @@ def random_key(*names: object) -> np.ndarray:
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
+def random_seed(*names: object) -> int:
+    """Return 63 bits of a key for the given names, for generators of other libraries."""
+    digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
 def initial_generator(seed: int, name: str) -> np.random.Generator:
     """Return the generator that draws the initial values of the parameter (or tie) `name`."""
     return np.random.Generator(np.random.Philox(key=random_key("initial", seed, name)))

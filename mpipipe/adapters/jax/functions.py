@@ -7,7 +7,6 @@ backward       pull(dy) -> both gradients
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -16,11 +15,10 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax import numpy as jnp
 
 from mpipipe import arrays
 from mpipipe.adapters.foreign import Structures, applied, flatten_parts, returned, unflatten_parts
-from mpipipe.arrays import Array, Event, Structure, flatten
+from mpipipe.arrays import Array, Structure, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.job import in_place_of
 
@@ -99,15 +97,9 @@ def flatten_output(output: Any) -> tuple[list, Structure]:
 #
 # On the host both see one memory. JAX's arrays are immutable, so what JAX hands out is read only, and what JAX is given
 # may change only while no computation of JAX reads it: each of them is waited for before its results leave.
-#
-# On a GPU arrays cross by DLPack, whose protocol lets the stream of one library wait for that of the other. JAX
-# frees its results in the order of its own streams, on which CuPy's are not waited for. So they are copied into
-# CuPy's memory, and held until the copy is made. What is for GPUs here follows the documentation of both (JAX,
-# "jax.dlpack"; CuPy, "Interoperability", DLPack). It has never run: there is no emulated GPU for JAX.
 
 
 JaxArray: TypeAlias = Any  # jax.Array: JAX may be missing where types are checked
-BFLOAT16 = arrays.dtype("bfloat16")
 
 
 def put(array: Array) -> JaxArray:
@@ -123,40 +115,18 @@ def put(array: Array) -> JaxArray:
             expected="numbers of 32 bits or fewer, or pairs of such (complex64)",
             remedy='jax.config.update("jax_enable_x64", True) at the start, or arrays of float32, complex64 and int32',
         )
-    if not arrays.is_device(array):
-        return jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
-    if array.dtype == BFLOAT16:
-        return jax.lax.bitcast_convert_type(jax.dlpack.from_dlpack(array.view(np.uint16)), jnp.bfloat16)
-    return jax.dlpack.from_dlpack(array)
+    if arrays.is_device(array):
+        raise ArgumentError(
+            "an array on a GPU for a function of JAX",
+            expected="arrays on the host, where stages and losses of JAX compute",
+            remedy="the other stages on the host, too: device='cpu'; or modules of PyTorch",
+        )
+    return jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
 
 
-def is_on_host(array: JaxArray) -> bool:
-    """Whether JAX has this array in the host's memory."""
-    return all(device.platform == "cpu" for device in array.devices())
-
-
-class Results:
-    """Takes arrays from JAX; of those on a GPU it holds what CuPy has not copied yet."""
-
-    def __init__(self) -> None:
-        self._held: deque[tuple[Event, list[JaxArray]]] = deque()
-
-    def take(self, results: list[JaxArray]) -> list[Array]:
-        """Return C-contiguous arrays, on the host read-only ones on the memory of the results, which are waited for."""
-        if all(map(is_on_host, results)):
-            return [np.asarray(each) for each in jax.block_until_ready(results)]
-        copies = [_on_gpu(each) for each in results]
-        while self._held and arrays.is_done(self._held[0][0]):
-            self._held.popleft()
-        self._held.append((arrays.record(), results))
-        return copies
-
-
-def _on_gpu(result: JaxArray) -> Array:
-    half = result.dtype == jnp.bfloat16
-    bits = jax.lax.bitcast_convert_type(result, jnp.uint16) if half else result
-    copied = arrays.copy(arrays.cupy().from_dlpack(bits))
-    return copied.view(BFLOAT16) if half else copied
+def taken(results: Sequence[JaxArray]) -> list[Array]:
+    """Return C-contiguous, read-only arrays on the memory of results of JAX, which are waited for."""
+    return [np.asarray(each) for each in jax.block_until_ready(results)]
 
 
 # -- Calls that JAX makes back to the host, in a thread of its own or in the one that waits for it ---------------------

@@ -10,20 +10,10 @@ import jax
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.adapters.foreign import ForeignLayer, ForeignStage, Leaves, Structures, Tape, flatten_parts
+from mpipipe.adapters.foreign import ForeignLayer, ForeignStage, Leaves, Structures, Tape, flatten_parts, one_dtype
 from mpipipe.adapters.jax import functions
-from mpipipe.adapters.jax.functions import (
-    Functions,
-    JaxArray,
-    Results,
-    divided,
-    is_on_host,
-    joined,
-    pulled,
-    put,
-    waiting_for_jax,
-)
-from mpipipe.arrays import Structure, Tree, flatten, unflatten
+from mpipipe.adapters.jax.functions import Functions, JaxArray, divided, joined, put, taken, waiting_for_jax
+from mpipipe.arrays import Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Parameter, Position, kernels
 
@@ -42,7 +32,6 @@ class JaxLayer(ForeignLayer):
         self._tree, leaves = jax.tree_util.tree_structure(parameters), named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
         self._functions: dict[tuple, Functions] = {}
-        self._results = Results()
         self._values: list[JaxArray] = []
         return {name: _declared(name, leaf) for name, leaf in leaves.items()}
 
@@ -51,9 +40,7 @@ class JaxLayer(ForeignLayer):
         self._read_parameters()
         pairs = zip(self._values, self.declared)
         self._renews = any(
-            not is_on_host(value) or value.unsafe_buffer_pointer() != arrays.address(getattr(self, name))
-            for value, name in pairs
-            if value.size
+            value.unsafe_buffer_pointer() != arrays.address(getattr(self, name)) for value, name in pairs if value.size
         )
 
     def _of(self, name: str, suffix: str = "") -> Any:
@@ -89,7 +76,7 @@ class JaxLayer(ForeignLayer):
             self._functions[key] = Functions(self.given[0], self._tree, structures, floating, self.gives)
         compiled, pull = self._functions[key], None
         some, others = divided([*map(put, leaves)], floating)
-        words = self.words("jax")[:1].view(np.uint32)
+        words = np.array([self.random_seed("jax")], np.uint64).view(np.uint32)
         arguments = self._values, some, others, jax.random.wrap_key_data(words, impl="threefry2x32")
         if position.training:
             found, pull, rest = compiled.with_gradients(*arguments)
@@ -97,8 +84,7 @@ class JaxLayer(ForeignLayer):
             found, rest = compiled.forward(*arguments)
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
-        taken = self._results.take([*found, *(leaf for leaf in without if leaf is not None)])
-        y = joined(taken[: len(found)], taken[len(found) :], differentiable)
+        y = joined(taken(found), taken([leaf for leaf in without if leaf is not None]), differentiable)
         kept = pull, [(each.shape, each.dtype) for each in found]
         return y, output, Tape(kept, structures, floating, output, differentiable) if position.training else None
 
@@ -124,8 +110,7 @@ class JaxLayer(ForeignLayer):
         pull, outputs = tape.kept
         dy = [jax.numpy.zeros(*like) if slope is None else put(slope) for slope, like in zip(slopes, outputs)]
         weights, inputs = functions.both(pull, dy)
-        found = self._results.take([*weights, *inputs])
-        return found[len(weights) :], found[: len(weights)]
+        return taken(inputs), taken(weights)
 
     def _backward_weight(self, pending: Any) -> None:
         for name, part in zip(self.declared, pending):
@@ -149,19 +134,13 @@ class JaxStage(ForeignStage):
     ) -> None:
         self.function = function
         self.layer = JaxLayer((function, parameters), gives, takes, ties)
-        leaves = jax.tree.leaves(parameters)
-        for leaf in leaves:
-            put(np.empty(0, leaf.dtype))
-        kinds = {arrays.as_reals(np.empty(0, leaf.dtype)).dtype.name for leaf in leaves}
-        if len(kinds) > 1:
-            raise ArgumentError(
-                "the parameters of a function must have one dtype, since they lie in one array",
-                found=", ".join(sorted(kinds)),
-                expected="float64, float32, float16 or bfloat16, or complex numbers of one of these",
-                remedy="jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function",
-            )
-        on_gpu = any(isinstance(leaf, jax.Array) and not is_on_host(leaf) for leaf in leaves)
-        super().__init__({prefix: self.layer}, min(kinds, default="float32"), seed, "cuda" if on_gpu else "cpu")
+        kinds = {}
+        for name, leaf in named_leaves(parameters).items():
+            empty = np.empty(0, leaf.dtype)
+            put(empty)
+            kinds[arrays.as_reals(empty).dtype.name] = name
+        remedy = "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function"
+        super().__init__({prefix: self.layer}, one_dtype(kinds, remedy), seed, "cpu")
 
     @property
     def tree(self) -> Any:
@@ -198,29 +177,21 @@ class JaxLoss:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._compiled: dict[tuple, Callable[..., Any]] = {}
-        self._results = Results()
+        self._functions: dict[tuple, Functions] = {}
 
     def __call__(self, output: Tree, target: Tree, factor: float = 1.0) -> tuple[Any, Tree]:
         """Return (value, gradient of the output times `factor`)."""
-        leaves, structure = flatten(output)
-        targets, shape = flatten(target)
-        floating = tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
-        key = structure, shape, floating
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(structure, shape, floating)
+        leaves, structures = flatten_parts([(), output, target])
+        own, structure = flatten(output)
+        floating = tuple(place < len(own) and arrays.is_floating(leaf.dtype) for place, leaf in enumerate(leaves))
+        key = structures, floating
+        if key not in self._functions:
+            self._functions[key] = Functions(lambda _, *given: self.function(*given), NOTHING, structures, floating, ())
         some, others = divided([*map(put, leaves)], floating)
-        value, slopes = self._compiled[key](some, others, list(map(put, targets)), factor)
-        taken = iter(self._results.take(slopes))
-        gradient = unflatten([next(taken) if each else None for each in floating], structure)
-        return value.item() if is_on_host(value) else self._results.take([value])[0], gradient
+        (value,), pull, _ = self._functions[key].with_gradients([], some, others, None)
+        _, slopes = functions.both(pull, [jax.numpy.asarray(factor, value.dtype)])
+        source = iter(taken(slopes))
+        return value.item(), unflatten([next(source) if each else None for each in floating[: len(own)]], structure)
 
-    def _compile(self, structure: Structure, shape: Structure, floating: tuple[bool, ...]) -> Callable[..., Any]:
-        def value_of(some: list, others: list, targets: list) -> Any:
-            return self.function(unflatten(joined(some, others, floating), structure), unflatten(targets, shape))
 
-        def both(some: list, others: list, targets: list, factor: Any) -> Any:
-            value, pull = jax.vjp(lambda x: value_of(x, others, targets), some)
-            return value, pulled(pull, jax.numpy.asarray(factor, value.dtype))[0]
-
-        return jax.jit(both)
+NOTHING = jax.tree_util.tree_structure([])

@@ -28,6 +28,7 @@ from mpipipe.adapters.foreign import (
     Tape,
     applied,
     flatten_parts,
+    one_dtype,
     returned,
     unflatten_parts,
 )
@@ -48,6 +49,7 @@ from mpipipe.adapters.pytorch.tensors import (
     own_dtypes,
     real_dtype,
     real_shape,
+    slope_of,
     written_error,
 )
 from mpipipe.adapters.pytorch.ties import TIE
@@ -204,7 +206,7 @@ class TorchLayer(ForeignLayer):
         self, leaves: Leaves, structures: Structures, position: Position
     ) -> tuple[Leaves, Structures, Tape | None]:
         trains, hooks = position.training, HOOKS.value
-        with self._state.drawing(self._gpu, self.words("torch"), position), torch.set_grad_enabled(trains):
+        with self._state.drawing(self._gpu, self.random_seed("torch"), position), torch.set_grad_enabled(trains):
             inputs = [tensor_of(leaf) for leaf in leaves]
             # the first time, too, where nobody asks: what refuses to be differentiated in part raises its error then
             if trains and not (self.ends and self._looked):
@@ -247,7 +249,7 @@ class TorchLayer(ForeignLayer):
         inputs, outputs, gradients = self._taking_part(slopes, tape)
         if outputs:
             _unwritten(gradients, lambda: torch.autograd.backward(outputs, gradients))
-        return _input_gradients(inputs)
+        return [slope_of(each) for each in inputs]
 
     def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, SplitBackward | None]:
         inputs, outputs, gradients = self._taking_part(slopes, tape)
@@ -255,7 +257,7 @@ class TorchLayer(ForeignLayer):
         if outputs:
             own, hooked = self._parameters, tape.kept[2]
             split = _unwritten(gradients, lambda: SplitBackward(outputs, gradients, inputs, own, hooked))
-        return _input_gradients(inputs), split
+        return [slope_of(each) for each in inputs], split
 
     def _backward_weight(self, pending: SplitBackward | None) -> None:
         self._check_gradients()
@@ -349,16 +351,13 @@ class TorchStage(ForeignStage):
             raise ArgumentError(
                 "a module on several devices", found=", ".join(places), expected="one", remedy="module.to(device)"
             )
-        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        kinds = {str(real_dtype(each)).removeprefix("torch."): name for name, each in trained.items()}
-        if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
-            raise ArgumentError(
-                "the parameters of a module must have one dtype, since they lie in one array",
-                found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
-                expected="float64, float32, float16 or bfloat16, or complex numbers of one of these",
-                remedy="module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
-            )
-        super().__init__(layers, min(kinds, default="float32"), seed, places[0])
+        kinds = {
+            str(real_dtype(each)).removeprefix("torch."): name
+            for name, each in module.named_parameters()
+            if each.requires_grad
+        }
+        remedy = "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward"
+        super().__init__(layers, one_dtype(kinds, remedy), seed, places[0])
 
 
 def _declared(parameter: Tensor) -> Parameter:
@@ -392,15 +391,4 @@ def _unwritten(gradients: Sequence[Tensor], walk: Callable[[], Any]) -> Any:
     found = walk()
     if versions != [each._version for each in gradients]:
         raise written_error("the backward of a module", "the gradient that it is given")
-    return found
-
-
-def _input_gradients(inputs: Sequence[Tensor]) -> Leaves:
-    """Return the gradients of inputs as arrays: zeros for an input that no output depends on."""
-    found = []
-    for each in inputs:
-        gradient, each.grad = each.grad, None
-        if gradient is None:
-            gradient = torch.zeros_like(each, memory_format=torch.contiguous_format)
-        found.append(array_of(gradient))
     return found

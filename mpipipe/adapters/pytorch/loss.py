@@ -11,10 +11,10 @@ import torch
 from mpipipe import arrays
 from mpipipe.adapters.pytorch.backward import AutogradGraph
 from mpipipe.adapters.pytorch.state import ModuleState
-from mpipipe.adapters.pytorch.tensors import Tensor, is_differentiable, on_stream
+from mpipipe.adapters.pytorch.tensors import Tensor, is_differentiable, on_stream, slope_of
 from mpipipe.arrays import Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Position, random_key
+from mpipipe.nn import Position, random_seed
 
 
 class TorchLoss:
@@ -54,7 +54,7 @@ class TorchLoss:
             own = self.parameters if trains else []
             if value.requires_grad:
                 torch.autograd.backward(value, torch.full_like(value, factor), inputs=[*taking, *own])
-            slopes = [_slope(each) if each.requires_grad else None for each in outputs]
+            slopes = [slope_of(each) if each.requires_grad else None for each in outputs]
             found = value.detach()
             number = found.item() if found.device.type == "cpu" else array_of(found)
             return (number, unflatten(slopes, structure), *map(float, weight))
@@ -63,8 +63,8 @@ class TorchLoss:
         if position is None:
             return nullcontext()
         gpu = arrays.current_gpu() if arrays.is_device(leaf) else None
-        key = random_key("torch loss", self.seed, position.step, position.microbatch, position.replica)
-        return self._state.drawing(gpu, key, position)
+        seed = random_seed("torch loss", self.seed, position.step, position.microbatch, position.replica)
+        return self._state.drawing(gpu, seed, position)
 
     def _look(self, value: Any, taking: Sequence[Tensor]) -> None:
         """Raise ArgumentError for a loss that depends on what nobody would train."""
@@ -95,9 +95,3 @@ def _check_number(value: Any) -> None:
             found=type(value).__name__ if not isinstance(value, torch.Tensor) else f"shape {tuple(value.shape)}",
             expected="a tensor of one number, or a tuple of it and a weight",
         )
-
-
-def _slope(tensor: Tensor) -> Any:
-    """Return the gradient of a tensor as an array: zeros where the loss does not depend on it."""
-    gradient = tensor.grad
-    return array_of(torch.zeros_like(tensor, memory_format=torch.contiguous_format) if gradient is None else gradient)

@@ -36,7 +36,7 @@ class ModuleState:
         self._before: dict[Run, ModuleSnapshot] = {}
 
     @contextmanager
-    def drawing(self, gpu: int | None, key: Any, position: Position) -> Iterator[None]:
+    def drawing(self, gpu: int | None, seed: int, position: Position) -> Iterator[None]:
         """Within, a forward of this position draws its random numbers, whatever else is drawn before or meanwhile.
 
         It finds the state that belongs to it, and its parts have the right mode.
@@ -44,7 +44,7 @@ class ModuleState:
         generator = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
         with drawing_turn():
             before = generator.get_state()
-            generator.manual_seed(int(key[0]) >> 1)
+            generator.manual_seed(seed)
             try:
                 with self._at(position):
                     yield

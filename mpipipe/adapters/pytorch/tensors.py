@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from mpipipe import arrays
-from mpipipe.arrays import Structure, flatten
+from mpipipe.arrays import Array, Structure, array_of, flatten
 from mpipipe.errors import ArgumentError
 
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
@@ -22,6 +22,14 @@ Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are 
 def is_differentiable(tensor: Tensor) -> bool:
     """Whether gradients exist for tensors of this dtype."""
     return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def slope_of(tensor: Tensor) -> Array:
+    """Take the gradient that has arrived at a tensor, as an array: zeros where nothing depends on it."""
+    gradient, tensor.grad = tensor.grad, None
+    if gradient is None:
+        gradient = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+    return array_of(gradient)
 
 
 def on_stream(device: str) -> AbstractContextManager[Any]:
