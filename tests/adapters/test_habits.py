@@ -7,7 +7,8 @@ losses, all gradients and all buffers of three steps with plain descent, to 1e-1
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import deque, namedtuple
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 from torch.nn.utils import parametrizations  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint as recomputed  # noqa: E402
 
-from mpipipe import Pipeline, adapters, cut, schedules  # noqa: E402
+from mpipipe import Mesh, Pipeline, adapters, checkpoint, cut, schedules  # noqa: E402
+from mpipipe.errors import ArgumentError, MismatchError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 
 pytestmark = pytest.mark.judges
@@ -364,12 +366,12 @@ def reversal_of_gradients():
 
 @case
 def checkpoint_within():
-    return [linear(), Of(lambda self, x: checkpoint(self.linear, x, use_reentrant=False)), linear()]
+    return [linear(), Of(lambda self, x: recomputed(self.linear, x, use_reentrant=False)), linear()]
 
 
 @case
 def reentrant_checkpoint_within():
-    return [linear(), Of(lambda self, x: checkpoint(self.linear, x, use_reentrant=True)), linear()]
+    return [linear(), Of(lambda self, x: recomputed(self.linear, x, use_reentrant=True)), linear()]
 
 
 @case
@@ -639,6 +641,83 @@ def parameter_list():
     return [linear(), Several()]
 
 
+@case
+def autocast_within():
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = functional.linear(x.float(), self.linear.weight.float())
+        return y.double() + self.linear.bias
+
+    return [linear(), Of(forward), linear()]
+
+
+@case
+def named_tuple_between():
+    Both = namedtuple("Both", "left right")
+
+    def second(self, left, right):
+        return self.linear(left - right)
+
+    return between(lambda self, x: Both(self.linear(x), x), second)
+
+
+@case
+def list_between():
+    return between(lambda self, x: [self.linear(x), x], lambda self, y, x: self.linear(y) * x)
+
+
+@case
+def nothing_between():
+    def second(self, x, empty):
+        return self.linear(x) + empty.sum()
+
+    return between(lambda self, x: (self.linear(x), x[:, :0] * 2), second)
+
+
+@case
+def result_that_is_not_used():
+    return between(lambda self, x: (self.linear(x), x * 2), lambda self, x, other: self.linear(x))
+
+
+@case
+def buffer_that_is_not_persistent():
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return self.linear(x - self.mean)
+
+    module = Of(forward)
+    module.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+    return [linear(), module]
+
+
+@case
+def integers_that_are_parameters():
+    module = Of(lambda self, x: self.linear(x) * self.table[0])
+    module.table = torch.nn.Parameter(torch.arange(3, 6), requires_grad=False)
+    return [linear(), module]
+
+
+@case
+def hooks_of_an_entry():
+    first, last = linear(), linear()
+    first.register_forward_hook(lambda module, inputs, output: 2 * output)
+    last.register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
+    return [first, last]
+
+
+@case
+def parameters_by_name():
+    class Several(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH)})
+
+        def forward(self, x):
+            return x * self.parts["a"] + self.parts["b"]
+
+    return [linear(), Several()]
+
+
 # -- the judge ---------------------------------------------------------------------------------------------------------
 
 
@@ -681,7 +760,7 @@ def judged(name):
         for rows, goal in zip(np.split(x, MICROBATCHES), np.split(target, MICROBATCHES)):
             y = torch.from_numpy(rows.copy())
             for layer in layers:
-                y = layer(*y) if isinstance(y, tuple) else layer(**y) if isinstance(y, dict) else layer(y)
+                y = layer(*y) if isinstance(y, (tuple, list)) else layer(**y) if isinstance(y, dict) else layer(y)
             loss = mean(y, torch.from_numpy(goal)) / MICROBATCHES
             loss.backward()
             total += float(loss)
@@ -743,3 +822,193 @@ def test_a_module_is_trained_as_in_one_process(name, ranks, make, recompute):
     assert {*state} == {*buffers}
     for key, expected in buffers.items():
         np.testing.assert_allclose(real(state[key]), real(expected), rtol=1e-12, atol=1e-12, err_msg=key)
+
+
+# -- a loss with parameters and random numbers, ties by name, replicas -------------------------------------------------
+
+
+class Temperature(torch.nn.Module):
+    """A mean square over a temperature that is learned, of outputs with noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = torch.nn.Parameter(torch.full((), 0.5, dtype=torch.float64))
+
+    def forward(self, output, target):
+        noise = torch.randn(output.shape, dtype=output.dtype) if self.training else 0
+        return ((output + 0.1 * noise - target) ** 2).mean() * torch.exp(-self.log_scale) + self.log_scale
+
+
+def trained_with_loss(way, ranks, seed=0, make=schedules.one_f_one_b):
+    schedule, models = make(ranks, MICROBATCHES), [made("plain") for _ in range(ranks)]
+    if ranks == 2 and way == "stage":
+        models = [[torch.nn.Sequential(*parts[:2]), parts[2]] for parts in models]
+    elif way == "stage":
+        models = [[torch.nn.Sequential(*parts)] for parts in models]
+    losses = [adapters.torch_loss(Temperature(), seed=seed) for _ in range(ranks)]
+
+    def job(comm):
+        loss, last = losses[comm.rank], comm.rank == ranks - 1
+        if way == "stage":
+            stages = [adapters.torch_stage(models[comm.rank][comm.rank], loss=loss if last else None, seed=seed)]
+        else:
+            stages = cut([*models[comm.rank], loss], schedule, comm.rank, dtype="float64", seed=seed)
+        found = []
+        with Pipeline(stages, schedule, comm, loss=loss) as pipeline:
+            for x, target in zip(*data()):
+                found.append(pipeline.step(None if comm.rank else x, target if last else None).losses)
+                for stage in stages:
+                    stage.parameters.flat[...] -= 0.1 * stage.gradients.flat
+        return found, float(loss.module.log_scale)
+
+    return inprocess.run(ranks, job)[-1]
+
+
+@pytest.mark.parametrize("way", ["stage", "list"])
+def test_a_loss_with_parameters_and_random_numbers_is_trained_on_any_ranks(way):
+    losses, scale = trained_with_loss(way, 1)
+    assert scale != 0.5 and len({*map(tuple, losses)}) == STEPS
+    for ranks, make in ((2, schedules.one_f_one_b), (2, schedules.zero_bubble_h1)):
+        again, other = trained_with_loss(way, ranks, make=make)
+        np.testing.assert_allclose(again, losses, rtol=1e-12)
+        assert other == pytest.approx(scale, rel=1e-12)
+    seeded, _ = trained_with_loss(way, 1, seed=1)
+    assert np.abs(np.subtract(seeded, losses)).min() > 1e-9
+
+
+def test_the_parameter_of_a_loss_has_the_gradient_of_autograd():
+    loss, stage = Temperature().eval(), torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    x, target = (each[0] for each in data())
+    value = loss(stage(torch.from_numpy(x)), torch.from_numpy(target))
+    expected = torch.autograd.grad(value, [stage.weight, loss.log_scale])
+
+    def job(comm):
+        ours = adapters.torch_loss(loss)
+        stages = [adapters.torch_stage(stage, prefix="last.", loss=ours)]
+        with Pipeline(stages, schedules.gpipe(1, MICROBATCHES), comm, loss=ours) as pipeline:
+            pipeline.step(x, target)
+        return dict(stages[0].gradients)
+
+    (found,) = inprocess.run(1, job)
+    np.testing.assert_allclose(found["last.weight"], expected[0], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(found["last.loss.log_scale"], expected[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["stage", "function"])
+def test_modules_are_tied_by_name_where_no_identity_is_seen(way):
+    losses, gradients, _ = judged("tied_weights")
+    schedule = schedules.one_f_one_b(2, MICROBATCHES)
+    models = [made("tied_weights") for _ in range(2)]
+
+    def job(comm):
+        first, tanh, last = models[comm.rank]
+        if way == "stage":
+            part = (torch.nn.Sequential(first, tanh), last)[comm.rank]
+            name = ("0.weight", "weight")[comm.rank]
+            stages = [adapters.torch_stage(part, prefix=f"{comm.rank}.", ties={name: "shared"})]
+        else:
+            entries = [adapters.with_skips(lambda: first, ties={"weight": "shared"}), tanh,
+                       adapters.with_skips(lambda: last, ties={"weight": "shared"})]  # fmt: skip
+            stages = cut(entries, schedule, comm.rank, dtype="float64")
+        found = []
+        with Pipeline(stages, schedule, comm, loss=adapters.torch_loss(mean)) as pipeline:
+            for x, target in zip(*data()):
+                found.append(pipeline.step(None if comm.rank else x, target if comm.rank else None).loss)
+                kept = {key: array.copy() for stage in stages for key, array in stage.gradients.items()}
+                for stage in stages:
+                    stage.parameters.flat[...] -= 0.1 * stage.gradients.flat
+        return found, kept
+
+    for found, kept in inprocess.run(2, job):
+        np.testing.assert_allclose(found, losses, rtol=1e-12)
+        weight = next(array for name, array in kept.items() if name.endswith("weight"))
+        np.testing.assert_allclose(weight, gradients["0.weight"], rtol=1e-11, atol=1e-12)
+
+
+def test_a_tie_of_no_parameter_is_refused():
+    with pytest.raises(ArgumentError, match=r"a tie names no parameter: 'bias\.x'"):
+        adapters.torch_stage(torch.nn.Linear(2, 2), ties={"bias.x": "shared"})
+
+
+def test_replicas_begin_with_the_state_of_the_first_and_refuse_other_parameters(pair, mpi_tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).double()
+    with torch.no_grad():
+        module[0].weight.fill_(1)
+        module[0].bias.fill_(1)
+        module[1].running_mean += 1 + pair.rank
+    stage, schedule = adapters.torch_stage(module), schedules.gpipe(1, 2)
+    loss, alone = adapters.torch_loss(mean), pair.Split(pair.rank, 0)
+    x = np.random.default_rng(pair.rank).normal(size=(4, 2))
+    with Pipeline([stage], schedule, alone, loss=loss, replicas=pair) as pipeline:
+        assert (module[1].running_mean == 1).all()
+        pipeline.step(x, x)
+        means = pair.allgather(module[1].running_mean.numpy().copy())
+        assert not np.allclose(*means)
+        with Mesh(pair, pipe=1) as mesh:
+            checkpoint.check_replicas(mesh, [stage])
+            path = checkpoint.save(mpi_tmp_path, mesh, [stage], step=1)
+            checkpoint.load(path, mesh, [stage])
+        np.testing.assert_array_equal(module[1].running_mean, means[0])
+    stage.parameters["0.weight"][...] += pair.rank
+    with pytest.raises(MismatchError, match="the replicas of a pipeline differ"):
+        Pipeline([stage], schedule, alone, loss=loss, replicas=pair)
+    alone.Free()
+
+
+# -- what is refused, with its name ------------------------------------------------------------------------------------
+
+
+def refused(module, match, change=lambda module: None):
+    """A step of this module, and another one after a change, raise this error."""
+    x = np.ones((4, WIDTH))
+
+    def job(comm):
+        with pytest.raises(ArgumentError, match=match):
+            with Pipeline(
+                [adapters.torch_stage(module)], schedules.gpipe(1, 2), comm, loss=adapters.torch_loss(mean)
+            ) as p:
+                p.step(x, x)
+                change(module)
+                p.step(x, x)
+
+    inprocess.run(1, job)
+
+
+def test_what_cannot_be_right_is_refused_by_name():
+    @dataclass
+    class Output:
+        y: object
+
+    double = torch.nn.Linear(WIDTH, WIDTH).double()
+    refused(Of(lambda self, x: Output(x)).double(), "the output of a module")
+    refused(Of(lambda self, x: (self.linear(x), None)).double(), "the output of a module")
+    refused(torch.nn.Sequential(double, torch.nn.SyncBatchNorm(WIDTH)).double(), "SyncBatchNorm")
+    refused(torch.nn.Linear(WIDTH, WIDTH, device="meta"), "a device that arrays do not know")
+    refused(double, "the parameter weight .* no longer frozen", lambda module: module.weight.requires_grad_(False))
+    half = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)).double()
+    half[0].requires_grad_(False)
+    refused(half, r"the parameter 0\.\w+ .* no longer frozen", lambda module: module.requires_grad_(True))
+    new = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)).double()
+    refused(new, r"the parameter 1\.\w+ ", lambda module: module.append(torch.nn.Linear(WIDTH, WIDTH)))
+
+
+def test_a_buffer_that_entries_share_must_stay_as_it_is():
+    """On one rank it is one tensor, on two there are two of them."""
+    for changes in (False, True):
+        first, last = (Running(lambda self, mean: self.mean.add_(mean) if changes else None) for _ in range(2))  # noqa: B023
+        last.mean = first.mean
+        entries = [part.double() for part in (first, last)]
+        last.mean = first.mean
+
+        def job(comm):
+            schedule, (x, target) = schedules.one_f_one_b(comm.size, 2), (each[0] for each in data())
+            stages = cut(entries, schedule, comm.rank, dtype="float64")  # noqa: B023
+            with Pipeline(stages, schedule, comm, loss=adapters.torch_loss(mean)) as pipeline:
+                pipeline.step(x, target)
+                if changes:  # noqa: B023
+                    with pytest.raises(ArgumentError, match="a buffer that several entries share has changed"):
+                        pipeline.step(x, target)
+                else:
+                    pipeline.step(x, target)
+
+        inprocess.run(1, job)

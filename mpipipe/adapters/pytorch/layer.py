@@ -52,7 +52,7 @@ from mpipipe.adapters.pytorch.tensors import (
     slope_of,
     written_error,
 )
-from mpipipe.adapters.pytorch.ties import TIE
+from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, array_of, tensor_of
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Parameter, Position
@@ -100,6 +100,7 @@ class TorchLayer(ForeignLayer):
         self._gpu = arrays.current_gpu() if self.stage.device == "cuda" else None
         device = "cpu" if self._gpu is None else f"cuda:{self._gpu}"
         values = [tensor_of(getattr(self, name)) for name in self.declared]
+        shared = [name for name, each in module.named_buffers() if hasattr(each, SHARED)]
         move_state(module, {*self.declared}, values[0].dtype if values else None, device)
         for (name, parameter), value in zip(self._declared_ones(), values):
             before, parameter.grad = parameter.grad, None
@@ -111,6 +112,7 @@ class TorchLayer(ForeignLayer):
         self._parameters = [each.parameter for each in self._pieces.values() if each.gradient is not None]
         self._trained = {name for name, each in self._pieces.items() if each.gradient is not None}
         self._state = ModuleState(module)
+        self._shared = {name: each.clone() for name, each in module.named_buffers() if name in shared}
         for each in modules_for_hooks(module):
             each.register_forward_hook(lambda _module, _inputs, output: self._move_messages(output))
         for each in module.modules():
@@ -154,6 +156,14 @@ class TorchLayer(ForeignLayer):
             with torch.no_grad():
                 gradient.zero_() if found is None else gradient.copy_(found)
             parameter.grad = gradient
+        for name, before in self._shared.items():
+            if not torch.equal(self.given.get_buffer(name), before):
+                raise ArgumentError(
+                    "a buffer that several entries share has changed: on several ranks each has one of its own",
+                    found=f"layer {self.name}, {name}",
+                    expected="a table that stays as it is",
+                    remedy="a buffer for each entry, or one entry with all modules that change it",
+                )
 
     def _check_parameters(self) -> None:
         """Raise ArgumentError where parameters are no longer those of the stage, or lie elsewhere."""

@@ -88,6 +88,12 @@ def check_module(module: Any) -> None:
                 remedy="run the module once before it becomes a stage",
             )
         device_of(each)
+    if any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in module.modules()):
+        raise ArgumentError(
+            "a module has SyncBatchNorm",
+            expected="statistics of a micro-batch: processes of torch.distributed are no replicas of a pipeline",
+            remedy="torch.nn.BatchNorm1d, 2d or 3d; or module.eval() of that part, and no gradient",
+        )
 
 
 def modules_for_hooks(module: Any) -> Iterator[Any]:

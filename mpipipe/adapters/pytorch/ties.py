@@ -11,6 +11,7 @@ import torch
 from mpipipe.errors import ArgumentError
 
 TIE = "mpipipe_tie"  # attribute of a parameter: the key of what it shares
+SHARED = "mpipipe_shared"  # attribute of a buffer that modules of several places have: its name in the last of them
 
 
 def tie_shared(modules: Mapping[int, Any]) -> None:
@@ -20,6 +21,7 @@ def tie_shared(modules: Mapping[int, Any]) -> None:
     """
     parameters: dict[int, str] = {}  # id -> name of the first place
     owners: dict[int, str] = {}  # of modules within
+    buffers: dict[int, tuple[int, Any]] = {}  # id -> first place, and the buffer
     for place, module in modules.items():
         mine = {id(each) for each in module.parameters()}
         shared = [each for each in module.parameters() if id(each) in parameters]
@@ -35,6 +37,9 @@ def tie_shared(modules: Mapping[int, Any]) -> None:
                 if each is not None and id(each) in parameters:
                     each.__dict__.setdefault(TIE, parameters[id(each)])
                     part._parameters[key] = _twin(each)
+        for name, buffer in module.named_buffers():
+            if buffers.setdefault(id(buffer), (place, buffer))[0] != place:
+                buffer.__dict__[SHARED] = buffers[id(buffer)][1].__dict__[SHARED] = f"{place}.{name}"
         for name, each in module.named_parameters():
             if id(each) in mine:
                 parameters.setdefault(id(each), f"{place}.{name}")
