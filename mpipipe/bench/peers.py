@@ -5,22 +5,25 @@ Both sides run in one process on each rank, in turns. Gradients are compared bef
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import numpy as np
 
-from mpipipe import Pipeline, attention, nn, processor, schedules
+from mpipipe import Pipeline, adapters, attention, nn, processor, schedules
 from mpipipe.arrays import array_of, tensor_of
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.errors import BackendError
-from mpipipe.job import Communicator, group_of, runtime
+from mpipipe.job import Communicator, group_of, inprocess, runtime
 from mpipipe.language.models import GPT
 from mpipipe.options import Option
+from mpipipe.planning import peak, resident
 from mpipipe.text import how_to_install
 
 try:
@@ -52,8 +55,12 @@ def peers(
     if comm.size == 1:
         raise BackendError("bench peers measures messages", found="1 rank", remedy="start it by mpiexec -n 2")
     torch.set_num_threads(processor.chosen_threads() or 1)
+    model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     with _gloo(comm):
-        _pipelines(comm, GPT(dim=dim, layers=layers, heads=heads, seq=seq_len), microbatches, rows, dtype, repeats)
+        _pipelines(comm, model, microbatches, rows, dtype, repeats)
+        if find_spec("transformers") is not None:
+            _same_modules(comm, model, microbatches, rows, repeats)
+    _memory(comm, model, rows)
 
 
 @contextmanager
@@ -131,6 +138,95 @@ def _pipelines(comm: Communicator, model: GPT, microbatches: int, rows: int, dty
         f"{ours:.3f} s a step ({count / ours:.0f} tokens/s), PyTorch over gloo {other:.3f} s",
         ours / other,
         "at most 0.9",
+    )
+
+
+def _same_modules(comm: Communicator, model: GPT, microbatches: int, rows: int, repeats: int) -> None:
+    """Compare torch_stage with Schedule1F1B, of the same modules: the blocks of a Llama of transformers."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    start, stop = schedules.partition([1] * model.layers, comm.size)[comm.rank]
+    blocks = _llama_blocks(model, start, stop)
+    ours, theirs = blocks, copy.deepcopy(blocks)
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    batch = np.random.default_rng(0).standard_normal((2, microbatches * rows, model.seq, model.dim), dtype=np.float32)
+    peer = Schedule1F1B(PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, F.mse_loss)
+    inputs = [torch.from_numpy(batch[0])] if first else []
+    target = {"target": torch.from_numpy(batch[1])} if last else {}
+
+    def their_step() -> None:
+        theirs.zero_grad()
+        peer.step(*inputs, **target, return_outputs=False)
+
+    stage, loss = adapters.torch_stage(ours), adapters.torch_loss(F.mse_loss)
+    with Pipeline([stage], schedules.one_f_one_b(comm.size, microbatches), comm, loss=loss) as pipeline:
+        step = partial(pipeline.step, batch[0] if first else None, batch[1] if last else None)
+        step()
+        their_step()
+        pairs = zip(ours.parameters(), theirs.parameters())
+        found, expected = zip(*((array_of(one.grad).copy(), array_of(other.grad)) for one, other in pairs))
+        _check(comm, "the gradient of torch_stage", found, expected, NEAR["float32"])
+        took, other = compare(comm, [step, their_step], repeats, WARMUP)
+    report(
+        comm,
+        f"torch_stage 1F1B, {comm.size} ranks, {microbatches} micro-batches, {model.layers} blocks of a Llama",
+        f"{took:.3f} s a step, PyTorch over gloo {other:.3f} s",
+        took / other,
+        "at most 0.95",
+    )
+
+
+def _llama_blocks(model: GPT, start: int, stop: int) -> Any:
+    """Return some blocks of a Llama as one module, (rows, seq, dim) -> the same."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    sizes = {"hidden_size": model.dim, "intermediate_size": 2 * model.dim, "num_attention_heads": model.heads}
+    torch.manual_seed(0)
+    llama = LlamaModel(LlamaConfig(**sizes, vocab_size=8, num_hidden_layers=model.layers))
+
+    class Blocks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotary, self.blocks = llama.rotary_emb, llama.layers[start:stop]
+
+        def forward(self, x: Any) -> Any:
+            angles = self.rotary(x, torch.arange(x.shape[1])[None])
+            for block in self.blocks:
+                x = block(x, position_embeddings=angles)
+                x = x[0] if isinstance(x, tuple) else x
+            return x
+
+    return Blocks()
+
+
+def _memory(comm: Communicator, model: GPT, rows: int) -> None:
+    """Compare the peak of resident memory of a step of a GPT on one rank, with parameters and gradients."""
+    from mpipipe.bench.torch_gpt import micro_batch
+
+    tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
+
+    def ours(alone: Communicator) -> None:
+        stages = [nn.Stage(model.build(attention.Local(causal=True)))]
+        with Pipeline(
+            stages, schedules.gpipe(1, 1), alone, loss=nn.softmax_cross_entropy, input_grads=False
+        ) as pipeline:
+            pipeline.step(tokens, targets)
+
+    def theirs() -> None:
+        micro_batch(model, tokens, targets)()
+
+    peaks = []
+    for work in (lambda: inprocess.run(1, ours), theirs):
+        before = resident()
+        work()
+        peaks.append((peak() - before) / 2**20)
+    report(
+        comm,
+        f"memory of a step of {rows} x {model.seq} tokens, {model.parameters:,} parameters",
+        f"{peaks[0]:.0f} MiB, PyTorch {peaks[1]:.0f} MiB",
+        peaks[0] / peaks[1],
+        "at most 0.45",
     )
 
 

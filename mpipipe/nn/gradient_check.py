@@ -247,7 +247,8 @@ class _Check:
             _, saved = self.stage.forward(self.x, *self.more)
             dx, pending = self.stage.backward_input(self.dy, saved)
             early = [name for name in self.parameters if self.gradients[name].any()]
-            if early:
+            # a module of PyTorch with hooks does its whole backward there, once
+            if early and not any(getattr(layer, "in_one_walk", False) for layer in getattr(self.stage, "layers", ())):
                 self.wrong.append(f"backward_input touches the gradient of {', '.join(early)}")
             self.stage.backward_weight(pending)
             self._compare("from backward_input and backward_weight", self._gradients(dx), expected)

@@ -3,7 +3,7 @@
 from mpipipe.planning.cutting import Cut, CutStage, cut
 from mpipipe.planning.find import PlanReport, find_plan, in_words, table
 from mpipipe.planning.layer_plan import LayerPlan, name_ends
-from mpipipe.planning.memory import check_memory
+from mpipipe.planning.memory import check_memory, peak, resident
 from mpipipe.planning.predict import Choice, Prediction, completed, predict
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, declared, layers_with, parameters_of
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes, parse_bytes

@@ -6,7 +6,8 @@ them before its first step, in a rehearsal. `--check` does it before a job is qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,11 +21,11 @@ from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, 
 from mpipipe.even_split import even_split
 from mpipipe.exchange import AllToAll, HaloExchange
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
-from mpipipe.pipeline import Pipeline, rows_of_any
+from mpipipe.pipeline import Loss, Pipeline, rows_of_any
 from mpipipe.planning import LayerPlan
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, read_all
+from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, read_all, shapes_of
 from mpipipe.train.task_loss import TaskLoss, numbers, scores_of
 
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
@@ -278,6 +279,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         check_batch(task, method, 0, range(rows), shard, found)
     lines: list[str] = []
     right, output = True, None
+    passed: list[tuple[nn.Stage, Tree]] = []  # each layer, and its output
     inputs, target = example(task, rows, 1, shard)
     still, mixing = nn.Position(training=False), ""
     # what each row by itself becomes, and what it has under names
@@ -289,6 +291,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
         lines.append(line)
         right, output = right and fine, stage.forward(x, still)[0]
+        passed.append((stage, output))
         ways = [(nn.handed(own, named, stage.takes), named) for own, named in alone]
         alone = [(call(task, "layers", own, still, by=stage.forward)[0], named) for own, named in ways]
         if right and not mixing and _differ(output, [own for own, _ in alone], task.per_microbatch):
@@ -298,12 +301,18 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
             f"{mixing}: gives other rows for a batch than for each row alone, so the result depends on --microbatches; "
             "let no row change another one: take norms and means of each row by itself"
         )
+    facts, fine = _facts(passed)
+    lines += facts
+    right = right and fine
     loss = TaskLoss(task)
-    line, fine = _checked("loss", _LossStage(loss, target), output, None)
+    draws = "position" in loss.__signature__.parameters
+    still_loss = partial(loss, position=still) if draws else loss
+    line, fine = _checked("loss", _LossStage(partial(loss, position=nn.Position()) if draws else loss, target), output)
+    line += "; random numbers that it draws are those of step, micro-batch and replica" if draws else ""
     if fine:
         for _ in range(REPEATS):
             loss.rehearse(True)
-            loss(output, target)
+            still_loss(output, target)
             if loss.suspect is None:
                 break
         if loss.suspect is not None:
@@ -311,7 +320,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         if right and not mixing and not loss.over_batch:
             loss.rehearses = loss.collects = False
             pairs = [(own, goal) for (own, _), (_, goal) in zip(alone, singles)]
-            wrong = _loss_error(loss, output, target, pairs)
+            wrong = _loss_error(still_loss, loss.plain, output, target, pairs)
             line, fine = wrong or line, not wrong
     return [*lines, line], right and fine and not mixing
 
@@ -338,10 +347,33 @@ def _differ(whole: Tree, alone: Sequence[Tree], graphs: bool = False) -> bool:
     return False
 
 
-def _loss_error(loss: TaskLoss, output: Tree, target: Tree, singles: Sequence[Pair]) -> str:
+def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> tuple[list[str], bool]:
+    """Return a line each about ties, state, dtypes at all cuts and split backwards, and whether ties agree."""
+    ties: dict[str, list[tuple[str, arrays.Shape]]] = {}
+    state: list[str] = []
+    whole: list[str] = []
+    for stage, _ in passed:
+        state += stage.state
+        if getattr(stage.layers[0], "in_one_walk", False):
+            whole.append(f"layers[{stage.first}]")
+        for key, names in stage.ties.items():
+            ties.setdefault(key, []).extend((name, stage.parameters[name].shape) for name in names)
+    fine = all(len({shape for _, shape in places}) == 1 for places in ties.values())
+    tied = [" = ".join(f"{name} {list(shape)}" for name, shape in places) for places in ties.values()]
+    between = [shapes_of(getattr(output, "main", output)) for _, output in passed[:-1]]
+    lines = [
+        f"ties: {', '.join(tied) or 'none'}" + ("" if fine else "; tied parameters have one shape"),
+        f"state in checkpoints: {', '.join(state) or 'none'}",
+        f"between layers: {'; '.join(between) or 'nothing'}",
+        f"whole backward in I, and nothing left for W: {', '.join(whole) or 'no layer'}",
+    ]
+    return lines, fine
+
+
+def _loss_error(loss: Callable[..., Any], plain: Loss, output: Tree, target: Tree, singles: Sequence[Pair]) -> str:
     """Return a line where the loss of a batch is not the mean, by their weights, of those of its rows; else ""."""
-    whole = loss.plain.checked(loss(output, target))[0]
-    alone = [loss.plain.checked(loss(*each)) for each in singles]
+    whole = plain.checked(loss(output, target))[0]
+    alone = [plain.checked(loss(*each)) for each in singles]
     weights = []
     for (_, _, weight), (_, goal) in zip(alone, singles):
         weights.append(float(rows_of_any(goal)) if weight is None else weight)
@@ -358,7 +390,7 @@ def _loss_error(loss: TaskLoss, output: Tree, target: Tree, singles: Sequence[Pa
     )
 
 
-def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:
+def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None = None) -> tuple[str, bool]:
     try:
         differences = nn.check_gradients(stage, x, position=position)
     except StageError as error:
@@ -373,7 +405,7 @@ def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tu
 class _LossStage:
     """A loss as a stage whose output is the value: its backward gives the gradient of what the loss is called with."""
 
-    def __init__(self, loss: TaskLoss, target: Tree) -> None:
+    def __init__(self, loss: Callable[..., Any], target: Tree) -> None:
         self.loss, self.target = loss, target
 
     def forward(self, x: Tree) -> tuple[np.ndarray, Tree]:

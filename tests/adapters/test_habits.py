@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint as recomputed  # noqa: E402
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, cut, schedules  # noqa: E402
 from mpipipe.errors import ArgumentError, MismatchError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
+from mpipipe.train import Task  # noqa: E402
+from mpipipe.train.rehearsal import check_task  # noqa: E402
 
 pytestmark = pytest.mark.judges
 WIDTH, ROWS, MICROBATCHES, STEPS = 4, 3, 4, 3
@@ -1012,3 +1014,42 @@ def test_a_buffer_that_entries_share_must_stay_as_it_is():
                     pipeline.step(x, target)
 
         inprocess.run(1, job)
+
+
+# -- what `train FILE.py --check` finds on one process -----------------------------------------------------------------
+
+
+class Hooked(Task):
+    loss = adapters.torch_loss(Temperature())
+    tied = True
+
+    def layers(self, shard):
+        def marked(self, x):
+            y = self.linear(x)
+            if y.requires_grad:
+                y.register_hook(torch.clone)
+            return y, x > 0
+
+        first, hooked, last = linear(), Of(marked), linear()
+        if self.tied:
+            last.weight = first.weight
+        masked = Of(lambda self, x, mask: self.linear(x) * mask)
+        return [first, torch.nn.BatchNorm1d(WIDTH), hooked, masked, last]
+
+    def batch(self, step, rows, shard):
+        x = np.random.default_rng(step).normal(size=(8, WIDTH))[rows.start : rows.stop]
+        return x, np.tanh(x)
+
+    validation = batch
+
+
+def test_check_says_what_it_looked_at():
+    (found,) = inprocess.run(1, lambda comm: check_task(Hooked(), 0, comm))
+    lines, right = found
+    assert right, lines
+    said = dict(line.split(": ", 1) for line in lines)
+    assert said["ties"] == "0.weight [4, 4] = 4.weight [4, 4]"
+    assert said["state in checkpoints"] == "1.running_mean, 1.running_var, 1.num_batches_tracked"
+    assert said["between layers"].startswith("float64[4]; float64[4]; 2: float64[4], bool[4]; float64[4]")
+    assert said["whole backward in I, and nothing left for W"] == "layers[2]"
+    assert "random numbers" in said["loss"]

@@ -156,7 +156,7 @@ class SplitBackward:
         hooked: bool,
     ):
         # walks for some parameters: tensors or GradientEdges to begin at, gradients, and these parameters
-        self._parts: list[tuple[list[Any], list[Tensor], list[Tensor]]] = []
+        self.parts: list[tuple[list[Any], list[Tensor], list[Tensor]]] = []
         graph = None if hooked or not parameters else AutogradGraph(outputs, inputs, parameters)
         if graph is None or not graph.divisible:
             torch.autograd.backward(outputs, gradients)
@@ -165,7 +165,7 @@ class SplitBackward:
             self._walk_trunk(graph, outputs, gradients, inputs, parameters)
         whole = [parameters[number] for number in sorted({*graph.shared, *graph.apart})]
         if whole:
-            self._parts.append((list(outputs), list(gradients), whole))
+            self.parts.append((list(outputs), list(gradients), whole))
 
     def _walk_trunk(
         self,
@@ -186,10 +186,10 @@ class SplitBackward:
         for node, several in arrived.items():
             there = [(GradientEdge(node, place), each) for place, each in enumerate(several) if each is not None]
             own = [parameters[number] for number in graph.branching[node]]
-            self._parts.append(([edge for edge, _ in there], [each for _, each in there], own))
+            self.parts.append(([edge for edge, _ in there], [each for _, each in there], own))
 
     def finish(self) -> None:
         """Add the gradients of the parameters to their `.grad`. A graph may be kept by others, so nothing is freed."""
-        while self._parts:
-            edges, gradients, parameters = self._parts.pop()
+        while self.parts:
+            edges, gradients, parameters = self.parts.pop()
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=parameters)

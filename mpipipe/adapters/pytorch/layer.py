@@ -80,6 +80,7 @@ class TorchLayer(ForeignLayer):
     mixes_positions = ForeignLayer.mixes_positions
     _pieces: dict[str, PlacedParameter]
     _polled = 0.0  # seconds of a clock
+    in_one_walk = False  # whether the first half of the last backward has done all
     _looked = False  # whether a graph has been looked at for tensors whose gradients are summed nowhere
 
     def _declare(self) -> dict[str, Parameter]:
@@ -267,6 +268,7 @@ class TorchLayer(ForeignLayer):
         if outputs:
             own, hooked = self._parameters, tape.kept[2]
             split = _unwritten(gradients, lambda: SplitBackward(outputs, gradients, inputs, own, hooked))
+            self.in_one_walk = bool(own) and not split.parts
         return [slope_of(each) for each in inputs], split
 
     def _backward_weight(self, pending: SplitBackward | None) -> None:
