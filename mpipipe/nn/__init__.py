@@ -28,7 +28,7 @@ from mpipipe.nn.layers.attention import SelfAttention
 from mpipipe.nn.layers.containers import PreNormResidual, Recompute, Residual, Sequential
 from mpipipe.nn.layers.convolution import Conv
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
-from mpipipe.nn.layers.field import Downsample, GroupNorm, Patches, Upsample
+from mpipipe.nn.layers.field import Patches
 from mpipipe.nn.layers.head_slices import HeadSlice, check_slices
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position, mixes
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
@@ -49,13 +49,11 @@ from mpipipe.nn.write_hooks import GradientReady, announce_write, gradient_ready
 __all__ = [  # the rest is for other rooms of the package
     "AdaptiveNorm",
     "Conv",
-    "Downsample",
     "Dropout",
     "Embedding",
     "FeedForward",
     "FlatBuffer",
     "Gelu",
-    "GroupNorm",
     "Head",
     "HeadCrossEntropy",
     "HeadSlice",
@@ -81,7 +79,6 @@ __all__ = [  # the rest is for other rooms of the package
     "SpectralConv",
     "Stage",
     "SwiGLU",
-    "Upsample",
     "YarnScaling",
     "check_gradients",
     "mean_of_losses",

@@ -51,8 +51,8 @@ def check_axes(name: str, sizes: tuple[int, ...]) -> None:
     check_positive(**{f"{name}[{axis}]": size for axis, size in enumerate(sizes)})
 
 
-def check_field(layer: Any, x: Array, axes: int, channels: int | None = None) -> None:
-    """Raise ArgumentError unless x is a field with this number of axes of space and, where given, of channels."""
+def check_field(layer: Any, x: Array, axes: int, channels: int) -> None:
+    """Raise ArgumentError unless x is a field with this number of axes of space, and of channels."""
     if x.ndim != axes + 2 or 0 in x.shape:
         raise ArgumentError(
             f"layer {layer.name} ({type(layer).__name__}): the input is not a field, or an empty one",
@@ -60,7 +60,7 @@ def check_field(layer: Any, x: Array, axes: int, channels: int | None = None) ->
             expected=f"{axes + 2} axes, of 1 or more: batch, {axes} of space, channels",
             remedy="channels are the last axis; give the layer a size for each axis of space",
         )
-    check_features(layer, x, x.shape[-1] if channels is None else channels)
+    check_features(layer, x, channels)
 
 
 def check_positive(**sizes: int) -> None:

@@ -30,7 +30,7 @@ from mpipipe.train.task_loss import TaskLoss, numbers, scores_of
 
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
 REPEATS = 8  # evaluations in all of which a loss looks wrong: one that draws one of two values does once in 2^16
-RIGHT_IN_PARTS = HaloExchange, AllToAll, nn.AdaptiveNorm, nn.Patches, nn.Downsample, nn.Upsample
+RIGHT_IN_PARTS = HaloExchange, AllToAll, nn.AdaptiveNorm, nn.Patches
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
     "batch from np.random.default_rng(step), and return [rows] of it"

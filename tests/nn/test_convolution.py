@@ -31,17 +31,12 @@ CASES = {  # (inputs, outputs, width), space, options
     "points": ((3, 5, (1, 1)), (4, 3), {}),
     "space, stride, groups": ((4, 2, (3, 2, 3)), (4, 4, 6), dict(stride=2, groups=2, padding="periodic")),
 }
-WAYS = {  # (elements at once, channels): all points or few; all groups or one at a time
-    "one group at a time": (1 << 19, 1),
-    "in pieces": (60, 16),
-}
+WAYS = {"all at once": 1 << 19, "in pieces": 60}  # elements that are gathered at once
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    most, dense = WAYS[request.param]
-    monkeypatch.setattr(convolution, "DENSE", dense)
-    monkeypatch.setitem(convolution.GATHERED, "cpu", most)
+    monkeypatch.setitem(convolution.GATHERED, "cpu", WAYS[request.param])
 
 
 def made(name, dtype="float64", **more):

@@ -48,9 +48,7 @@ LAYERS = {
 FIELDS = {  # with the shape of x
     "Conv of a plane": (lambda: [nn.Conv(4, 6, (3, 2), stride=2, groups=2)], (2, 5, 6, 4)),
     "Conv in space": (lambda: [nn.Conv(16, 32, (3, 2, 3), stride=2, groups=2, bias=False)], (1, 4, 3, 4, 16)),
-    "GroupNorm": (lambda: [nn.GroupNorm(3, 6)], (2, 3, 4, 6)),
     "names": (lambda: [nn.Keep("arm"), nn.Linear(6, 6), nn.AdaptiveNorm(6, 6, "arm"), nn.Join("arm")], (5, 6)),
-    "Downsample and Upsample": (lambda: [nn.Downsample((3, 2)), nn.Upsample((1, 2))], (2, 6, 4, 5)),
     "Patches": (lambda: [nn.Patches((1, 2, 2), (2, 1, 2)), nn.Linear(12, 12)], (2, 2, 2, 4, 3)),
     "a field of Patches": (lambda: [nn.Patches((2, 3), (2, 2), back=True)], (2, 4, 12)),
     "SpectralConv of a plane": (lambda: [nn.SpectralConv(3, 2, (2, 3))], (2, 6, 7, 3)),

@@ -22,7 +22,6 @@ from mpipipe.nn.parameters import normal, vector
 
 PADDINGS = ("same", "periodic", "valid")
 GATHERED = {"cpu": 1 << 19, "cuda": 1 << 26}  # elements that are gathered at once
-DENSE = 16  # channels of a product, up to which groups share one
 
 
 class _Shape(NamedTuple):
@@ -97,8 +96,6 @@ class Conv(Layer):
             )
         self.inputs, self.outputs, self.width, self.stride, self.groups = inputs, outputs, width, stride, groups
         self.before = tuple(0 if kind == "valid" else (size - 1) // 2 for kind, size in zip(self.padding, width))
-        most = max(1, DENSE * groups // max(inputs, outputs))
-        self.together = max(count for count in range(1, groups + 1) if groups % count == 0 and count <= most)
         terms = math.prod(width) * inputs // groups
         self.declared = {"weight": normal((outputs, *width, inputs // groups), gain * terms**-0.5)}
         if bias:
@@ -123,30 +120,32 @@ class Conv(Layer):
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
-        return self._correlate(x, self._by_group(self.weight), shape), x
+        y = arrays.empty((len(x), *shape.sizes, self.outputs), x.dtype, self.stage.device)
+        kernels, weight = self.stage.kernels, self._matrices(self.weight)
+        for windows, group, place in self._windows(x, shape, self.outputs):
+            bias = None if self.bias is None else self.bias[place[-1]]
+            points = kernels.linear(windows, weight[group], bias)
+            kernels.copy(points.reshape(y[place].shape), y[place])
+        return y, x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
         if self.ends:
             return None, (dy, saved)
-        # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: for all i of one
-        # remainder by the stride it is a convolution of dy with every stride-th k, turned round
-        step, space, weight = self.stride, saved.shape[1:-1], self._by_group(self.weight)
-        dx = None if step == 1 else arrays.zeros(saved.shape, dy.dtype, self.stage.device)
-        for remainders in product(range(step), repeat=len(space)):
-            taps = [
-                range((i + b) % step, width, step)[::-1] for i, b, width in zip(remainders, self.before, self.width)
-            ]
-            sizes = tuple(len(range(i, points, step)) for i, points in zip(remainders, space))
-            if not all(taps) or not all(sizes):
-                continue
-            before = [len(ks) - 1 - (i + b) // step for ks, i, b in zip(taps, remainders, self.before)]
-            turned = (slice(None),) * 3 + tuple(slice(ks[0], None, -step) for ks in taps)
-            shape = _Shape([len(ks) for ks in taps], before, 1, sizes)
-            part = self._correlate(dy, weight[turned], shape, backward=True)
-            if dx is None:
-                return part, (dy, saved)
-            places = slice(None), *(slice(i, None, step) for i in remainders)
-            self.stage.kernels.copy(part, dx[places])
+        # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: with zeros between
+        # the points of dy it is a convolution with every k, turned round
+        kernels, space = self.stage.kernels, saved.shape[1:-1]
+        spread = dy
+        if self.stride > 1:
+            spread = arrays.zeros((len(dy), *space, self.outputs), dy.dtype, self.stage.device)
+            places = (slice(0, self.stride * points, self.stride) for points in dy.shape[1:-1])
+            kernels.copy(dy, spread[(slice(None), *places)])
+        before = [width - 1 - count for width, count in zip(self.width, self.before)]
+        shape = _Shape(self.width, before, 1, space)
+        turned = self._turned_matrices()
+        dx = arrays.empty(saved.shape, dy.dtype, self.stage.device)
+        for windows, group, place in self._windows(spread, shape, self.inputs):
+            points = kernels.linear_backward_input(windows, turned[group])
+            kernels.copy(points.reshape(dx[place].shape), dx[place])
         return dx, (dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
@@ -155,17 +154,10 @@ class Conv(Layer):
         self._add("bias", self._sum_points, dy)
 
     def _add_products(self, dy: Array, x: Array, grad: Array) -> None:
-        kernels = self.stage.kernels
         shape = _Shape(self.width, self.before, self.stride, dy.shape[1:-1])
-        grad = self._by_group(grad)
-        sums = grad.reshape(len(grad), grad.shape[2], -1)
-        if self.together > 1:
-            sums = arrays.zeros(self._matrices_shape(grad), grad.dtype, self.stage.device)
-        for windows, part, own in self._windows(x, shape, sums.shape[1]):
-            kernels.linear_backward_weight(rows(arrays.copied(dy[own])), windows, sums[part])
-        if self.together > 1:
-            for of_grad, of_sums in self._pairs(grad, sums):
-                kernels.copy(of_sums, of_grad, add=True)
+        sums = self._matrices(grad)
+        for windows, group, place in self._windows(x, shape, self.outputs):
+            self.stage.kernels.linear_backward_weight(rows(arrays.copied(dy[place])), windows, sums[group])
 
     def _sum_points(self, dy: Array, grad: Array) -> None:
         """Add up whole lines first, for rows of few channels are slow to add."""
@@ -173,65 +165,29 @@ class Conv(Layer):
         self.stage.kernels.sum_rows(dy.reshape(-1, sums.size), sums.reshape(-1))
         self.stage.kernels.add_parts(sums, grad)
 
-    def _correlate(self, x: Array, weight: Array, shape: _Shape, backward: bool = False) -> Array:
-        """Return the output of these windows; `backward` with transposed matrices W[k], and without the bias."""
-        kernels = self.stage.kernels
-        matrices = self._matrices(weight, backward)
-        outputs = matrices.shape[2 if backward else 1]
-        y = arrays.empty((len(x), *shape.sizes, len(matrices) * outputs), x.dtype, self.stage.device)
-        for windows, part, own in self._windows(x, shape, outputs):
-            if backward:
-                points = kernels.linear_backward_input(windows, matrices[part])
-            else:
-                points = kernels.linear(windows, matrices[part], None if self.bias is None else self.bias[own[-1]])
-            kernels.copy(points.reshape(y[own].shape), y[own])
-        return y
+    def _matrices(self, weight: Array) -> Array:
+        """View weights as a matrix for each group, (groups, outputs of a group, points of a window x inputs)."""
+        return weight.reshape(self.groups, self.outputs // self.groups, -1)
 
-    # -- weights: (parts, together, outputs of a group, *width, inputs of a group), and a matrix for each part
-    #
-    # A part is as many groups as share a matrix, which is zero outside of the groups' own blocks. The points of a
-    # window are in the order in which they lie in memory. A matrix is (outputs, points x inputs), and backward
-    # (points x outputs, inputs).
-
-    def _by_group(self, weight: Array) -> Array:
-        return weight.reshape(self.groups // self.together, self.together, -1, *weight.shape[1:])
-
-    def _matrices_shape(self, weight: Array, backward: bool = False) -> tuple[int, int, int]:
-        points, (outputs, inputs) = math.prod(weight.shape[3:-1]), (weight.shape[2], weight.shape[-1])
-        outputs, inputs = (outputs * points, inputs) if backward else (outputs, inputs * points)
-        return len(weight), self.together * outputs, self.together * inputs
-
-    def _pairs(self, weight: Array, matrices: Array, backward: bool = False) -> Iterator[tuple[Array, Array]]:
-        """Yield views of weights and of their matrices that hold the same numbers."""
-        outputs, *width, inputs = weight.shape[2:]
-        row, column = (self.together, outputs), (self.together, inputs)
-        matrices = matrices.reshape(len(matrices), *((*width, *row) if backward else (*row, *width)), *column)
-        if backward:
-            points = range(1, len(width) + 1)
-            matrices = matrices.transpose(0, len(width) + 1, len(width) + 2, *points, -2, -1)
-        for group, first in product(range(self.together), range(width[0])):
-            yield weight[:, group, :, first], matrices[:, group, :, first, ..., group, :]
-
-    def _matrices(self, weight: Array, backward: bool) -> Array:
-        if self.together == 1 and not backward:
-            return weight.reshape(self._matrices_shape(weight))
-        matrices = arrays.zeros(self._matrices_shape(weight, backward), weight.dtype, self.stage.device)
-        for of_weight, of_matrices in self._pairs(weight, matrices, backward):
-            self.stage.kernels.copy(of_weight, of_matrices)
-        return matrices
+    def _turned_matrices(self) -> Array:
+        """Return the matrices (groups, points x outputs of a group, inputs of a group), the points turned round."""
+        outputs, *width, inputs = self.weight.shape
+        points = self._matrices(self.weight).reshape(self.groups, outputs // self.groups, math.prod(width), inputs)
+        turned = arrays.empty((self.groups, *points.shape[2:0:-1], inputs), points.dtype, self.stage.device)
+        self.stage.kernels.copy(points[:, :, ::-1].swapaxes(1, 2), turned)
+        return turned.reshape(self.groups, -1, inputs)
 
     # -- windows
 
     def _windows(self, x: Array, shape: _Shape, outputs: int) -> Iterator[tuple[Array, int, tuple[slice, ...]]]:
-        """Yield windows (points, numbers of a window), which groups they are of, and their places in an output.
+        """Yield windows (points, numbers of a window), their group, and their places in `outputs` channels.
 
-        All points come, some at a time. `outputs` are the channels of a part. The memory of the windows is used again
-        for the next ones.
+        All points come, some at a time. The memory of the windows is used again for the next ones.
         """
         width, before, stride, sizes = shape
         taps = list(product(*map(range, width)))
-        channels = x.shape[-1] * self.together // self.groups
-        line = math.prod(sizes[1:]) * len(taps) * channels
+        channels, own = x.shape[-1] // self.groups, outputs // self.groups
+        line = math.prod(sizes[1:]) * len(taps) * x.shape[-1]
         most = max(1, GATHERED[self.stage.device] // line)
         height, deep = _even(sizes[0], most), _even(len(x), max(1, most // sizes[0]))
         memory = arrays.zeros((deep * height * line,), x.dtype, self.stage.device)
@@ -240,17 +196,19 @@ class Conv(Layer):
             points = (min(height, sizes[0] - top), *sizes[1:])
             there = batch, slice(top, top + points[0]), *(slice(0, size) for size in sizes[1:])
             gathered = memory[: (batch.stop - first) * points[0] * line]
-            gathered = gathered.reshape(batch.stop - first, *points, len(taps), channels)
+            gathered = gathered.reshape(batch.stop - first, *points, len(taps), x.shape[-1])
             starts = [top * stride - before[0], *(-count for count in before[1:])]
-            for part in range(self.groups // self.together):
-                own = slice(part * channels, (part + 1) * channels)
-                for place, offset in enumerate(taps):
-                    axes = [(start + k, n, stride) for start, k, n in zip(starts, offset, points)]
-                    self._gather(x[batch], own, axes, gathered[..., place, :])
-                windows = gathered.reshape(-1, len(taps) * channels)
-                yield windows, part, (*there, slice(part * outputs, (part + 1) * outputs))
+            for place, offset in enumerate(taps):
+                axes = [(start + k, n, stride) for start, k, n in zip(starts, offset, points)]
+                self._gather(x[batch], axes, gathered[..., place, :])
+            for group in range(self.groups):
+                part = gathered
+                if self.groups > 1:
+                    part = arrays.copied(gathered[..., group * channels : (group + 1) * channels])
+                windows = part.reshape(-1, len(taps) * channels)
+                yield windows, group, (*there, slice(group * own, (group + 1) * own))
 
-    def _gather(self, x: Array, own: slice, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
+    def _gather(self, x: Array, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
         """Copy points (start, count, step) along each axis.
 
         Places beyond an edge get 0 along the first axis. Along the others they are the same for all windows: they have
@@ -269,7 +227,7 @@ class Conv(Layer):
             for others in product(*pieces[1:]):
                 if all(source is not None for _, source in others):
                     there = slice(None), slice(None), *(place for place, _ in others)
-                    here = slice(None), inside, *(source for _, source in others), own
+                    here = slice(None), inside, *(source for _, source in others)
                     copy(x[here], part[there])
 
 
