@@ -94,6 +94,7 @@ def jax_stage(
     gives: Sequence[str] = (),
     takes: Sequence[str] = (),
     ties: Mapping[str, str] | None = None,
+    state: Any = None,
 ) -> JaxStage:
     """Make a stage of a JAX function and its parameters.
 
@@ -112,20 +113,27 @@ def jax_stage(
         of 64 bits while JAX has these switched off. BackendError where JAX is not installed.
     prefix, seed, gives, takes, ties : str, int, sequences of str and mapping
         As for `torch_stage`.
+    state : tree of arrays, optional
+        For a function with a parameter `state`, which returns (y, state): such as statistics of a batch normalisation.
+        It follows the forwards of training steps, as the state of a module of PyTorch does, and has no gradient.
     """
-    made: JaxStage = _room("jax.layer", "jax", "JAX").JaxStage(function, parameters, prefix, seed, gives, takes, ties)
+    room = _room("jax.layer", "jax", "JAX")
+    made: JaxStage = room.JaxStage(function, parameters, prefix, seed, gives, takes, ties, state)
     return made
 
 
-def jax_loss(function: Callable[..., Any]) -> JaxLoss:
+def jax_loss(function: Callable[..., Any], *, seed: int = 0) -> JaxLoss:
     """Make the loss of a pipeline, for a last stage of any kind, of a loss function of JAX.
 
     Parameters
     ----------
     function : callable
-        `function(output, target)` returns one number, the mean over the micro-batch. It is compiled.
+        `function(output, target)` returns one number, the mean over the micro-batch, or a tuple of it and the weight of
+        the micro-batch. It is compiled. One with a parameter `key` gets a key of `jax.random`.
+    seed : int
+        Of these keys, which also depend on step, micro-batch and replica.
     """
-    made: JaxLoss = _room("jax.layer", "jax", "JAX").JaxLoss(function)
+    made: JaxLoss = _room("jax.layer", "jax", "JAX").JaxLoss(function, seed)
     return made
 
 
@@ -137,8 +145,8 @@ def with_skips(
     Parameters
     ----------
     entry : torch.nn.Module, (callable, tree of arrays), or callable
-        A module of PyTorch, a pair (function of JAX, its parameters), or a function without arguments that makes one of
-        them on the ranks that need it; or one that makes a layer of `nn` with just these names.
+        A module of PyTorch, a pair (function of JAX, its parameters), which its first state may follow, or a function
+        without arguments that makes one of them on the ranks that need it; or a layer of `nn` with just these names.
     gives, takes : sequence of str
         Names of what it gives, for which it returns (y, one tree for each), and of what it takes, for which it is
         called with one argument more each, after x. A later layer takes what it gives; what it takes, an earlier layer

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from mpipipe import nn
 from mpipipe.adapters.foreign import seeded
 from mpipipe.errors import ArgumentError
@@ -44,14 +46,14 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
         layer = import_module("mpipipe.adapters.pytorch.layer").LossLayer(made, place=place)
     elif is_module(made):
         layer = import_module("mpipipe.adapters.pytorch.layer").TorchLayer(made, *options)
-    elif isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
+    elif isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
         layer = import_module("mpipipe.adapters.jax.layer").JaxLayer(made, *options)
     else:
         raise ArgumentError(
             f"layers[{place}] is not a layer",
             found=type(made).__name__,
-            expected="an nn.Layer, a torch.nn.Module, a pair (function of JAX, its parameters), or a function without "
-            "arguments that makes one of them",
+            expected="an nn.Layer, a torch.nn.Module, a tuple (function of JAX, its parameters), perhaps with its "
+            "state, or a function without arguments that makes one of them",
         )
     return layer
 
@@ -94,13 +96,31 @@ def check_distinct(layers: Sequence[Any]) -> None:
 def tie_shared(layers: Sequence[Any]) -> None:
     """Let parameters that modules of several entries share be tied, by the name of their first place."""
     modules: dict[int, Any] = {}
+    leaves: dict[int, str] = {}  # id -> place
     for place, entry in enumerate(layers):
+        ties = entry.ties if isinstance(entry, WithSkips) else {}
         entry = entry.entry if isinstance(entry, WithSkips) else entry
+        if isinstance(entry, tuple) and not ties:
+            _refuse_shared(place, entry[1:2], leaves)
         module = entry.module if _is_loss(entry) else entry
         if is_module(module):
             modules[place] = module
     if len(modules) > 1:
         import_module("mpipipe.adapters.pytorch.ties").tie_shared(modules)
+
+
+def _refuse_shared(place: int, parameters: Any, seen: dict[int, str]) -> None:
+    """Raise ArgumentError for an array in the parameters of two functions of JAX: these might mean one parameter."""
+    jax: Any = sys.modules.get("jax")
+    for path, leaf in [] if jax is None else jax.tree_util.tree_flatten_with_path(parameters)[0]:
+        name = f"{place}.{jax.tree_util.keystr(path[1:], simple=True, separator='.')}"
+        other = seen.setdefault(id(leaf), name)
+        if other.partition(".")[0] != f"{place}" and np.ndim(leaf):
+            raise ArgumentError(
+                f"one array is the parameter {other} and the parameter {name}",
+                expected="an array of its own for each, or ties",
+                remedy="with_skips(entry, ties={name: key}) in both entries for one parameter, jnp.array(x) for two",
+            )
 
 
 def is_module(given: Any) -> bool:

@@ -6,7 +6,7 @@ Three steps of plain descent: losses, all gradients of the first step, all param
 from __future__ import annotations
 
 import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -16,18 +16,9 @@ torch = pytest.importorskip("torch")
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, cut, schedules  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from tests.models.cuts import CASES  # noqa: E402
+from tests.models.meshes import MESHES, MICROBATCHES, RATE, STEPS, check_equal, interleaved  # noqa: E402
 
 pytestmark = pytest.mark.models
-MICROBATCHES, STEPS, RATE = 4, 3, 0.05
-interleaved = partial(schedules.interleaved_1f1b, chunks=2)
-# (ranks of a pipeline, replicas, schedule, recompute)
-MESHES = {
-    "1": (1, 1, schedules.one_f_one_b, True),
-    "2": (2, 1, schedules.one_f_one_b, False),
-    "2 interleaved": (2, 1, interleaved, True),
-    "4 ZB-H1": (4, 1, schedules.zero_bubble_h1, True),
-    "2 ZB-H1 x 2": (2, 2, schedules.zero_bubble_h1, False),
-}
 
 
 def made(name):
@@ -137,14 +128,6 @@ def trained(name, pipe, replicas, make, recompute, steps=range(STEPS), load=None
         gradients |= some
         state |= others
     return each_rank[0][0], gradients, state
-
-
-def check_equal(found, expected):
-    assert {*found} == {*expected}
-    for key, array in expected.items():
-        np.testing.assert_allclose(
-            found[key], array, rtol=1e-9, atol=1e-9 * max(1, np.abs(array).max(initial=0)), err_msg=key
-        )
 
 
 @pytest.mark.parametrize("mesh", MESHES)

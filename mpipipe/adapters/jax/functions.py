@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from mpipipe.arrays import Array, Structure, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.job import in_place_of
 
-OPTIONS = ("key", "training")  # parameters that a function may have
+OPTIONS = ("key", "training", "state")  # parameters that a function may have
 
 
 @jax.jit
@@ -39,8 +39,8 @@ def pulled(pull: Any, dy: Any) -> Any:
 class Functions:
     """The compiled forms of a function for inputs of one structure, in which `floating` arrays take gradients.
 
-    forward(list of parameters, floating inputs, others, key) gives (floating outputs, the output without them), and
-    with_gradients of the same arguments (floating outputs, pull, the output without them).
+    forward(list of parameters, floating inputs, others, key, state) gives (floating outputs, (the output without them,
+    the new state)), and with_gradients of the same arguments (floating outputs, pull, the same pair).
     """
 
     def __init__(
@@ -51,23 +51,53 @@ class Functions:
         floating: tuple[bool, ...],
         gives: Sequence[str],
     ):
-        takes = {name for name in OPTIONS if name in signature(function).parameters}
+        takes = options_of(function)
 
-        def call(values: list, some: list, others: list, key: JaxArray, training: bool) -> tuple[list, Any]:
+        def call(values: list, some: list, others: list, key: JaxArray, state: Any, training: bool) -> Any:
             parameters = jax.tree_util.tree_unflatten(tree, values)
             parts = unflatten_parts(joined(some, others, floating), structures)
-            options = {name: value for name, value in (("key", key), ("training", training)) if name in takes}
-            output = applied(function, (parameters,), parts, **options)
+            options = {"key": key, "training": training, "state": state}
+            output = applied(function, (parameters,), parts, **{name: options[name] for name in takes})
+            if "state" in takes:
+                output, state = with_state(output, state)
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
             kinds = [arrays.is_floating(leaf.dtype) for leaf in leaves]
             rest = [None if is_floating else leaf for leaf, is_floating in zip(leaves, kinds)]
-            return divided(leaves, kinds)[0], unflatten_parts(rest, shapes)
+            return divided(leaves, kinds)[0], (unflatten_parts(rest, shapes), state)
 
-        def with_gradients(values: list, some: list, others: list, key: JaxArray) -> Any:
-            return jax.vjp(lambda v, x: call(v, x, others, key, True), values, some, has_aux=True)
+        def with_gradients(values: list, some: list, others: list, key: JaxArray, state: Any) -> Any:
+            return jax.vjp(lambda v, x: call(v, x, others, key, state, True), values, some, has_aux=True)
 
-        self.forward = jax.jit(lambda values, some, others, key: call(values, some, others, key, False))
+        self.forward = jax.jit(partial(call, training=False))
         self.with_gradients = jax.jit(with_gradients)
+
+
+def options_of(function: Callable[..., Any]) -> set[str]:
+    """Return which of `OPTIONS` are parameters of a function; refuses one that holds arrays, which nothing trains."""
+    held = [leaf for leaf in jax.tree.leaves(function) if isinstance(leaf, (jax.Array, np.ndarray))]
+    if any(arrays.is_floating(leaf.dtype) for leaf in held):
+        raise ArgumentError(
+            "a function of JAX holds arrays, which would be constants",
+            found=f"{type(function).__name__} with {len(held)} of them",
+            expected="a function without arrays of its own",
+            remedy="give them as parameters of the stage: equinox.partition(model, equinox.is_inexact_array), and "
+            "combine in the function; a loss gets them from the last stage, next to its output",
+        )
+    return {name for name in OPTIONS if name in signature(function).parameters}
+
+
+def with_state(output: Any, before: Any) -> tuple[Any, Any]:
+    """Return (output, state) of what a function with a state has returned; ArgumentError for another one."""
+    found = output[1] if isinstance(output, tuple) and len(output) == 2 else None
+    tree, other = map(jax.tree_util.tree_structure, (before, found))
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(each)] for each in (before, found)]
+    if tree != other or shapes[0] != shapes[1]:
+        raise ArgumentError(
+            "a function with a state returns no state like it",
+            found=type(output).__name__ if found is None else f"{other} of shapes {shapes[1]}",
+            expected=f"(output, state), the state {tree} of shapes {shapes[0]}",
+        )
+    return output[0], found
 
 
 def divided(leaves: Sequence[Any], floating: Sequence[bool]) -> tuple[list, list]:

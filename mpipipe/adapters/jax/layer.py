@@ -15,20 +15,33 @@ from mpipipe.adapters.jax import functions
 from mpipipe.adapters.jax.functions import Functions, JaxArray, divided, joined, put, taken, waiting_for_jax
 from mpipipe.arrays import Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Parameter, Position, kernels
+from mpipipe.nn import Parameter, Position, kernels, random_seed
 
 
 class JaxLayer(ForeignLayer):
-    """(function, parameters) of JAX as a layer. JAX computes with the memory of the parameters where it takes that."""
+    """(function, parameters) of JAX as a layer, or (function, parameters, state).
+
+    JAX computes with the memory of the parameters where it takes that. A forward of a training step gives the next one
+    its state. One that is run again finds the state of the first time, and leaves that of now.
+    """
 
     ends = False
     freezes_parts = True
     mixes_positions = ForeignLayer.mixes_positions
 
     def _declare(self) -> dict[str, Parameter]:
-        function, parameters = self.given
+        function, parameters, *state = self.given
         if not callable(function):
             raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")
+        if ("state" in functions.options_of(function)) != bool(state):
+            raise ArgumentError(
+                "a function of JAX with a parameter `state` and a state belong together",
+                found="a state alone" if state else "a function with `state`, and no state",
+                expected="function(parameters, x, state) that returns (y, state), and its first state",
+            )
+        self._state_tree = jax.tree_util.tree_structure(state[0] if state else None)
+        self._state = {name: leaf.copy() for name, leaf in named_leaves(state[0] if state else None).items()}
+        self._before: dict[tuple[int, int, int], list[np.ndarray]] = {}  # of forwards that will be run again
         self._tree, leaves = jax.tree_util.tree_structure(parameters), named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
         self._functions: dict[tuple, Functions] = {}
@@ -37,6 +50,10 @@ class JaxLayer(ForeignLayer):
 
     def bound(self) -> None:
         super().bound()
+        kinds = {leaf.dtype for leaf in named_leaves(self.given[1]).values()}
+        for name, leaf in self._state.items():
+            if leaf.dtype in kinds and leaf.dtype.kind == "f":  # it goes along with the parameters
+                self._state[name] = leaf.astype(self.stage.dtype)
         self._read_parameters()
         pairs = zip(self._values, self.declared)
         self._renews = any(
@@ -65,6 +82,29 @@ class JaxLayer(ForeignLayer):
         """The parameters as a tree of views, shaped as the one that was given."""
         return jax.tree_util.tree_unflatten(self._tree, [self._of(name) for name in self.declared])
 
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """The state by the paths in its tree, on the host: views, which a load may write to."""
+        return self._state
+
+    def _state_for(self, position: Position) -> Any:
+        """Return the state that a forward finds."""
+        values, run = [*self._state.values()], (position.step, position.microbatch, position.replica)
+        if position.training and position.recompute == "now":
+            values = self._before.pop(run, values)
+        # What the backward keeps must not change with the state.
+        copies = [each.copy() for each in values]
+        if position.training and position.recompute == "later" and values:
+            if any(step != position.step for step, *_ in self._before):  # left by a step that has failed
+                self._before = {}
+            self._before[run] = copies
+        return jax.tree_util.tree_unflatten(self._state_tree, [*map(put, copies)])
+
+    def _keep_state(self, state: Any, position: Position) -> None:
+        if self._state and position.training and position.recompute != "now":
+            for array, new in zip(self._state.values(), taken(jax.tree.leaves(state))):
+                array[...] = new
+
     _computing: Callable[[], AbstractContextManager[Any]] = staticmethod(waiting_for_jax)
 
     def _forward(
@@ -76,12 +116,12 @@ class JaxLayer(ForeignLayer):
             self._functions[key] = Functions(self.given[0], self._tree, structures, floating, self.gives)
         compiled, pull = self._functions[key], None
         some, others = divided([*map(put, leaves)], floating)
-        words = np.array([self.random_seed("jax")], np.uint64).view(np.uint32)
-        arguments = self._values, some, others, jax.random.wrap_key_data(words, impl="threefry2x32")
+        arguments = self._values, some, others, key_of(self.random_seed("jax")), self._state_for(position)
         if position.training:
-            found, pull, rest = compiled.with_gradients(*arguments)
+            found, pull, (rest, state) = compiled.with_gradients(*arguments)
         else:
-            found, rest = compiled.forward(*arguments)
+            found, (rest, state) = compiled.forward(*arguments)
+        self._keep_state(state, position)
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
         y = joined(taken(found), taken([leaf for leaf in without if leaf is not None]), differentiable)
@@ -131,9 +171,11 @@ class JaxStage(ForeignStage):
         gives: Sequence[str] = (),
         takes: Sequence[str] = (),
         ties: Mapping[str, str] | None = None,
+        state: Any = None,
     ) -> None:
         self.function = function
-        self.layer = JaxLayer((function, parameters), gives, takes, ties)
+        given = (function, parameters) if state is None else (function, parameters, state)
+        self.layer = JaxLayer(given, gives, takes, ties)
         kinds = {}
         for name, leaf in named_leaves(parameters).items():
             empty = np.empty(0, leaf.dtype)
@@ -164,9 +206,23 @@ def _declared(name: str, leaf: Any) -> Parameter:
 
 
 def named_leaves(parameters: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their paths."""
-    paths = jax.tree_util.tree_flatten_with_path(parameters)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in paths}
+    """Return the leaves of a tree by their paths; raises ArgumentError for what are no arrays of numbers."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = None if is_key or callable(leaf) else np.asarray(leaf)
+        if array is None or array.dtype.kind in "OSU":
+            raise ArgumentError(
+                f"{name} in a tree of a function of JAX is no array of numbers",
+                found=str(leaf.dtype) if is_key else type(leaf).__name__,
+                expected="arrays alone",
+                remedy="jax.random.key_data of a key, or a parameter `key` of the function, which gets one"
+                if is_key
+                else "arrays, _ = equinox.partition(model, equinox.is_array), and combine both in the function",
+            )
+        found[name] = array
+    return found
 
 
 # -- A loss function of JAX as the loss of a pipeline -----------------------------------------------------------------
@@ -175,23 +231,40 @@ def named_leaves(parameters: Any) -> dict[str, Any]:
 class JaxLoss:
     """See `mpipipe.adapters.jax_loss`, which makes it."""
 
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
+    def __init__(self, function: Callable[..., Any], seed: int = 0):
+        self.function, self.seed = function, seed
+        self._draws = "key" in functions.options_of(function)
         self._functions: dict[tuple, Functions] = {}
 
-    def __call__(self, output: Tree, target: Tree, factor: float = 1.0) -> tuple[Any, Tree]:
-        """Return (value, gradient of the output times `factor`)."""
+    def _called(self, _nothing: Any, output: Any, target: Any, *, key: JaxArray) -> Any:
+        """Return (value,), or (value, weight), of which the weight has no gradient."""
+        found = self.function(output, target, key=key) if self._draws else self.function(output, target)
+        value, *weight = found if isinstance(found, tuple) else (found,)
+        return (value, *(jax.lax.stop_gradient(jax.numpy.asarray(each, value.dtype)) for each in weight))
+
+    def __call__(
+        self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None
+    ) -> tuple[Any, ...]:
+        """Return (value, gradient of the output times `factor`), and the weight where the function returns one."""
         leaves, structures = flatten_parts([(), output, target])
         own, structure = flatten(output)
         floating = tuple(place < len(own) and arrays.is_floating(leaf.dtype) for place, leaf in enumerate(leaves))
-        key = structures, floating
-        if key not in self._functions:
-            self._functions[key] = Functions(lambda _, *given: self.function(*given), NOTHING, structures, floating, ())
+        kind = structures, floating
+        if kind not in self._functions:
+            self._functions[kind] = Functions(self._called, NOTHING, structures, floating, ())
         some, others = divided([*map(put, leaves)], floating)
-        (value,), pull, _ = self._functions[key].with_gradients([], some, others, None)
-        _, slopes = functions.both(pull, [jax.numpy.asarray(factor, value.dtype)])
+        step, microbatch, replica, *_ = Position() if position is None else position
+        key = key_of(random_seed("jax loss", self.seed, step, microbatch, replica))
+        (value, *weight), pull, _ = self._functions[kind].with_gradients([], some, others, key, None)
+        _, slopes = functions.both(pull, [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)])
         source = iter(taken(slopes))
-        return value.item(), unflatten([next(source) if each else None for each in floating[: len(own)]], structure)
+        gradient = unflatten([next(source) if each else None for each in floating[: len(own)]], structure)
+        return (value.item(), gradient, *map(float, weight))
 
 
 NOTHING = jax.tree_util.tree_structure([])
+
+
+def key_of(seed: int) -> JaxArray:
+    """Return a key of JAX for a seed of 64 bits."""
+    return jax.random.wrap_key_data(np.array([seed], np.uint64).view(np.uint32), impl="threefry2x32")
