@@ -255,13 +255,18 @@ class HaloConv(HaloExchange):
             )
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        error = None
+        error, is_empty = None, x.shape[self.axis : self.axis + 1] == (0,)
         try:
-            more = (sum(self.width) if at == self.axis else 0 for at in range(x.ndim))
-            self.conv._sizes(np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)]))
+            # A shard without points is checked as one of a single point.
+            more = (sum(self.width) + is_empty if at == self.axis else 0 for at in range(x.ndim))
+            sizes = self.conv._sizes(np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)]))
         except ArgumentError as found:
             error = found
         wider, of_halo = self._exchange(x, error)
+        if is_empty:
+            places = (points if at != self.axis else 0 for at, points in enumerate(sizes, 1))
+            y = arrays.empty((len(x), *places, self.conv.outputs), x.dtype, arrays.device_of(x))
+            return y, (None, of_halo, y.shape)
         with self._group.failing("the forward of a HaloConv"):
             y, saved = self.conv.forward(wider)
             return y, (saved, of_halo, y.shape)
@@ -269,12 +274,16 @@ class HaloConv(HaloExchange):
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         of_conv, of_halo, shape = saved
         self._begin_backward(dy, shape, of_halo[-1])
+        if of_conv is None:
+            dwider, pending = arrays.zeros(of_halo[2], dy.dtype, arrays.device_of(dy)), None
+            return self._bring_home(dwider, of_halo), pending
         with self._group.failing("the backward of a HaloConv"):
             dwider, pending = self.conv.backward_input(dy, of_conv)
         return self._bring_home(dwider, of_halo), pending
 
     def backward_weight(self, pending: Any) -> None:
-        self.conv.backward_weight(pending)
+        if pending is not None:
+            self.conv.backward_weight(pending)
 
 
 class AllToAll(_OverRanks):

@@ -114,10 +114,14 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """Read the UTF-8 text of a regular file.
+    """Read the UTF-8 text of a regular file. Raises UnicodeDecodeError, and what `read_bytes` raises."""
+    return read_bytes(path, most).decode()
 
-    Raises UnicodeDecodeError for another encoding, and OSError, also where the file has more than `most` bytes, or a
-    zero byte: a disk that was full leaves those.
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """Read the bytes of a regular file of text, in any encoding.
+
+    Raises OSError, also where the file has more than `most` bytes, or a zero byte: a disk that was full leaves those.
     """
     content = bytearray()
     with open(open_regular(path), "rb") as file:
@@ -129,7 +133,7 @@ def read_text(path: str | Path, most: int) -> str:
             size = max(size, len(content))  # it may have grown
     if size > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-    return content.decode()
+    return bytes(content)
 
 
 def read_at(descriptor: int, start: int, count: int) -> bytes:

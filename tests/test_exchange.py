@@ -192,9 +192,9 @@ CONVS = [
 
 
 @pytest.mark.parametrize("options", CONVS, ids=str)
-@pytest.mark.parametrize("lengths", [[8], [12, 14], [2, 6, 4], [4, 4, 2, 2], [2, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize("lengths", [[8], [12, 14], [2, 6, 4], [4, 4, 2, 2], [2, 2, 2, 2], [4, 0, 4], [0, 8]], ids=str)
 def test_a_convolution_of_shards_is_that_of_the_whole_field(lengths, options):
-    """Shards that are shorter than the window need several neighbours."""
+    """Shards that are shorter than the window need several neighbours, and some have no point."""
     for axis in range(1, 1 + len(options["width"])):
         inprocess.run(len(lengths), partial(check_conv, axis=axis, lengths=lengths, **options))
 
@@ -221,7 +221,7 @@ def test_a_convolution_that_does_not_fit_its_shards(comm):
         ("differ in convolution", MismatchError, lambda: conv(stride=2 if odd else 1)),
         ("does not fit the shards", ArgumentError, lambda: conv(stride=2)),
         ("does not fit the shards", ArgumentError, lambda: conv(width=(40, 1), padding="periodic")),
-        ("does not fit the field", ArgumentError, lambda: conv(shards=x[:, :0] if odd else x)),
+        ("does not fit the field", ArgumentError, lambda: conv(width=(3, 9), padding=("same", "valid"))),
         ("last axis of the input", ArgumentError, lambda: conv(shards=x[..., :1])),
         ("not a field", ArgumentError, lambda: conv(shards=x[0])),
     ):
@@ -336,6 +336,8 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
         ("the input", ArgumentError, lambda: halo.forward(x.astype(int) if odd else x)),
         ("differ in shape", MismatchError, lambda: halo.forward(x[:, :, 1:] if odd else x)),
         ("different calls", MismatchError, lambda: (other if odd else halo).forward(x)),
+        ("far wider", ArgumentError, lambda: HaloExchange(comm, 1, 2**62, True).forward(x)),
+        ("far wider", ArgumentError, lambda: HaloExchange(comm, 1, 2**62).forward(x)),
         ("without points", ArgumentError, lambda: HaloExchange(comm, 1, 1, True).forward(x[:, :0])),
         ("not this rank's shard", ArgumentError, lambda: laid("contiguous", comm.size, 9).forward(x)),
     ):  # fmt: skip

@@ -185,6 +185,12 @@ def make_plan(
         pairs, steps = slice_layouts(replace(options, segments=None, rows=None, part=None), size)
         queries, others = pairs[options.part]
     seq_len = sum(options.slice_lengths or rows)
+    if seq_len > 1 and np.array_equal(options.segments, np.ones(seq_len)):
+        raise ArgumentError(
+            "segments that may be one document, or documents of one position each",
+            found=f"{seq_len} times the number 1, for {seq_len} positions",
+            remedy=f"segments=[{seq_len}] is one document; segments=range({seq_len}) are documents of one position",
+        )
     whole = document_offsets(options.segments, seq_len)
     documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
     if (whole is not None or options.rows is not None) and others is not queries and options.part is None:

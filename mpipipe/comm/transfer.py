@@ -98,6 +98,9 @@ def along(axis: int, start: int, stop: int | None) -> Index:
     return (*(slice(None),) * axis, slice(start, stop))
 
 
+MOST_TURNS = 16  # a halo has so many times the points of the whole axis at most
+
+
 @lru_cache(maxsize=256)
 def halo_of(
     lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool
@@ -110,6 +113,12 @@ def halo_of(
     size, moves, beyond = len(lengths), [], False
     if periodic and max(width) and not sum(lengths):
         raise ArgumentError("a periodic halo of an axis without points", found=f"lengths {list(lengths)}")
+    if max(width) > MOST_TURNS * max(1, sum(lengths)):
+        raise ArgumentError(
+            "a halo is far wider than its axis",
+            found=f"width {width}, shards of {list(lengths)} points",
+            expected=f"at most {MOST_TURNS} times the points of all shards",
+        )
 
     def rows_by_hop(of: int, direction: int, wanted: int) -> list[int]:
         found: list[int] = []

@@ -6,11 +6,11 @@ import ctypes
 import gc
 import socket
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -81,15 +81,17 @@ class _Tracer:
 
     To stop it while another thread allocates ends the process by SIGSEGV (Python 3.12.8, 3.13.0 and 3.13.1:
     python/cpython#128679). So the last rank that measures stops it, and the ranks wait for each other before any of
-    them computes again.
+    them computes again. Where there are other threads, such as those of a user, nothing stops it.
     """
 
     def __init__(self) -> None:
-        self.lock, self.users, self.was_on = Lock(), 0, False
+        self.lock, self.users, self.was_on = threading.Lock(), 0, False
+        self.ranks: set[int] = set()  # the threads that measure
 
     def begin(self) -> None:
         with self.lock:
             self.users += 1
+            self.ranks.add(threading.get_ident())
             if self.users == 1:
                 self.was_on = tracemalloc.is_tracing()
                 gc.freeze()
@@ -100,7 +102,9 @@ class _Tracer:
             self.users -= 1
             if self.users == 0:
                 gc.unfreeze()
-                if not self.was_on:
+                ranks, self.ranks = {*self.ranks, threading.main_thread().ident}, set()
+                others = [thread for thread in threading.enumerate() if thread.ident not in ranks]
+                if not self.was_on and all(thread.name.startswith("mpipipe ") for thread in others):
                     tracemalloc.stop()
 
 

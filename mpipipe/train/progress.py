@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,9 @@ from mpipipe.pipeline import Pipeline
 from mpipipe.train.config import TrainingOptions
 from mpipipe.train.report import Record
 from mpipipe.train.task import Task
+from mpipipe.train.task_calls import call, place_of
+
+OPTIMIZER = "stages", "steps", "lr", "step", "named_state"  # attributes of one
 
 
 class Progress:
@@ -43,9 +47,10 @@ class Progress:
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint remembers besides the arrays: `facts`, such as the configuration, and this state."""
         scaler = self.scaler
+        record = {name: value for name, value in self.record.facts().items() if math.isfinite(value)}
         return {
             **facts,
-            "record": self.record.facts(),
+            "record": record,
             "rows": self.rows,
             "random": {"steps_taken": self.pipeline.steps_taken},
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
@@ -86,7 +91,14 @@ def _count(value: Any) -> int:
 def make_optimizer(config: TrainingOptions, stages: Sequence[nn.Stage], task: Task, mesh: Mesh | None) -> Any:
     """Return the optimizer of a task's own, or the one that a configuration asks for; collective over a mesh."""
     with nullcontext() if mesh is None else group_of(mesh.comm).raise_together("train: the optimizer of the task"):
-        own = task.optimizer(stages, config)
+        own = call(task, "optimizer", stages, config)
+        lacking = [name for name in OPTIMIZER if own is not None and not hasattr(own, name)]
+        if lacking:
+            raise ConfigError(
+                f"{place_of(task, 'optimizer')} returns no optimizer",
+                found=f"{type(own).__name__} without {', '.join(lacking)}",
+                expected="one with " + ", ".join(OPTIMIZER),
+            )
         if own is not None and config.shard_optimizer:
             raise ConfigError(
                 "shard_optimizer, and a task with an optimizer of its own",

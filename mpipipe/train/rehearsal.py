@@ -256,8 +256,14 @@ def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Sh
     output = pipeline.forward(inputs)
     with group.raise_together("train: what the task shows"):
         if shard.reads_targets and mesh.data.rank == 0:
-            both = (arrays.mapped(arrays.on_host, each) for each in (output, targets))
-            text = str(call(task, "show", *both, shard) or "")
+            both = [arrays.mapped(arrays.on_host, each) for each in (output, targets)]
+            try:
+                text = str(call(task, "show", *both, shard) or "")
+            except MpipipeError as error:
+                # The training is done and saved. A program that was to end here says so as before.
+                if isinstance(error.__cause__, SystemExit):
+                    raise
+                text = f"mpipipe: warning: {error.message}"
     return next(filter(None, group.gather("train: what the task shows", text)), "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -179,7 +180,9 @@ class Reporter:
     def record(self, record: Record) -> None:
         """Append a record to the metrics, and show it as a line or two."""
         facts = {**record.facts(), **self.pace.stamp()}
-        self.metrics.append(json.dumps(facts))
+        # JSON has no number for what is not finite, such as a metric of a validation without cases.
+        numbers = {name: value if math.isfinite(value) else None for name, value in facts.items()}
+        self.metrics.append(json.dumps(numbers, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
         for line in lines_of(record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""):

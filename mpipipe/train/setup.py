@@ -25,7 +25,7 @@ from mpipipe.train.rehearsal import rehearse
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, layers_of
+from mpipipe.train.task_calls import Reader, call, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.task_loss import TaskLoss
 from mpipipe.train.trainer import Tracing, Trainer, trace_folder
@@ -246,11 +246,17 @@ def _config_of(run: str | Path) -> TaskFileConfig:
     return TaskFileConfig.load(str(path))
 
 
+def _is_text(name: str) -> bool:
+    """Whether a name can be written: no part of it stands for a byte that is no text."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def export(run: Path, target: Path) -> str:
     """Write the weights that `load` takes into one file, named by `Task.state_name`; return what was done."""
     config = _config_of(run)
     task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
-    found, arrays_by_name = resume.newest_state(run), {}
+    found = resume.newest_state(run)
+    arrays_by_name: dict[str, checkpoint.Planned] = {}
 
     def values(name: str, entry: checkpoint.TensorEntry) -> np.ndarray:
         array = np.empty(entry.shape, entry.kind)
@@ -260,12 +266,12 @@ def export(run: Path, target: Path) -> str:
     for name, entry in (pair for content in found.files.values() for pair in content.arrays.items()):
         kind, _, own = name.partition("/")
         if kind == checkpoint.PARAMETERS:
-            called = task.state_name(own)
-            if called in arrays_by_name or not isinstance(called, str) or not called:
+            called = call(task, "state_name", own)
+            if not isinstance(called, str) or called in ("", "__metadata__", *arrays_by_name) or not _is_text(called):
                 raise ConfigError(
                     f"{type(task).__name__}.state_name gives no name of its own to {own}",
                     found=repr(called),
-                    expected="a string that no other parameter has",
+                    expected="a text that no other parameter has, and not __metadata__",
                 )
             arrays_by_name[called] = checkpoint.Planned(entry.kind, entry.shape, partial(values, name, entry))
     files.check_new("the file of weights", target)

@@ -269,9 +269,10 @@ class Task:
 
     def check_stages(self, stages: int) -> None:
         """Raise ConfigError if the model cannot be cut into this number of stages."""
-        count = len(self.costs())
+        count = len(self.outline)
         if count < stages:
-            raise too_few_pieces(counted(count, "layer"), stages, "use fewer ranks or chunks")
+            remedy = "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the others train replicas"
+            raise too_few_pieces(counted(count, "layer"), stages, remedy)
 
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
         """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known."""

@@ -17,12 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, nn
+from mpipipe import arrays, nn, optim
 from mpipipe.adapters import ForeignLayer, as_layer, let_draw_in_turn, seeded, with_loss
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
@@ -64,13 +65,63 @@ def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[
             error.message = f"{place_of(task, method)}{when}: {error.message}"
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        file = "" if task.file is None else str(task.file.path)
-        last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1] if frames else None)
         raise ConfigError(
             f"{place_of(task, method)}{when} raised {type(error).__name__}: {error}",
-            found=None if last is None else f"line {last.lineno} of {last.filename}: {last.line}",
+            found=line_of(error, "" if task.file is None else str(task.file.path)),
         ) from error
+
+
+def line_of(error: BaseException, file: str) -> str | None:
+    """Return the last line of a file in a traceback, in words, or the last one at all."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1] if frames else None)
+    return None if last is None else f"line {last.lineno} of {last.filename}: {last.line}"
+
+
+def _is_function(value: Any) -> bool:
+    try:
+        return signature(value) is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
+
+
+PER_SECOND = "samples_per_second", "tokens_per_second"
+LAYOUTS = "contiguous", "zigzag", "striped"
+ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "loss": ("a function of output and target", _is_function),
+    "layout": (" or ".join(LAYOUTS), lambda value: value in LAYOUTS),
+    "unit": ("a word", lambda value: isinstance(value, str) and value.isprintable()),
+    "units": ("a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
+    "per_second": (" or ".join(PER_SECOND), lambda value: value in PER_SECOND),
+    "freeze": ("patterns in a tuple", partial(_is_list_of, str)),
+    "groups": ("optim.Group objects in a tuple", partial(_is_list_of, optim.Group)),
+    "folders": ("names in a tuple", partial(_is_list_of, str)),
+}
+
+
+def check_attributes(task: Task) -> None:
+    """Raise ConfigError for an attribute of a task that cannot be meant: it would be read far from here."""
+    for name, (expected, is_right) in ATTRIBUTES.items():
+        value = getattr(task, name)
+        if not is_right(value):
+            raise ConfigError(f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected)
+
+
+def costs_of(task: Task) -> list[float]:
+    """Return the operations of each layer; ConfigError for what are no such numbers."""
+    costs = call(task, "costs", by=lambda: [float(cost) for cost in task.costs()])
+    count = len(task.outline)
+    if len(costs) != count or not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        raise ConfigError(
+            f"{place_of(task, 'costs')} returns no cost of each layer",
+            found=f"{len(costs)} numbers: {costs}"[:80],
+            expected=f"{count} finite numbers from 0 on, one for each layer",
+        )
+    return costs
 
 
 def rate_of(task: Task, step: int, config: Any) -> float:
@@ -91,6 +142,7 @@ def rate_of(task: Task, step: int, config: Any) -> float:
 
 def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
     """Return the list of layers of a task; collective over the ranks of the shard."""
+    check_attributes(task)
     with seeded(seed, -1, waits=shard.comm.size > 1):
         entries = call(task, "layers", shard)
     if not isinstance(entries, (list, tuple)) or not entries:

@@ -23,6 +23,7 @@ from mpipipe.options import option
 from mpipipe.text import near
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import ASKED, Task, TaskSource
+from mpipipe.train.task_calls import line_of
 
 MOST_BYTES = 1 << 24
 IMPORTING = Lock()  # ranks that are threads have the same modules
@@ -61,9 +62,9 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
     group, (path, colon, wanted) = group_of(comm), text.rpartition(":")
     name = path if colon and wanted.isidentifier() else text
 
-    def content() -> tuple[Path, str]:
-        with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY, also=(UnicodeDecodeError,)):
-            return Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
+    def content() -> tuple[Path, bytes]:
+        with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY):
+            return Path(os.path.abspath(name)), files.read_bytes(Path(name), MOST_BYTES)
 
     place, code = group.from_one("train: the file of the task", content)
     with group.raise_together("train: loading the task"):
@@ -79,7 +80,7 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
                 expected=f"a task with {', '.join(ASKED)}",
             )
         task = made(kind, place, values)
-        task.file = TaskSource(place, kind.__name__, code.encode(), modules)
+        task.file = TaskSource(place, kind.__name__, code, modules)
     group.agree(
         "train: the modules of the task",
         (("SHA-256", task.file.checksum),),
@@ -89,7 +90,7 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
     return task
 
 
-def imported(path: Path, code: str) -> ModuleType:
+def imported(path: Path, code: bytes) -> ModuleType:
     """Return the module that a file is. Its folder is where it finds others. Raises ConfigError where it raises."""
     module = ModuleType(f"task_{path.stem}")
     module.__file__ = str(path)
@@ -100,7 +101,7 @@ def imported(path: Path, code: str) -> ModuleType:
     linecache.checkcache(str(path))
     try:
         exec(compile(code, str(path), "exec"), vars(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = error.lineno if isinstance(error, SyntaxError) else own[-1].lineno if own else None
         raise ConfigError(
@@ -193,10 +194,10 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
             setattr(task, name, value)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{kind.__name__}() in {path.name} raised {type(error).__name__}: {error}",
-            found=str(path),
+            found=line_of(error, str(path)) or str(path),
             expected="a class that is made without arguments",
         ) from error
     return task

@@ -6,6 +6,7 @@ A loss that is no mean ends in a training that says ok. So a rehearsal tries mic
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from mpipipe.train.task import Task
 from mpipipe.train.task_calls import call, place_of
 
 RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}  # what records, and the last line, call their own
+NAME = re.compile(r"[^\s=]+")
 SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 
 
@@ -70,17 +72,17 @@ class TaskLoss:
 
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
-        if self.rehearses:
-            if taken := RESERVED.intersection(found):
+        for name in found:
+            if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
                 raise ConfigError(
-                    "a metric has a name that a record has already",
-                    found=", ".join(sorted(taken)),
-                    expected=f"other names than {', '.join(sorted(RESERVED))}",
+                    "the name of a metric cannot be written, or a record has it already",
+                    found=f"{name!r:.80}",
+                    expected=f"letters without spaces and =, and none of {', '.join(sorted(RESERVED))}",
                 )
-            if self._has_rows(output, target):
-                twice = self.task.metrics(rows_twice(output, self.axis), rows_twice(target, self.axis))
-                with self._suspecting():
-                    check_metrics(place_of(self.task, "metrics"), found, twice)
+        if self.rehearses and self._has_rows(output, target):
+            twice = self.task.metrics(rows_twice(output, self.axis), rows_twice(target, self.axis))
+            with self._suspecting():
+                check_metrics(place_of(self.task, "metrics"), found, twice)
         return found
 
     @contextmanager
@@ -220,7 +222,7 @@ def _near(one: Any, other: Any, relative: float) -> bool:
 def check_metrics(where: str, once: Mapping[str, float], twice: Mapping[str, float]) -> None:
     """Raise ConfigError for a metric that is a sum over rows."""
     for name, value in once.items():
-        if value and np.isclose(twice[name], 2 * value, rtol=1e-3, atol=0):
+        if value and math.isfinite(value) and np.isclose(twice[name], 2 * value, rtol=1e-3, atol=0):
             raise ConfigError(
                 f"{where} returns a sum over the rows",
                 found=f"{name} {value:.6g}, and {twice[name]:.6g} with each row twice",

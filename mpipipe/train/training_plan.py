@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingO
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
+from mpipipe.train.task_calls import agree_on_layers, call, chain, costs_of, example, layers_of, outline, shapes_of
 from mpipipe.train.task_loss import TaskLoss
 
 
@@ -67,7 +66,7 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     )
     if all(action.op == "F" for action in schedule.orders[0]):
         raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
-    costs = task.costs()
+    costs = costs_of(task)
     task.check_stages(schedule.stages)
     ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
     schedule = planning.completed(schedule, ranges, planning.layers_with(task.trained()), config.recompute_limit)
@@ -141,7 +140,7 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
     fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
     return planning.PlanningProblem(
         layers=task.outline,
-        costs=task.costs(),
+        costs=costs_of(task),
         trained=task.trained(),
         batch=config.batch,
         ranks=pipe,
@@ -162,7 +161,7 @@ def shard_of(config: TaskConfig, task: Task, comm: Communicator, size: int, slic
     shard = task.shard(comm, size)
     shard.dtype = arrays.dtype(config.dtype)
     if sliced and config.slices > 1:
-        shard.cut = partial(task.slice_lengths, slices=config.slices)
+        shard.cut = lambda length: call(task, "slice_lengths", length, config.slices)
     return shard
 
 

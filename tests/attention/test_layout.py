@@ -164,6 +164,10 @@ def test_a_layout_that_does_not_fit_is_refused(comm):
     more = Layout("striped", comm.size + 1, SEQ)
     refused(comm, ArgumentError, "another number of ranks", lambda: attention.ring_attention(*mine, comm, layout=more))
     longer = Layout("striped", comm.size, SEQ + comm.size)
+    twice = "may be one document, or documents of one position"
+    ones = Layout("contiguous", comm.size, 4 * comm.size)
+    short = [np.zeros((1, 4, 1, 4))] * 3
+    refused(comm, ArgumentError, twice, lambda: Ring(comm, layout=ones, segments=[1] * ones.seq_len).forward(*short))
     refused(comm, ArgumentError, "do not cover", lambda: Ring(comm, layout=longer).forward(*mine))
     refused(comm, ArgumentError, "unknown layout", lambda: Ring(comm, layout=3))
     if comm.size > 1:

@@ -46,7 +46,7 @@ class Watchdog:
             if self.last_resort is None:
                 self._tell_faulthandler()
         if self.thread is None:
-            self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self.thread = threading.Thread(target=self._watch, name="mpipipe watchdog of tests", daemon=True)
             self.thread.start()
 
     def disarm(self):
