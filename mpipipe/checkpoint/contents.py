@@ -60,7 +60,8 @@ def state_names(stages: Sequence[Any]) -> set[str]:
 def share_of(contents: Mapping[str, Any], replicas: Communicator, state: Collection[str] = ()) -> dict[str, Array]:
     """Return the arrays that this replica writes, for about equal bytes; collective where there are StateShards.
 
-    Each array goes to the replica that has fewest bytes, the largest first; `state` goes to replica 0.
+    Each array goes to the replica that has fewest bytes, the largest first. `state` goes to replica 0, as a copy: the
+    next forward changes it, while a thread writes.
     """
     share = {}
     heap = [(0, writer) for writer in range(replicas.size)]
@@ -71,7 +72,7 @@ def share_of(contents: Mapping[str, Any], replicas: Communicator, state: Collect
             heapq.heappush(heap, (size + array.nbytes, writer))
         whole = array.whole() if isinstance(array, StateShard) else array
         if writer == replicas.rank:
-            share[name] = whole
+            share[name] = arrays.copied(whole) if name in state else whole
     return share
 
 
