@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from mpipipe.cli.flags import Operand
 from mpipipe.cli.output import on_ranks, refusing, show
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpipipe.job.preemption import Preemption, parse_duration
     from mpipipe.job.report import AGREED, INTERRUPTED, describe_error, heading, write
     from mpipipe.job.requests import keep_forever, own
-    from mpipipe.job.runtime import mpi, resolve, tag_upper_bound, world
+    from mpipipe.job.runtime import mpi, tag_upper_bound, world
     from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size
     from mpipipe.job.stop_signals import parse_signals
     from mpipipe.job.types import Communicator, MpiCommunicator, ReplicaSum, Request, Testable

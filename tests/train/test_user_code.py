@@ -6,6 +6,7 @@ import json
 import threading
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from mpipipe.cli.output import naming_exits
@@ -216,3 +217,77 @@ def test_the_trace_of_memory_is_not_stopped_beside_threads_of_a_user():
     with tracing():
         assert tracemalloc.is_tracing()
     assert not tracemalloc.is_tracing(), threading.enumerate()
+
+
+READER = """
+import os, random, time
+import numpy as np
+from mpipipe import nn, train
+
+ROWS, PLACE = 512, "{place}"
+
+
+class Reads(train.Task):
+    loss = staticmethod(nn.mean_squared_error)
+    read_ahead = {ahead}
+
+    def layers(self, shard):
+        return [nn.Linear(4, 8), nn.Gelu(), nn.Dropout(0.3), nn.Linear(8, 4)]
+
+    def sleep(self):
+        if self.slow and random.Random(time.perf_counter_ns()).random() < 0.2:
+            time.sleep(1e-3)
+
+    def rows(self, numbers):
+        if self.handle is None:
+            self.handle = open(PLACE, "rb")
+        for place, number in enumerate(numbers):
+            self.handle.seek(32 * (number % ROWS))
+            self.sleep()
+            self.scratch[place] = np.frombuffer(self.handle.read(32))
+        return self.scratch[: len(numbers)]
+
+    scratch, handle = np.empty((8, 4)), None
+    slow = {slow}
+
+    def batch(self, step, rows, shard):
+        random.seed(step)
+        np.random.seed(step)
+        self.sleep()
+        order = [random.randrange(ROWS) for _ in range(8)]
+        noise = np.random.normal(size=(8, 4))[rows.start : rows.stop]
+        found = self.rows(order[rows.start : rows.stop])
+        self.sleep()
+        return found, found[:, ::-1] + noise
+
+    def validation(self, index, rows, shard):
+        return self.batch(10_000 + index, rows, shard)
+
+    def rate_at(self, step, config):
+        np.random.seed(99)
+        random.seed(99)
+        return 1e-3
+"""
+
+
+@pytest.mark.long
+def test_200_steps_of_a_reader_with_one_handle_and_global_generators_have_the_bits_of_one_alone(tmp_path):
+    """It fills one array again, sleeps at random places, and another method seeds the generators that it draws from."""
+    place = tmp_path / "rows.bin"
+    np.random.default_rng(0).normal(size=(512, 4)).tofile(place)
+
+    def losses(ahead, slow):
+        name = f"reads_{ahead}_{slow}"
+        file = tmp_path / f"{name}.py"
+        file.write_text(READER.format(place=place, ahead=ahead, slow=slow))
+        config = TaskFileConfig(
+            task=str(file), batch=8, steps=200, microbatches=2, eval_every=9, log_every=1, warmup=0, device="cpu",
+            dtype="float64", out=str(tmp_path / name),
+        )  # fmt: skip
+        inprocess.run(1, lambda comm: run(load_task(config.task, (), comm), config, comm))
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [[json.loads(line).get(key) for key in ("loss", "validation", "grad_norm")] for line in lines]
+
+    expected = losses(False, False)
+    assert losses(False, True) == expected and len(expected) == 201
+    assert losses(True, True) == expected

@@ -8,7 +8,7 @@ For device arrays the default is cudnn if it is installed and does such arrays, 
 MPIPIPE_ATTENTION chooses one of the two, whenever attention is computed.
 """
 
-from mpipipe.attention.kernels.choose import NAMES, VARIABLE, check_choice, chosen, describe, load
+from mpipipe.attention.kernels.choose import NAMES, check_choice, chosen, describe, load
 
 # isort: off
 from mpipipe.attention.kernels.interface import AttentionKernel, Gradients, KVBlock, OutLse

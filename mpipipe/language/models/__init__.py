@@ -6,7 +6,7 @@ model_folder.py    the one place where a folder with a model is opened; one kind
 weights.py         the folder that a training leaves; huggingface/ those of `transformers` and PEFT
 """
 
-from mpipipe.language.models.gpt import GPT, balanced_slices
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.writing import SHARD_BYTES
 from mpipipe.language.models.model_folder import ModelFolder, convert, open_on_all
 
