@@ -237,7 +237,7 @@ class JaxLoss:
         self._functions: dict[tuple, Functions] = {}
 
     def _called(self, _nothing: Any, output: Any, target: Any, *, key: JaxArray) -> Any:
-        """Return (value,), or (value, weight), of which the weight has no gradient."""
+        """Return (value,), or (value, weight), where the weight has no gradient."""
         found = self.function(output, target, key=key) if self._draws else self.function(output, target)
         value, *weight = found if isinstance(found, tuple) else (found,)
         return (value, *(jax.lax.stop_gradient(jax.numpy.asarray(each, value.dtype)) for each in weight))
