@@ -246,11 +246,6 @@ def _config_of(run: str | Path) -> TaskFileConfig:
     return TaskFileConfig.load(str(path))
 
 
-def _is_text(name: str) -> bool:
-    """Whether a name can be written: no part of it stands for a byte that is no text."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
-
-
 def export(run: Path, target: Path) -> str:
     """Write the weights that `load` takes into one file, named by `Task.state_name`; return what was done."""
     config = _config_of(run)
@@ -267,7 +262,11 @@ def export(run: Path, target: Path) -> str:
         kind, _, own = name.partition("/")
         if kind == checkpoint.PARAMETERS:
             called = call(task, "state_name", own)
-            if not isinstance(called, str) or called in ("", "__metadata__", *arrays_by_name) or not _is_text(called):
+            if (
+                not isinstance(called, str)
+                or called in ("", "__metadata__", *arrays_by_name)
+                or not called.isprintable()
+            ):
                 raise ConfigError(
                     f"{type(task).__name__}.state_name gives no name of its own to {own}",
                     found=repr(called),
