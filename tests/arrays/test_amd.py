@@ -50,8 +50,8 @@ def test_sums_over_rows_have_the_same_bits(kind, rows, width):
     def compute(_):
         cuda = kernels.of("cuda")
         x, dy, gain, bias = given(kind, (rows, width), (rows, width), (width,), (width,))
-        _, y, scale = cuda.norm(x, gain, bias, 1e-5)
-        _, z, root = cuda.norm(x, gain, None, 1e-5)
+        y, scale = cuda.norm(x, gain, bias, 1e-5)
+        z, root = cuda.norm(x, gain, None, 1e-5)
         grad = arrays.zeros((width,), arrays.accumulator(x.dtype), "cuda")
         cuda.sum_rows(dy, grad)
         ids = arrays.upload(np.arange(rows) % width)
@@ -59,8 +59,6 @@ def test_sums_over_rows_have_the_same_bits(kind, rows, width):
             *(y, scale, z, root, grad),
             *cuda.norm_backward(dy, x, scale, gain, True),
             *cuda.norm_backward(dy, x, root, gain, False),
-            *cuda.norm(x, gain, bias, 1e-5, dy),
-            *cuda.norm(x, gain, None, 1e-5, dy),
             *cuda.norm_backward(dy, x, scale, gain, True, dy),
             *cuda.norm_backward(dy, x, root, gain, False, dy),
             *cuda.softmax_cross_entropy(x, ids),

@@ -115,13 +115,11 @@ class Kernels(Protocol):
 
     # -- normalisation of rows
 
-    def norm(
-        self, x: Array, gain: Array, bias: Array | None, eps: float, more: Array | None = None
-    ) -> tuple[Array, Array, Array]:
-        """Return (total, y, scale): y = gain * (total - mean) * scale + bias; without a bias y = gain * total * scale.
+    def norm(self, x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[Array, Array]:
+        """Return (y, scale): y = gain * (x - mean) * scale + bias; without a bias y = gain * x * scale.
 
-        `total` is x, or x + more, rounded to T before it is normalised; scale (rows,) of A is 1 / sqrt(variance + eps)
-        or, without a bias, 1 / sqrt(mean(total^2) + eps); gain and bias are (width,).
+        Scale (rows,) of A is 1 / sqrt(variance + eps) or, without a bias, 1 / sqrt(mean(x^2) + eps); gain and bias are
+        (width,).
         """
 
     def norm_backward(

@@ -197,7 +197,7 @@ class SelfAttention(Layer):
         kernels = self.stage.kernels
         plain = arrays.empty(heads.shape, heads.dtype, self.stage.device)
         kernels.copy(heads, plain)
-        _, normal, scale = kernels.norm(rows(plain), gain, None, self.eps)
+        normal, scale = kernels.norm(rows(plain), gain, None, self.eps)
         self._turn(normal.reshape(heads.shape), table, heads)
         return rows(plain), scale
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
-from mpipipe.nn.layers.layer import Layer, Position, forward_unadded, has_unadded
+from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
 
 
@@ -35,45 +35,16 @@ class Sequential(Layer):
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
-        self._places = [(place, layer, has_unadded(layer)) for place, layer in enumerate(self.layers)]
-        self._any_unadded = any(unadded for _, _, unadded in self._places)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        if not self._any_unadded:
-            return self._forward_one_by_one(x)
-        _, y, rest, saved = self._forward_unadded(x, None)
-        return (y if rest is None else self.stage.kernels.add(y, rest)), saved
-
-    def _forward_one_by_one(self, x: Array) -> tuple[Array, Any]:
-        poll = self.stage.poll
+        poll, lowest = self.stage.poll, self.lowest
         saved: list[Any] = []
-        for layer in self.layers:
-            if saved and poll is not None:
-                poll()
-            x, kept = layer.forward(x)
-            saved.append(kept)
-        for place in range(self.lowest):
-            saved[place] = None
-        return x, saved
-
-    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        add, poll, lowest, saved = self.stage.kernels.add, self.stage.poll, self.lowest, []
-        if more is not None and not self.layers:
-            x, more = add(x, more), None
-        total = x
-        for place, layer, unadded in self._places:
+        for place, layer in enumerate(self.layers):
             if place and poll is not None:
                 poll()
-            if unadded:
-                whole, x, more, kept = layer._forward_unadded(x, more)  # type: ignore[attr-defined]
-            else:
-                whole = x if more is None else add(x, more)
-                x, kept = layer.forward(whole)
-                more = None
-            if not place:
-                total = whole
+            x, kept = layer.forward(x)
             saved.append(kept if place >= lowest else None)
-        return total, x, more, saved
+        return x, saved
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
         poll = self.stage.poll
@@ -145,9 +116,8 @@ class Residual(Layer):
 class PreNormResidual(Layer):
     """y = x + f(norm(x)), where f is layers one after the other.
 
-    The sum is left to the layer that follows. Where that is another PreNormResidual, or begins with a norm, one kernel
-    adds and normalises; another one does both in the backward. The bits are those of `Residual`. Parameters are named
-    as those of ``Residual(Sequential([norm, *layers]))``, such as "3.layer.0.gain".
+    In the backward one kernel normalises and adds. The bits are those of `Residual`. Parameters are named as those of
+    ``Residual(Sequential([norm, *layers]))``, such as "3.layer.0.gain".
 
     Parameters
     ----------
@@ -169,16 +139,10 @@ class PreNormResidual(Layer):
         self.f.stage = self.stage
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        _, y, rest, saved = self._forward_unadded(x, None)
-        return self.stage.kernels.add(y, rest), saved
-
-    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
-        total, normal, rest, of_norm = forward_unadded(self.norm, x, more)
-        if rest is not None:
-            normal = self.stage.kernels.add(normal, rest)
+        normal, of_norm = self.norm.forward(x)
         self._poll()
         y, of_f = self.f.forward(normal)
-        return total, total, y, (of_norm, of_f)
+        return self.stage.kernels.add(x, y), (of_norm, of_f)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         of_norm, of_f = saved
@@ -243,10 +207,6 @@ class Recompute(Layer):
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
-    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        total, y, rest, _ = forward_unadded(self.layer, x, more)
-        return total, y, rest, (total, self.stage.position)
-
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         return self.layer.backward_input(dy, self._again(*saved))
 
@@ -257,10 +217,10 @@ class Recompute(Layer):
         return self.layer.backward(dy, self._again(*saved))
 
     def _again(self, x: Array, position: Position) -> Any:
-        """Return what the layer saves at the position of the first forward; a sum in its output is not made."""
+        """Return what the layer saves at the position of the first forward."""
         stage, now = self.stage, self.stage.position
         stage.position = position
         try:
-            return forward_unadded(self.layer, x, None)[3]
+            return self.layer.forward(x)[1]
         finally:
             stage.position = now

@@ -157,10 +157,6 @@ class LearnedPositions(Layer):
         added, numbers = self._rows(x)
         return self.stage.kernels.add(x, added), numbers
 
-    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
-        total = x if more is None else self.stage.kernels.add(x, more)
-        return (total, total, *self._rows(total))
-
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         return dy, (dy, saved)
 

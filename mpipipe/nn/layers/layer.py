@@ -328,28 +328,9 @@ def full_name(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def has_unadded(layer: Layer) -> bool:
-    """Return whether the class of a layer has `_forward_unadded` of its own, as `forward_unadded` asks."""
-    return "_forward_unadded" in vars(type(layer))
-
-
 def mixes(layer: Layer) -> bool:
     """Whether y at a position may depend on x at others: unless the class of the layer says that it does not."""
     return "mixes_positions" not in vars(type(layer)) or layer.mixes_positions
-
-
-def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-    """Run a layer on x + more: return (the whole input, y, rest, saved), where y + rest is the output.
-
-    y = x + f(x) is one pass over memory, and the norm of y in the next layer another. So a layer may have a method
-    `_forward_unadded`, which leaves the sum to the next layer, or takes it in its own pass. The bits are those of two
-    passes. The method is not inherited: a class derived from a norm may redefine `forward`.
-    """
-    if has_unadded(layer):
-        return layer._forward_unadded(x, more)  # type: ignore[attr-defined]
-    total = x if more is None else layer.stage.kernels.add(x, more)
-    y, saved = layer.forward(total)
-    return total, y, None, saved
 
 
 def leaf(layer: Layer, place: int) -> Layer:

@@ -328,7 +328,7 @@ class AdaptiveNorm(Layer):
         y, kernels = arrays.empty(points.shape, x.dtype, self.stage.device), self.stage.kernels
         for row in range(len(x)):
             gain, shift = both[row, : self.size], both[row, self.size :]
-            _, normal, scale = kernels.norm(points[row], gain, shift, self.eps)
+            normal, scale = kernels.norm(points[row], gain, shift, self.eps)
             kernels.copy(normal, y[row])
             scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)

@@ -28,14 +28,9 @@ class _Norm(Layer):
         self.declared = {"gain": vector(dim, ones)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        _, y, _, saved = _Norm._forward_unadded(self, x, None)
-        return y, saved
-
-    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
         check_features(self, x, self.dim)
-        added = None if more is None else rows(more)
-        total, y, scale = self.stage.kernels.norm(rows(x), self.gain, self.bias, self.eps, added)
-        return x if more is None else total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
+        y, scale = self.stage.kernels.norm(rows(x), self.gain, self.bias, self.eps)
+        return y.reshape(x.shape), (rows(x), scale)
 
     def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
         (x, scale), added = saved, None if more is None else rows(more)
@@ -71,7 +66,6 @@ class RMSNorm(_Norm):
 
     recordable = True
     mixes_positions = False
-    _forward_unadded = _Norm._forward_unadded  # which subclasses do not inherit: see layer.forward_unadded
 
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__(dim, eps)
@@ -92,7 +86,6 @@ class LayerNorm(_Norm):
     recordable = True
     mixes_positions = False
     freezes_parts = True
-    _forward_unadded = _Norm._forward_unadded
 
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__(dim, eps)

@@ -123,25 +123,17 @@ def _block(threads: int) -> tuple[int, int]:
     return (threads, PER_BLOCK // threads if threads == 32 else 1)
 
 
-def norm(
-    x: DeviceArray, gain: DeviceArray, bias: DeviceArray | None, eps: float, more: DeviceArray | None = None
-) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    """Return (x + more, y, scale)."""
+def norm(x: DeviceArray, gain: DeviceArray, bias: DeviceArray | None, eps: float) -> tuple[DeviceArray, DeviceArray]:
+    """Return (y, scale)."""
     name, vectors = ("rms_norm", [gain]) if bias is None else ("layer_norm", [gain, bias])
     y, scale = arrays.empty_like(x), arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
-    if more is None:
-        _norm((x, *vectors), (y, scale), (name, eps))
-        return x, y, scale
-    total = arrays.empty_like(x)
-    _norm((x, more, *vectors), (total, y, scale), (f"add_{name}", eps))
-    return total, y, scale
+    _norm((x, *vectors), (y, scale), (name, eps))
+    return y, scale
 
 
 def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
     *others, _, name, eps = rest
     check_contiguous(name, x, *others)
-    if name.startswith("add_"):
-        check_alike(name, x, others[0])
     if not x.size:
         return None
     constants, (rows, width) = _constants(x, *others), x.shape

@@ -28,18 +28,6 @@ struct row_of {
         from = row;
         if (K) for_each_word(words, [&](int j, int c) { kept[j] = *reinterpret_cast<const word_type*>(row + c * V); });
     }
-    // The same for the row of total = row + more, which is written here; each thread reads its own words of it later.
-    __device__ __forceinline__ void start_sum(const T* row, const T* more, T* total, int words) {
-        from = total;
-        for_each_word(words, [&](int j, int c) {
-            const P one = load<V>(row + c * V), other = load<V>(more + c * V);
-            P sum;
-#pragma unroll
-            for (int k = 0; k < V; ++k) sum.at[k] = narrow<T>(widen(one.at[k]) + widen(other.at[k]));
-            store(total + c * V, sum);
-            if (K) memcpy(&kept[j], &sum, sizeof(P));
-        });
-    }
     __device__ __forceinline__ P word(int j, int c) const {
         P value;
         if (K) memcpy(&value, &kept[j], sizeof(P));
@@ -59,17 +47,15 @@ template <typename F> __device__ __forceinline__ A mean_of(const row_of& x, int 
     return add_up(sum, shared) / width;
 }
 
-// y = gain (x - mean) scale + bias, scale = 1 / sqrt(mean of (x - mean)^2 + eps); mean and bias 0 unless CENTRED. If
-// SUMMED, total = x + more, rounded, stands for x. Reads a row once where K is not 0. Moves 2 T an element, 4 T if
-// SUMMED; gain and bias stay in cache.
-template <bool CENTRED, bool SUMMED>
-__device__ __forceinline__ void forward(const T* x, const T* more, const T* gain, const T* bias, T* total, T* y,
-                                        A* scale, long long rows, int width, A eps) {
+// y = gain (x - mean) scale + bias, scale = 1 / sqrt(mean of (x - mean)^2 + eps); mean and bias 0 unless CENTRED. Reads
+// a row once where K is not 0. Moves 2 T an element; gain and bias stay in cache.
+template <bool CENTRED>
+__device__ __forceinline__ void forward(const T* x, const T* gain, const T* bias, T* y, A* scale, long long rows,
+                                        int width, A eps) {
     __shared__ A shared[32];
     for (long long row = blockIdx.x * ROWS + threadIdx.y; row < rows; row += gridDim.x * (long long)ROWS) {
         row_of from;
-        if (SUMMED) from.start_sum(x + row * width, more + row * width, total + row * width, width / V);
-        else from.start(x + row * width, width / V);
+        from.start(x + row * width, width / V);
         const A mean = CENTRED ? mean_of(from, width, shared, [](A v) { return v; }) : A(0);
         const A square = mean_of(from, width, shared, [=](A v) { return (v - mean) * (v - mean); });
         const A r = A(1) / sqrt(square + eps);
@@ -91,24 +77,12 @@ __device__ __forceinline__ void forward(const T* x, const T* more, const T* gain
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(const T* x, const T* gain, T* y, A* scale, long long rows, int width, A eps) {
-    forward<false, false>(x, (const T*)0, gain, (const T*)0, (T*)0, y, scale, rows, width, eps);
+    forward<false>(x, gain, (const T*)0, y, scale, rows, width, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) layer_norm(const T* x, const T* gain, const T* bias, T* y,
                                                                  A* scale, long long rows, int width, A eps) {
-    forward<true, false>(x, (const T*)0, gain, bias, (T*)0, y, scale, rows, width, eps);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    add_rms_norm(const T* x, const T* more, const T* gain, T* total, T* y, A* scale, long long rows, int width,
-                 A eps) {
-    forward<false, true>(x, more, gain, (const T*)0, total, y, scale, rows, width, eps);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    add_layer_norm(const T* x, const T* more, const T* gain, const T* bias, T* total, T* y, A* scale, long long rows,
-                   int width, A eps) {
-    forward<true, true>(x, more, gain, bias, total, y, scale, rows, width, eps);
+    forward<true>(x, gain, bias, y, scale, rows, width, eps);
 }
 
 // The sums of all rows of a block for each column, kept by the threads that have the column.

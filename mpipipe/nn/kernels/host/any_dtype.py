@@ -21,6 +21,7 @@ swiglu = upcast_halves(full_precision.swiglu, returned=(0,))
 swiglu_backward = upcast_halves(full_precision.swiglu_backward, returned=(0, 1))
 apply_rope = upcast_halves(full_precision.apply_rope, written=(2,))
 embed_backward = upcast_halves(full_precision.embed_backward)
+norm = upcast_halves(full_precision.norm, returned=(0,))
 dropout = upcast_halves(full_precision.dropout, returned=(0,))
 dropout_backward = upcast_halves(full_precision.dropout_backward, returned=(0,))
 mean_squared_error = upcast_halves(full_precision.mean_squared_error, returned=(1,))
@@ -49,14 +50,6 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     return out
 
 
-def norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, more: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As full_precision.norm; what is normalised is the sum when it has been rounded."""
-    total = x if more is None else add(x, more)
-    return (total, *_norm(total, gain, bias, eps)[1:])
-
-
 def norm_backward(
     dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, centred: bool, more: np.ndarray | None = None
 ) -> tuple[np.ndarray, ...]:
@@ -65,5 +58,4 @@ def norm_backward(
     return (dx if more is None else add(more, dx), *parts)
 
 
-_norm = upcast_halves(full_precision.norm, returned=(1,))
 _norm_backward = upcast_halves(full_precision.norm_backward, returned=(0,))

@@ -268,15 +268,12 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 # Gradients of vectors are returned as matrices with a row for each piece, which add_parts adds to the gradient.
 
 
-def norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, more: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x + more, y, scale)."""
-    total = x if more is None else np.empty(x.shape, x.dtype)
+def norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (y, scale)."""
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
 
     def work(at: slice) -> None:
-        part, out = x[at] if more is None else np.add(x[at], more[at], out=total[at]), y[at]
+        part, out = x[at], y[at]
         if bias is not None:
             part = _centred(part, out)
         _inverse_root(part, eps, scale[at])
@@ -286,7 +283,7 @@ def norm(
             np.add(out, bias, out=out)
 
     each(work, blocks(*x.shape))
-    return total, y, scale
+    return y, scale
 
 
 def norm_backward(
