@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpipipe import nn
 from mpipipe.arrays import read_only
 from mpipipe.comm import Envelope, Lease
 from mpipipe.pipeline.batch import CallState
@@ -111,7 +112,7 @@ def is_plain(action: PlannedAction, stage: StageAdapter, messages: StageMessages
     leaves = action.last if is_forward else action.ends
     return (
         action.op in "FB"
-        and stage.is_model
+        and getattr(type(stage.given), "forward", None) is nn.Stage.forward  # whose result needs no check
         and stage.computes is stage.given
         and stage.device == "cpu"
         and action.keeps
