@@ -16,7 +16,6 @@ from mpipipe.pipeline.construction import construct_on_paper
     [
         ("interleaved_1f1b", 2, 128),
         pytest.param("dualpipe_v", 2, 1024, marks=pytest.mark.long),
-        pytest.param("zero_bubble_2p", 1, 1024, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_of_a_large_pipeline_needs_little_memory(name, chunks, microbatches):
