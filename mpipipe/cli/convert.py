@@ -22,7 +22,7 @@ def convert(
     ] = None,
     shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
-    """Turn the weights of a training, or an adapter with its model, into a folder of Hugging Face; or export a task.
+    """Turn the weights of a training into a folder of Hugging Face; or export a task.
 
     Where TO ends with .safetensors, FROM is the output folder of a task of your own, and TO one file with the weights
     of its end, or of its newest checkpoint, by name.

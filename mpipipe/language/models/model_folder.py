@@ -4,7 +4,6 @@
     weights/model.json, or model.json      "weights": a training of mpipipe that ended
     config.json                            "huggingface": a model of Hugging Face
     manifest.json, step-.../, checkpoints/ "checkpoint": a training of mpipipe, the newest of several
-    adapter_config.json                    "adapter": an adapter of PEFT, which names the folder of its model
 
 The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank opens for all.
 """
@@ -31,15 +30,12 @@ from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import writing
-from mpipipe.language.models.huggingface.adapter import ADAPTER_CONFIG, AdapterFolder, merge_adapter, open_adapter
-from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
 from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
-BASE = "base_model_name_or_path"  # of an adapter
 GENERATION = "generation_config.json"
 
 
@@ -220,55 +216,13 @@ class HuggingFaceFolder(ModelFolder):
         huggingface.read(self.folder, parameters)
 
 
-@dataclass(frozen=True)
-class AdaptedFolder(ModelFolder):
-    """An adapter of PEFT, and the folder of the model that it was made for, whose path and dtype these are."""
-
-    adapter: AdapterFolder
-    base: ModelFolder
-    kind = "adapter"
-
-    @classmethod
-    def find(cls, path: Path) -> Path | None:
-        return _standing((path,), ADAPTER_CONFIG)
-
-    @classmethod
-    def open(cls, folder: Path) -> AdaptedFolder:
-        adapter = open_adapter(folder)
-        name = read_json(folder / ADAPTER_CONFIG, "").get(BASE)
-        for kind in PLAIN if type(name) is str else ():
-            place = kind.find(Path(folder, str(name)))
-            if place is not None:
-                base = kind.open(place)
-                return cls(base.path, base.dtype, base.inode, adapter, base)
-        raise ConfigError(
-            "the model that an adapter was made for is not there",
-            found=f"{BASE} = {name!r} in {folder / ADAPTER_CONFIG}",
-            expected="the folder of a model, seen from the folder of the adapter or as an absolute path",
-            remedy="write the place of the model into that file",
-        )
-
-    @property
-    def model(self) -> GPT:
-        return self.base.model
-
-    def with_slices(self, count: int) -> ModelFolder:
-        return replace(self, base=self.base.with_slices(count))
-
-    def read(self, parameters: Mapping[str, Array]) -> None:
-        self.base.read(parameters)
-        family, _ = expressed(self.model, huggingface.Origin.of(self.path).family)  # whose names the adapter has
-        merge_adapter(self.adapter, family, self.model, parameters)
-
-
 def _standing(paths: Sequence[Path], *names: str) -> Path | None:
     """Return the first of these folders that has a file of one of these names."""
     places = map(checkpoint.standing_folder, paths)
     return next((place for place in places if any(files.exists(place / name) for name in names)), None)
 
 
-PLAIN: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
-KINDS: tuple[type[ModelFolder], ...] = (*PLAIN, AdaptedFolder)
+KINDS: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
 
 
 def open_model(path: str | Path) -> ModelFolder:
@@ -283,7 +237,7 @@ def open_model(path: str | Path) -> ModelFolder:
         found=f"{path}, {'a folder without one' if files.is_folder(path) else 'no folder'}",
         expected="the output folder of a training, one of its checkpoints, or a folder of Hugging Face",
         remedy="name the --out folder of a training that ended; its weights are written at the end. Of a task of your "
-        "own mpipipe.train.load opens the folder",
+        "own mpipipe.train.load opens the folder; an adapter becomes a model by merge_and_unload of PEFT",
     )
 
 
@@ -297,7 +251,7 @@ def open_on_all(comm: Communicator, path: str) -> ModelFolder:
 
 
 def convert(source: str | Path, target: str | Path, dtype: str | None = None, most: int = writing.SHARD_BYTES) -> str:
-    """Turn a folder into one of Hugging Face; the adapter of a folder of PEFT is merged into its model.
+    """Turn a folder into one of Hugging Face.
 
     `dtype` is by default that of the old files, and float32 for halves. A file has `most` bytes, or one layer. Returns
     a line about what was done. No folder is left where an error is raised.

@@ -105,16 +105,6 @@ def test_a_window_longer_than_the_model_allows_is_refused(comm, mpi_tmp_path):
         evaluated(comm, mpi_tmp_path, 13)
 
 
-@pytest.mark.parametrize("token", [40, -1])
-def test_a_token_that_the_model_does_not_know_is_refused_by_its_place(comm, mpi_tmp_path, token):
-    model_folder(comm, mpi_tmp_path)
-    tokens = TOKENS.copy()
-    tokens[50] = token
-    with pytest.raises(DataError, match="out of range") as caught:
-        evaluated(comm, mpi_tmp_path, 12, pipe=comm.size, tokens=tokens)
-    assert f"id {token} at position 50" in str(caught.value)
-
-
 def test_a_loss_that_is_not_finite_is_an_error_on_every_rank(comm, mpi_tmp_path):
     model_folder(comm, mpi_tmp_path)
     found = open_on_all(comm, str(mpi_tmp_path))

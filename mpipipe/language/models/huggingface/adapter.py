@@ -179,30 +179,3 @@ def save_adapter(
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
                 write_json(unnamed / ADAPTER_CONFIG, config_of(lora, family, base))
-
-
-# -- An adapter added to the matrices of the model that it was made for -----------------------------------------------
-
-
-def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
-    """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU."""
-    projections = {
-        f"{name}.{target}": (f"{name}.{place.key}", place)
-        for number, top in enumerate(model.build(Local()))
-        for name, layer in top.walk(str(number))
-        for target, place in layer.projections().items()
-        if target in folder.lora.targets and f"{name}.{place.key}" in parameters
-    }
-    values = {
-        part.ours: np.empty(shape, parameters[projections[owner][0]].dtype)
-        for part, shape in adapter_parts(folder.lora, family, model).items()
-        if (owner := part.ours.rpartition(".")[0]) in projections
-    }
-    read_adapter(folder, family, model, values)
-    for owner, (name, place) in projections.items():
-        more = np.matmul(values[f"{owner}.{LORA_B}"] * folder.lora.scale, values[f"{owner}.{LORA_A}"])
-        rows = parameters[name][place.start : place.stop]
-        if arrays.is_device(rows):
-            arrays.upload(arrays.download(rows) + more, out=rows)
-        else:
-            rows += more
