@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpipipe.errors import ArgumentError
+from mpipipe import Pipeline, nn, schedules
+from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.job.inprocess import InProcessError
 
@@ -82,3 +83,19 @@ print(len(set(inprocess.run(2, job))))
 def test_ranks_as_threads_need_no_mpi(launch):
     job = launch(0, WITHOUT_MPI)
     assert (job.returncode, job.stdout) == (0, "1\n"), job.stderr
+
+
+@pytest.mark.parametrize("where", ["before", "between"])
+def test_a_rank_whose_function_returns_early_ends_those_that_wait_for_it(where):
+    def job(comm):
+        if where == "before" and comm.rank == 1:
+            return
+        x = np.ones((4, 4), np.float32)
+        stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+        pipeline = Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error)
+        if where == "between" and comm.rank == 1:
+            return
+        pipeline.step(*(x if comm.rank == rank else None for rank in (0, 1)))
+
+    with pytest.raises(PeerError, match="rank 1 .*(has returned|left the job)"):
+        inprocess.run(2, job)

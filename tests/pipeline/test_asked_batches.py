@@ -70,6 +70,30 @@ def test_the_bits_are_those_of_a_list_and_each_micro_batch_is_asked_for_once(com
         assert all(x.tobytes() == y.tobytes() for x, y in zip(before or (), after or ()))
 
 
+def test_a_function_may_fill_the_same_array_for_each_micro_batch(comm):
+    """Gradients are those of arrays of their own, though backwards run after the next micro-batches were asked for."""
+    schedule, found = gpipe(comm.size, 4), []
+    for anew in (True, False):
+        scratch = {}
+
+        def filled(pieces, anew=anew, scratch=scratch):
+            def ask(microbatch):
+                if anew:
+                    return pieces[microbatch].copy()
+                array = scratch.setdefault(id(pieces), np.empty_like(pieces[0]))
+                array[...] = pieces[microbatch]
+                return array
+
+            return ask
+
+        stages = dense.model(schedule, comm.rank)
+        batch = dense.placed(schedule, comm.rank, *map(filled, pieces_of(schedule, [3] * 4)))
+        with Pipeline(stages, schedule, comm, dense.mean_squared) as pipeline:
+            loss = pipeline.step(*batch).loss
+        found.append((loss, [stage.gradient.tobytes() for stage in stages]))
+    assert found[0] == found[1]
+
+
 def test_no_rank_holds_a_whole_batch(comm):
     """A rank holds the inputs of activations that are alive, and one target: besides them what is asked for first."""
     schedule = one_f_one_b(comm.size, 8 * comm.size)

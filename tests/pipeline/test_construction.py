@@ -13,10 +13,7 @@ from mpipipe.pipeline.construction import construct_on_paper
 
 @pytest.mark.parametrize(
     "name, chunks, microbatches",
-    [
-        ("interleaved_1f1b", 2, 128),
-        pytest.param("dualpipe_v", 2, 1024, marks=pytest.mark.long),
-    ],
+    [("interleaved_1f1b", 2, 128), pytest.param("dualpipe_v", 2, 1024, marks=pytest.mark.long)],
 )
 def test_a_rank_of_a_large_pipeline_needs_little_memory(name, chunks, microbatches):
     tracemalloc.start()

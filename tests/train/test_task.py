@@ -204,6 +204,30 @@ def test_a_loss_with_a_weight_counts_by_it(tmp_path, alone):
         assert found == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_validation_counts_its_batches_by_the_weights_of_the_loss(tmp_path, pipe):
+    """Two batches with sums 2 and 90 of 1 and 9 tokens: the mean over tokens is 9.2, that of the means 6."""
+
+    class Tokens(Task):
+        def layers(self, shard):
+            return [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+
+        def batch(self, step, rows, shard):
+            return self.validation(step, rows, shard)
+
+        def validation(self, index, rows, shard):
+            total, tokens = ((2.0, 1.0), (90.0, 9.0))[index % 2]
+            return np.ones((len(rows), 1)), np.tile([[total, tokens]], (len(rows), 1))
+
+        def loss(self, output, target):
+            totals, tokens = target.sum(0)
+            return totals / tokens, np.zeros_like(output), tokens
+
+    trained(pipe, replace(EXACT, pipe=pipe, steps=2, eval_batches=2, out=str(tmp_path / "run")), Tokens)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["validation"] == pytest.approx(9.2)
+
+
 class OverBatch(Field):
     """A loss over all outputs of the batch: the mean of the means of its micro-batches."""
 
