@@ -97,5 +97,5 @@ def test_a_rank_whose_function_returns_early_ends_those_that_wait_for_it(where):
             return
         pipeline.step(*(x if comm.rank == rank else None for rank in (0, 1)))
 
-    with pytest.raises(PeerError, match="rank 1 .*(has returned|left the job)"):
+    with pytest.raises(PeerError, match=r"rank 1 .*(has returned|left the job)"):
         inprocess.run(2, job)
