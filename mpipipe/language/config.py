@@ -5,19 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.errors import ConfigError
 from mpipipe.options import document, option
 from mpipipe.train import TaskConfig
 
 # what a folder says, with `from`
 FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")
-
-
-def parse_slices(text: str) -> int | str:
-    """Return a number of slices of the head, or "auto"; raise ArgumentError for anything else."""
-    if text != "auto" and not (text.isascii() and text.isdigit() and int(text)):
-        raise ArgumentError("the slices of the head", found=repr(text), expected="auto, or an integer of at least 1")
-    return text if text == "auto" else int(text)
 
 
 @dataclass(frozen=True)
@@ -72,14 +65,12 @@ class ModelOptions:
         None, "inner width of SwiGLU; default: 8/3 dim, rounded up to 64", least=1, decides=True
     )
     tied: bool = option(False, "one matrix for embedding and head", decides=True)
-    head_slices: int | str | None = option(
+    head_slices: int | None = option(
         None,
-        "slices of the vocabulary into which the head is cut, so that stages divide it; auto: as many as balance the "
-        "stages; default: that of the folder with from, else 1",
+        "slices of the vocabulary into which the head is cut, so that stages divide it; default: those of the folder "
+        "with from, else 1",
+        least=1,
         decides=True,
-        parse=parse_slices,
-        show=str,
-        metavar="N|auto",
     )
     dropout: float = option(
         0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1, decides=True

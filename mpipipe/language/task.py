@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, nn
+from mpipipe import arrays, nn
 from mpipipe.attention import Local, slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
@@ -22,7 +22,7 @@ from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
 from mpipipe.language.models import fine_tuning, huggingface, weights
-from mpipipe.language.models.gpt import GPT, Architecture, balanced_slices, check_layers
+from mpipipe.language.models.gpt import GPT, Architecture, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
@@ -123,9 +123,6 @@ class TextTask(Task):
     ) -> TextTask:
         """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
         config, base = fine_tuning.find_pretrained(config, comm)
-        if config.head_slices == "auto" and config.resume != "no":
-            slices = group_of(comm).from_one("train: the slices of the head", lambda: saved_slices(config))
-            config = replace(config, head_slices=slices)
         tuning = fine_tuning.find_tuning(config, comm)
         return cls(config, architecture if base is None else base.architecture, tuning=tuning, base=base, data=data)
 
@@ -146,11 +143,8 @@ class TextTask(Task):
         if vocab != BYTES:
             sizes["vocab"] = vocab
         model = self.architecture(seq=config.seq_len, **sizes)
-        slices = config.head_slices
-        if isinstance(slices, str):  # "auto"
-            slices = balanced_slices(model, self.pipe * config.chunks)
-        if slices is not None:
-            model = replace(model, head_slices=slices)
+        if config.head_slices is not None:
+            model = replace(model, head_slices=config.head_slices)
         if model.vocab < self.vocab:
             raise ConfigError(
                 "the data have more token ids than the model",
@@ -332,8 +326,6 @@ class TextTask(Task):
         config = self.config
         if config.from_ is None:
             keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
-        if keys["head_slices"] is not None:
-            keys["head_slices"] = str(self.head_slices)
         keys |= {name: absolute(keys[name]) for name in ("tokenizer", "from_") if keys[name] is not None}
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)
@@ -398,10 +390,3 @@ class TextTask(Task):
             answer = continued(decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed)
         title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"
         return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])
-
-
-def saved_slices(config: TrainConfig) -> int | str:
-    """Return the slices of the head in the checkpoint that a training goes on from, "auto" where it begins."""
-    place = checkpoint.newest(str(config.out)) if config.resume == "auto" else Path(config.resume)
-    sizes = {} if place is None else checkpoint.read(place).state.get("model", {})
-    return "auto" if place is None else sizes.get("head_slices", 1)

@@ -8,16 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import huggingface_reference as theirs
-from support.small_training import MODEL, config_in, estimate, records
+from support.small_training import config_in, records
 
 from mpipipe import Mesh, nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.inference.evaluation import build_evaluator, count_windows, open_tokens
 from mpipipe.language.models import GPT
-from mpipipe.language.models.gpt import balanced_slices
 from mpipipe.language.models.model_folder import convert, open_model, open_on_all
-from mpipipe.schedules import partition
 from mpipipe.train import TrainConfig, train
 
 
@@ -49,7 +47,7 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
     train(whole, GPT, comm)
     said = capsys.readouterr().out
     trainings = {
-        "split": dict(head_slices="5", schedule="zero_bubble_h1", recompute=True),
+        "split": dict(head_slices=5, schedule="zero_bubble_h1", recompute=True),
         "replicas": dict(head_slices=2, pipe=1),
         "shards of the optimizer": dict(head_slices=3, pipe=1, shard_optimizer=True),
         "slices of sequences": dict(head_slices=3, slices=2),
@@ -65,7 +63,7 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
         )
     last, saved = records(config("slices"))[-1], Path(config("slices").out, "checkpoints", "step-00000002")
     assert last["step"] == 4
-    again = config("again", tied=tied, head_slices="auto", resume=str(saved))  # takes those of the checkpoint
+    again = config("again", tied=tied, head_slices=3, resume=str(saved))
     train(again, GPT, comm)
     assert records(again)[-1]["loss"] == last["loss"]
     with pytest.raises(ConfigError, match="another configuration"):
@@ -121,19 +119,6 @@ def small(config, name, folder, **keys):
     sizes = {key: value for key, value in vars(config(name)).items() if key in ("data", "out", "seq_len", "batch")}
     more = dict(steps=2, eval_every=1, eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", microbatches=2)
     return TrainConfig(**{**sizes, **more, "pipe": config(name).pipe, "from_": str(folder), **keys})
-
-
-def test_auto_balances_the_stages():
-    model = GPT(vocab=4000, dim=16, layers=2, heads=2, hidden=32, seq=16)
-    for stages in (2, 3, 4, 8):
-        count = balanced_slices(model, stages)
-        costs = replace(model, head_slices=count).costs()
-        slowest = max(sum(costs[start:stop]) for start, stop in partition(costs, stages))
-        assert count > 1 and slowest < 1.35 * sum(costs) / stages
-    assert balanced_slices(MODEL, 1) == balanced_slices(MODEL, 2) == balanced_slices(GPT(vocab=3, dim=8), 4) == 1
-    config = TrainConfig(dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, vocab=4000, head_slices="auto")
-    ranks = estimate(config, GPT, 2)
-    assert ranks.task.head_slices == balanced_slices(model, 2) and len(ranks.ranks) == 2
 
 
 def test_what_cannot_be_cut_is_an_error():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from numpy.typing import ArrayLike
@@ -19,7 +19,6 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.even_split import even_split
 from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, RopeScaling, as_attend, check_slice_count, scaling_of
 from mpipipe.planning import declared
-from mpipipe.schedules import partition
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -262,25 +261,6 @@ class GPT:
 # Makes a model from the sizes in a configuration, as the class GPT does: called with seq, dim, layers, heads, kv_heads,
 # hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is its own choice.
 Architecture: TypeAlias = Callable[..., GPT]
-
-
-CLOSE = 1.05  # times the slowest stage of the best cut, with which fewer slices are taken
-
-
-def balanced_slices(model: GPT, stages: int) -> int:
-    """Return the least number of slices of the head with which the slowest stage is about as fast as it can be.
-
-    Up to four slices for each stage are tried.
-    """
-
-    def slowest(slices: int) -> float:
-        costs = replace(model, head_slices=slices).costs()
-        cuts = partition(costs, min(stages, len(costs)))
-        return max(sum(costs[start:stop]) for start, stop in cuts)
-
-    most = min(4 * stages, model.vocab) if stages > 1 else 1
-    times = {slices: slowest(slices) for slices in range(1, most + 1)}
-    return min(slices for slices, time in times.items() if time <= CLOSE * min(times.values()))
 
 
 # -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------
