@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
@@ -162,8 +161,14 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
             return timer, timer.forward("F")
 
         timers: dict[int, Timer] = {}
-        loss_for = partial(_loss_for, measured, size)
-        each_layer(measured.problem, measured.layers(), loss_for, x, measured.frozen, prepared)
+        each_layer(
+            measured.problem,
+            measured.layers(),
+            lambda stage: measured.loss_for(stage, size),
+            x,
+            measured.frozen,
+            prepared,
+        )
         for timer in timers.values():
             timer.saved.clear()
         layers = list(timers.values())
@@ -209,14 +214,12 @@ def _sums(measured: MeasuredRanks) -> float:
     return max(0.0, summed - alone) / count
 
 
-def _loss_for(measured: MeasuredRanks, size: int, stage: nn.Stage) -> Callable[..., Any]:
-    return measured.loss_for(stage, size)
-
-
 def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
     """Count what one micro-batch keeps, but not what several share, such as parameters and tables."""
     problem, example = measured.problem, measured.example(size, 1)
-    found, _ = layer_bytes(problem, measured.layers(), partial(_loss_for, measured, size), example, measured.frozen)
+    found, _ = layer_bytes(
+        problem, measured.layers(), lambda stage: measured.loss_for(stage, size), example, measured.frozen
+    )
     alike = [[each for each, kind in zip(found, problem.kinds) if kind == one] for one in range(max(problem.kinds) + 1)]
     actions = ((each.forward - each.saved, each.backward, each.input_grad, each.weight_grad) for each in found)
     return Sizes(
