@@ -33,7 +33,6 @@ class Progress:
         self.optimizer = make_optimizer(config, pipeline.stages, task, mesh)
         self.scaler = make_scaler(config)
         self.step, self.record = 0, Record(0)  # number of steps made, and the last record
-        self.rows: Mapping[str, Any] = {}  # what is known of row 0 of the first batches, to find other data at a resume
 
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
@@ -51,7 +50,6 @@ class Progress:
         return {
             **facts,
             "record": record,
-            "rows": self.rows,
             "random": {"steps_taken": self.pipeline.steps_taken},
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
         }

@@ -1,14 +1,15 @@
 """What is wrong in a task although nothing raises: one batch before the first step, or before a job is queued.
 
-Rows that are not the same twice, and a loss that is no mean, end in a training that says ok. So each training looks for
-them before its first step, in a rehearsal. `--check` does it before a job is queued, and compares gradients, too.
+Rows that ranks draw without a seed, and a loss that is no mean, end in a training that says ok. So each training looks
+for them before its first step, in a rehearsal. `--check` does it before a job is queued: it compares rows of two calls,
+and gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -18,98 +19,37 @@ from mpipipe.arrays import Tree
 from mpipipe.attention import Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
-from mpipipe.even_split import even_split
 from mpipipe.exchange import AllToAll, HaloExchange
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, rows_of_any
 from mpipipe.planning import LayerPlan
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, read_all, shapes_of
+from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, shapes_of, where
 from mpipipe.train.task_loss import TaskLoss, numbers, scores_of
 
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
+ROUGH = 1e-6  # the same of norms of what is read
 REPEATS = 8  # evaluations in all of which a loss looks wrong: one that draws one of two values does once in 2^16
 RIGHT_IN_PARTS = HaloExchange, AllToAll, nn.AdaptiveNorm, nn.Patches
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
-    "batch from np.random.default_rng(step), and return [rows] of it"
+    "batch from np.random.default_rng(step), and return [rows] of it; data that are drawn when the file is loaded need "
+    "a seed, too"
 )
-
-Traits: TypeAlias = "list[tuple[tuple[int, ...], float, float]]"  # shape, norm and a projection of each array
-
-
-def traits(tree: Tree, first: int = 0) -> Traits | None:
-    """Return numbers by which rows from the first on are known on another rank; None for what is no tree of numbers."""
-    try:
-        found = [numbers(leaf[first:] if first else leaf) for leaf in arrays.flatten(tree)[0]]
-    except (MpipipeError, AttributeError, TypeError, ValueError):
-        return None
-    return [
-        (each.shape, float(np.linalg.norm(each)), float(each.ravel() @ np.cos(np.arange(each.size)))) for each in found
-    ]
-
-
-def alike(a: Traits, b: Traits) -> bool:
-    """Whether these are traits of the same arrays, up to rounding."""
-    return [each[0] for each in a] == [each[0] for each in b] and all(
-        abs(x - y) <= NEAR * max(norm, other) for (_, norm, *one), (_, other, *two) in zip(a, b)
-        for x, y in zip((norm, *one), (other, *two))
-    )  # fmt: skip
-
-
-def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]]) -> dict[str, Traits]:
-    """Return the traits of row 0 on ranks with share 0; `found`: (share, traits of inputs and targets) of each rank.
-
-    Raise DataError where ranks with the same share have other arrays in it.
-    """
-    rows: dict[str, Traits] = {}
-    for name in ("inputs", "targets"):
-        first: dict[int, tuple[int, Traits]] = {}
-        for rank, (share, each) in enumerate(found):
-            mine = each.get(name)
-            if mine is None:
-                continue
-            other, theirs = first.setdefault(share, (rank, mine))
-            if not alike(mine, theirs):
-                raise DataError(
-                    f"{where} gives other {name} of row 0 on other ranks",
-                    found=f"sums that differ from rank {other} to rank {rank}",
-                    expected="the same rows on all ranks: one takes the inputs of a pipeline, another its targets",
-                    remedy=f"{SEEDED}; data that are drawn when the file is loaded need a seed, too",
-                )
-        if 0 in first:
-            rows[name] = first[0][1]
-    return rows
-
-
-def check_data(where: str, before: Mapping[str, Any], now: Mapping[str, Traits]) -> None:
-    """Raise DataError where row 0, of shapes as before, is not what it was in the training of the checkpoint."""
-    for name in before.keys() & now.keys():
-        then: Traits = [(tuple(shape), *sums) for shape, *sums in before[name]]
-        same_shapes = [shape for shape, *_ in then] == [shape for shape, *_ in now[name]]  # as for an equal `seq`
-        if same_shapes and not alike(then, now[name]):
-            raise DataError(
-                f"{where} gives other {name} of row 0 than before the checkpoint",
-                found="norm " + ", ".join(f"{norm:.6g}" for _, norm, _ in now[name]),
-                expected="norm " + ", ".join(f"{norm:.6g}" for _, norm, _ in then),
-                remedy="resume with the data as they were, or begin a new training with --init RUN; where the file of "
-                "the task was changed for it, --changed-task",
-            )
 
 
 def doubts(task: Task, shard: Shard) -> list[str]:
     """Return lines for the start of a training: which layers see a part of each row alone."""
     inner = [layer for outer in task.outline for _, layer in outer.walk("")]
     apart = {type(layer).__name__ for layer in inner if shard.size > 1 and _sees_part_alone(layer, shard)}
-    lines = []
-    if apart:
-        lines.append(
-            f"{', '.join(sorted(apart))}: on each rank of seq they see its own part of a row alone, which is right "
-            "where they work along an axis that is not shared, or at each point by itself; mpipipe.exchange.HaloConv "
-            "and HaloExchange, and shard.attend, take what they need from other ranks"
-        )
-    return [f"mpipipe: note: {line}" for line in lines]
+    if not apart:
+        return []
+    return [
+        f"mpipipe: note: {', '.join(sorted(apart))}: on each rank of seq they see its own part of a row alone, which "
+        "is right where they work along an axis that is not shared, or at each point by itself; "
+        "mpipipe.exchange.HaloConv and HaloExchange, and shard.attend, take what they need from other ranks"
+    ]
 
 
 def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
@@ -123,46 +63,36 @@ def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
 # -- A rehearsal, and a validation ------------------------------------------------------------------------------------
 
 
-def check_batch(
-    task: Task, method: str, number: int, rows: range, shard: Shard, found: Pair, microbatches: int = 1
-) -> None:
-    """Raise DataError where a task does not give the last row of a batch alone, or another one then.
+def check_first_row(reader: Reader, mesh: Mesh, step: int) -> None:
+    """Raise DataError on all ranks where those of a pipeline have other arrays for row 0 of a batch.
 
-    Where it gives micro-batches one by one, the last of these is compared.
+    One takes the inputs, another one the targets: rows that are drawn without a seed would not belong together.
     """
-    where, row, first = place_of(task, method), rows[-1], len(rows) - 1
+    task, group = reader.task, group_of(mesh.comm)
+    norms: list[list[float] | None] = [None, None]
+    with group.raise_together("train: the first row"):
+        if reader.reads and mesh.pipe.size > 1:
+            found = call(task, "batch", step, range(1), reader.shard, when=where("batch", step, range(1)))
+            norms = [None if each is None else _norms(each) for each in found[:2]]
+    seen = group_of(mesh.pipe).gather("train: the first row", norms)
+    with group.raise_together("train: the first row on all ranks"):
+        for name, of_ranks in zip(("inputs", "targets"), zip(*seen)):
+            known = [each for each in of_ranks if each is not None]
+            if any(len(each) != len(known[0]) or not np.allclose(each, known[0], rtol=ROUGH, atol=0) for each in known):
+                raise DataError(
+                    f"{place_of(task, 'batch')} gives other {name} of row 0 on other ranks",
+                    found=f"arrays of norms {' and '.join(map(str, known))}",
+                    expected="the same rows on all ranks: one takes the inputs of a pipeline, another its targets",
+                    remedy=SEEDED,
+                )
+
+
+def _norms(tree: Tree) -> list[float] | None:
+    """Return the norm of each array; None for what is no tree of numbers, as this rank may not need it."""
     try:
-        alone = read(task, method, number, rows[-1:], shard)
-    except MpipipeError as error:
-        raise DataError(
-            f"{where} gives rows {rows.start}..{row}, and not row {row} alone: {error.message}",
-            found=error.found,
-            expected="any rows that are asked for: other meshes, `plan` and --dry-run ask for few of them, or for one",
-            remedy="let what belongs together, such as a pair, be one row",
-        ) from error
-    what = f"another row {row}"
-    if task.per_microbatch:
-        *_, last = even_split(len(rows), microbatches)
-        alone, first = read(task, method, number, rows[last.start :], shard), 0
-        what = f"other rows {rows[last.start]}..{row}"
-        inputs, targets, *_ = (None if each is None else each[-1] for each in found)
-        found = inputs, targets
-    for of_many, of_one in zip(found, alone):
-        many, one = traits(of_many, first), traits(of_one)
-        if many is not None and one is not None and not alike(many, one):
-            raise DataError(
-                f"{where} gives {what} when that is asked for alone",
-                found="{}, then {}".format(*(", ".join(f"{shape[1:]} of norm {norm:.6g}" for shape, norm, _ in each)
-                                             for each in (many, one))),
-                expected="the same row, whatever is asked for with it and however often",
-                remedy=SEEDED,
-            )  # fmt: skip
-
-
-def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, Any]:
-    """Return the traits of the inputs and targets of row 0, as far as a task gives them on this rank."""
-    found = call(task, method, number, range(1), shard, when=f" for row 0 of {number}")
-    return dict(zip(("inputs", "targets"), map(traits, found)))
+        return [float(np.linalg.norm(numbers(leaf))) for leaf in arrays.flatten(tree)[0]]
+    except (MpipipeError, AttributeError, TypeError, ValueError):
+        return None
 
 
 def validate(
@@ -186,34 +116,18 @@ def validate(
     return mean, scores.means(group)
 
 
-def rehearse(
-    task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any, before: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Read the first batches and run them forward, before anything is written.
-
-    Return what is known of row 0 of the first batches; `before` is that of a checkpoint.
-    """
-    group, scores = group_of(mesh.comm), scores_of(task, loss)
+def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> None:
+    """Read the first batches and run them forward, before anything is written; collective."""
+    task, group = reader.task, group_of(mesh.comm)
+    scores = scores_of(task, loss)
     own = loss if isinstance(loss, TaskLoss) else None
-    known: dict[str, Any] = {}
     for method, number in (("batch", step), ("validation", 0)):
         pair: Pair = None, None
-        facts: dict[str, Any] = {}
-        first: dict[str, Any] = {}  # of what does not move on with the training
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
                 pair = reader.begun(reader.read(method, number))
-                check_batch(task, method, number, reader.rows, reader.shard, pair, reader.microbatches)
-                facts = first = row_traits(task, method, number, reader.shard)
-                if number:
-                    first = row_traits(task, method, 0, reader.shard)
-        seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts, first))
-        with group.raise_together(f"train: the first row of {method} on all ranks"):
-            place = place_of(task, method)
-            check_ranks(place, [(share, each) for share, each, _ in seen])
-            rows = check_ranks(place, [(share, each) for share, _, each in seen])
-            check_data(place, before.get(method, {}), rows)
-            known[method] = {name: [[list(shape), *sums] for shape, *sums in each] for name, each in rows.items()}
+        if method == "batch":
+            check_first_row(reader, mesh, step)
         suspects = []  # of all evaluations: a loss that is right once is right
         for _ in range(REPEATS):
             if own is not None:
@@ -240,7 +154,6 @@ def rehearse(
         raise found_by_all(problem, [group])
     if scores is not None:
         scores.means(group)
-    return known
 
 
 def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
@@ -281,15 +194,14 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
     for method in ("batch", "validation"):
-        found = read_all(task, method, 0, range(rows), 1, shard)[:2]
-        check_batch(task, method, 0, range(rows), shard, found)
+        check_last_row(task, method, rows, shard)
     lines: list[str] = []
     right, output = True, None
     passed: list[tuple[nn.Stage, Tree]] = []  # each layer, and its output
     inputs, target = example(task, rows, 1, shard)
     still, mixing = nn.Position(training=False), ""
     # what each row by itself becomes, and what it has under names
-    singles = [_single(task, row, shard, (inputs, target)) for row in range(rows)]
+    singles = [_single(task, "batch", row, shard, (inputs, target)) for row in range(rows)]
     alone: list[tuple[Tree, dict[str, Tree]]] = [(own, {}) for own, _ in singles]
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
@@ -331,10 +243,24 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     return [*lines, line], right and fine and not mixing
 
 
-def _single(task: Task, row: int, shard: Shard, pair: Pair) -> Pair:
+def check_last_row(task: Task, method: str, rows: int, shard: Shard) -> None:
+    """Raise DataError where a task gives another last row when that is asked for alone."""
+    last = range(rows - 1, rows)
+    pair = _single(task, method, rows - 1, shard, read(task, method, 0, range(rows), shard)[:2])
+    for one, again in zip(pair, read(task, method, 0, last, shard)[:2]):
+        if _differ(one, [again]):
+            raise DataError(
+                f"{place_of(task, method)} gives another row {rows - 1} when that is asked for alone",
+                found=f"norms {_norms(one)}, then {_norms(again)}",
+                expected="the same row, whatever is asked for with it and however often",
+                remedy=SEEDED,
+            )
+
+
+def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair:
     """Return inputs and targets of one row of a pair."""
     if task.per_microbatch:
-        return read(task, "batch", 0, range(row, row + 1), shard)[:2]
+        return read(task, method, 0, range(row, row + 1), shard)[:2]
     inputs, targets = (arrays.mapped(lambda leaf: leaf[row : row + 1], tree) for tree in pair)
     return inputs, targets
 

@@ -83,7 +83,8 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         reader = Reader(task, shard, plan, mesh, config.steps)
         progress, norm = _begin(mesh, config, reader, plan, stages, start=start, loss=loss, stack=stack)
         if task.rehearses:
-            _rehearse(mesh, config, reader, progress, loss, start)
+            check_replicas(mesh, stages)  # values that were drawn without the seed
+            rehearse(reader, progress.pipeline, mesh, progress.step, loss)
         reporter = _open_output(mesh, task, config, plan, out, start, device)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
@@ -151,22 +152,6 @@ def _begin(
         with progress.whole_parameters():
             resume.begin(config, reader.task, mesh, stages)
     return progress, norm
-
-
-def _rehearse(
-    mesh: Mesh,
-    config: TaskConfig,
-    reader: Reader,
-    progress: Progress,
-    loss: Callable[..., Any],
-    start: Checkpoint | None,
-) -> None:
-    """Run the first batches forward, and compare their rows with those before the checkpoint `start`."""
-    check_replicas(mesh, progress.pipeline.stages)  # values that were drawn without the seed
-    before = {} if start is None else start.state.get("rows", {})
-    if getattr(config, "changed_task", False):
-        before = {}
-    progress.rows = rehearse(reader.task, reader, progress.pipeline, mesh, progress.step, loss, before)
 
 
 def _open_output(

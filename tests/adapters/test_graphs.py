@@ -119,7 +119,7 @@ class Summed(Judged):
 
 
 WRONG = {
-    Drawn: (DataError, "gives other rows 9..11 when that is asked for alone"),
+    Drawn: (DataError, "gives other inputs of row 0 on other ranks"),
     Empty: (DataError, r"the inputs of Empty.batch\(step=0, rows=0..2\) are empty"),
     Summed: (ConfigError, "no mean over the rows"),
 }
