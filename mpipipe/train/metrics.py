@@ -94,12 +94,11 @@ def kept_records(out: Path, step: int) -> tuple[str, bool]:
     return kept, len(kept) < len(text)
 
 
-def cut(out: Path, step: int) -> int:
-    """Cut off the records after a step, as a whole or not at all; return the last step left, or -1. Raises OSError."""
+def cut(out: Path, step: int) -> None:
+    """Cut off the records after a step, as a whole or not at all. Raises OSError."""
     kept, others = kept_records(out, step)
     if others:
         files.write_whole(out / NAME, kept.encode())
-    return json.loads(kept.splitlines()[-1])["step"] if kept else -1
 
 
 def _step_of(line: str, number: int, path: Path) -> int:

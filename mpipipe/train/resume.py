@@ -185,9 +185,10 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Saves the progress of a training; a context manager, whose end finishes what is in flight.
+    """Saves the progress of a training.
 
-    Every method is collective. Where a checkpoint cannot be written, all ranks raise StorageError.
+    Every method is collective. `saver` is a context manager, whose end finishes what is in flight. Where a checkpoint
+    cannot be written, all ranks raise StorageError.
 
     The metrics of `reporter` must not end before a checkpoint does, and `preemption` learns how long a save takes.
     """
@@ -223,10 +224,3 @@ class Checkpoints:
         """Tell `preemption` how long a save has taken."""
         if saved is not None:
             self.preemption.save_took(self.saver.seconds)
-
-    def __enter__(self) -> Checkpoints:
-        self.saver.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.saver.__exit__(*error)

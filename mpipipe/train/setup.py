@@ -103,7 +103,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         preemption.whereabouts = trainer.whereabouts
         if chosen:
             reporter.say(chosen)
-        stack.enter_context(trainer.checkpoints)
+        stack.enter_context(trainer.checkpoints.saver)
         try:
             return trainer.run()
         except KeyboardInterrupt as error:  # for the report of the job's end
@@ -163,7 +163,20 @@ def _open_output(
     with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:
             return NullReporter()
-        reporter = make_reporter(config, out, start, task.unit, surroundings["oversubscribed"])
+        step = 0 if start is None else start.step
+        with output_folder.using(out):
+            aside = resume.leave_behind(start, out)
+            metrics.cut(out, step)
+            reporter = Reporter(
+                config.steps,
+                out,
+                unit=task.unit,
+                oversubscribed=surroundings["oversubscribed"],
+                done=None if config.resume == "no" else step,
+                tensorboard=config.tensorboard,
+            )
+        for path in aside:
+            reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
         keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
         try:
             output_folder.write(out, keys, surroundings, task)
@@ -273,20 +286,3 @@ def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerP
         check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
         task.check(plan, mesh)
     return plan
-
-
-def make_reporter(
-    config: TaskConfig, out: Path, start: Checkpoint | None, unit: str, oversubscribed: str | None
-) -> Reporter:
-    """Make the reporter of rank 0, with metrics that continue after the checkpoint `start`, if there is one."""
-    step = 0 if start is None else start.step
-    with output_folder.using(out):
-        aside = resume.leave_behind(start, out)
-        metrics.cut(out, step)
-        goes_on = None if config.resume == "no" else step
-        reporter = Reporter(
-            config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on, tensorboard=config.tensorboard
-        )
-    for path in aside:
-        reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
-    return reporter

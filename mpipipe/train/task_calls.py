@@ -242,14 +242,9 @@ def read_all(task: Task, method: str, number: int, rows: range, microbatches: in
     return tuple(None if each[0] is None else [*each] for each in zip(*found))
 
 
-def has_example(task: Task) -> bool:
-    """Whether the task has batches of its own for measurements, which need no data."""
-    return type(task).example is not Task.example
-
-
 def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | None = None) -> Pair:
     """Return inputs and targets as they may come, for measurements: those of step 0, again where it has `most` rows."""
-    if has_example(task):
+    if type(task).example is not Task.example:  # a task may have some that need no data
         return task.example(rows, microbatches, shard)
     if microbatches > 1 and task.per_microbatch:
         inputs, targets, _ = read_all(task, "batch", 0, range(rows), microbatches, shard)

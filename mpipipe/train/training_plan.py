@@ -93,16 +93,12 @@ def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tupl
 # Rank 0 reads the file once, and from then on the configuration has the table itself, and so has every checkpoint.
 
 
-def fingerprint(table: str) -> str:
-    """Return eight digits that tell two tables apart."""
-    return f"{schedules.from_csv(table).fingerprint:016x}"[:8]
-
-
 def fitting(table: str, pipe: int, chunks: int, microbatches: int | None, slices: int = 1) -> Schedule:
     """Read a table for pipelines of `pipe` ranks, and prove it; raises ConfigError if it is of other sizes."""
     schedule = schedules.from_csv(table)
     schedules.check(schedule)
-    schedule = replace(schedule, name=f"order {fingerprint(table)}")
+    digits = f"{schedule.fingerprint:016x}"[:8]  # which tell two tables apart
+    schedule = replace(schedule, name=f"order {digits}")
     stages = set(Counter(schedule.placement).values())
     for key, there, wanted in (
         ("pipe", schedule.ranks, pipe),
@@ -240,8 +236,8 @@ class MemoryEstimate:
         return self.problem.ranks * self.problem.replicas * self.problem.seq
 
 
-def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
-    """Return the ranks of a pipeline, and the number of replicas."""
+def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
+    """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
     pipe = pipe_of(config, ranks)
     replicas, rest = divmod(ranks, pipe * config.seq)
     if rest or not replicas:
@@ -250,12 +246,6 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
             found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
             expected=f"a multiple of {pipe * config.seq}",
         )
-    return pipe, replicas
-
-
-def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
-    """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
-    pipe, replicas = mesh_of(config, ranks)
     shard, task.pipe = shard_of(config, task, comm, config.seq), pipe
     outline(task, shard, config.seed)
     problem = problem_of(config, task, pipe, replicas)
