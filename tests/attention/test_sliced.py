@@ -93,7 +93,7 @@ def cases(draw):
 def test_any_slices_on_any_ring_are_dense_attention_to_the_whole(case, ranks, kind, again):
     lengths, window, documents, sizes, scale = case
     whole = arrays(sum(lengths), **sizes)
-    segments = None if documents is None else np.searchsorted(documents, np.arange(sum(lengths)), "right")
+    segments = None if documents is None else np.searchsorted(documents, np.arange(sum(lengths)), "right") - 1
     options = dict(window=window, segments=segments, scale=scale)
     expected = dense(*whole, True, window, documents, scale)
     agrees(by_head(through(Sliced(Local(**options), lengths), [whole], again=again)[0]), expected)

@@ -58,7 +58,7 @@ def cases(draw):
 def test_any_sequence_equals_dense_attention(case, synchronous):
     ranks, seq, kind, causal, window, documents, sizes = case
     whole = arrays(seq, **sizes)
-    segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right")
+    segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right") - 1
     options = dict(causal=causal, window=window, segments=segments)
     found = inprocess.run(ranks, lambda comm: through(comm, whole, kind, **options), synchronous=synchronous)
     agrees(found[0], dense(*whole, causal, window, documents))

@@ -187,16 +187,14 @@ def test_a_thread_that_is_busy_elsewhere_is_named_with_its_own_line(monkeypatch)
         group = RankGroup(comm)
         if comm.rank == 1:
             wake.wait(60)
-        if comm.rank < 2:
-            group.agree("a test")
+        group.agree("a test")
 
     try:
         with pytest.raises(HangError) as caught:
-            inprocess.run(3, job)
+            inprocess.run(2, job)
     finally:
         wake.set()
     assert "rank 1 on" in str(caught.value) and "test_watch_verdict.py" in str(caught.value), caught.value
-    assert "rank 2 on" in str(caught.value) and "has come to the end of its program" in str(caught.value)
     assert "in job" in str(caught.value) and "inprocess.py" not in str(caught.value)
 
 

@@ -72,7 +72,7 @@ def test_a_rank_that_sleeps_in_a_forward_is_named_as_computing(play, tmp_path):
     assert "rank 1 waits for the gradient of micro-batch 0 over edge 2 from rank 2 (channel 0, tag 3)" in report
     files = files_of(tmp_path)
     assert sorted(files) == ["rank-2.txt", "report.txt"]
-    assert re.search(r"job.py.*in <lambda>\n", files["rank-2.txt"]) and "in _forward" in files["rank-2.txt"]
+    assert re.search(r"job.py.*in <lambda>\n", files["rank-2.txt"]) and "in run" in files["rank-2.txt"]
     assert "  in forward of stage 2, micro-batch 0, in step (call 2)" in files["report.txt"]
 
 

@@ -176,6 +176,8 @@ def test_memory_that_the_process_takes_for_other_things_does_not_count(monkeypat
 def test_the_last_rank_that_measures_stops_the_trace(monkeypatch):
     """Ranks may be threads of one process; to stop it while another one computes is a SIGSEGV of Python 3.13.0."""
     monkeypatch.setattr(memory, "UNTRACED", set())
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])  # threads of other tests may be left
+    tracemalloc.stop()  # which was left on beside such a thread
     first, second = memory.tracing(), memory.tracing()
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
