@@ -63,7 +63,7 @@ def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
 # -- A rehearsal, and a validation ------------------------------------------------------------------------------------
 
 
-def check_first_row(reader: Reader, mesh: Mesh, step: int) -> None:
+def check_first_row(reader: Reader, mesh: Mesh, method: str, number: int) -> None:
     """Raise DataError on all ranks where those of a pipeline have other arrays for row 0 of a batch.
 
     One takes the inputs, another one the targets: rows that are drawn without a seed would not belong together.
@@ -72,7 +72,7 @@ def check_first_row(reader: Reader, mesh: Mesh, step: int) -> None:
     norms: list[list[float] | None] = [None, None]
     with group.raise_together("train: the first row"):
         if reader.reads and mesh.pipe.size > 1:
-            found = call(task, "batch", step, range(1), reader.shard, when=where("batch", step, range(1)))
+            found = call(task, method, number, range(1), reader.shard, when=where(method, number, range(1)))
             norms = [None if each is None else _norms(each) for each in found[:2]]
     seen = group_of(mesh.pipe).gather("train: the first row", norms)
     with group.raise_together("train: the first row on all ranks"):
@@ -80,7 +80,7 @@ def check_first_row(reader: Reader, mesh: Mesh, step: int) -> None:
             known = [each for each in of_ranks if each is not None]
             if any(len(each) != len(known[0]) or not np.allclose(each, known[0], rtol=ROUGH, atol=0) for each in known):
                 raise DataError(
-                    f"{place_of(task, 'batch')} gives other {name} of row 0 on other ranks",
+                    f"{place_of(task, method)} gives other {name} of row 0 on other ranks",
                     found=f"arrays of norms {' and '.join(map(str, known))}",
                     expected="the same rows on all ranks: one takes the inputs of a pipeline, another its targets",
                     remedy=SEEDED,
@@ -126,8 +126,7 @@ def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: An
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
                 pair = reader.begun(reader.read(method, number))
-        if method == "batch":
-            check_first_row(reader, mesh, step)
+        check_first_row(reader, mesh, method, number)
         suspects = []  # of all evaluations: a loss that is right once is right
         for _ in range(REPEATS):
             if own is not None:

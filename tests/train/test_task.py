@@ -302,6 +302,11 @@ class Unseeded(Field):
         return super().batch(next(SEEDS), rows, shard)
 
 
+class Unfixed(Field):
+    def validation(self, index, rows, shard):
+        return super().validation(next(SEEDS), rows, shard)
+
+
 class Renumbered(Field):
     def validation(self, index, rows, shard):
         return super().validation(index, range(len(rows)), shard)
@@ -376,6 +381,7 @@ class Tall(Field):
         (Longer, Exception, r"Longer.layers in the validation: layer 0 \(Linear\)"),
         (Counted, ConfigError, r"targets of several arrays.* by other numbers(.|\n)*6, 20 and 4, 20 entries"),
         (Unseeded, DataError, r"Unseeded.batch gives other inputs of row 0 on other ranks(.|\n)* and (.|\n)*seed, too"),
+        (Unfixed, DataError, r"Unfixed.validation gives other inputs of row 0 on other ranks"),
         (Elsewhere, DataError, r"Elsewhere.batch gives other inputs of row 0"),
         (Summed, Exception, r"Summed.loss returns a value that is no mean(.|\n)*with each row twice"),
         (Undivided, Exception, r"Undivided.loss returns a gradient that is not that of a mean"),
