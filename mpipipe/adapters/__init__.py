@@ -1,8 +1,7 @@
 """Stages and losses from PyTorch and JAX. Either library is imported when it is asked for, and not before.
 
 foreign   what both have in common: a layer whose parameters lie in the buffers of its stage, and trees of arrays
-pytorch   layer: a module, where its parameters lie    backward: in two halves    state: what a forward changes
-          loss, ties (shared parameters), tensors (arrays as tensors)
+pytorch   a module as a layer, its backward in two halves, the state that a forward changes, ties, losses
 jax       layer: a function with its parameters        functions: compiled, with arrays as JAX's and back
 attend    of both: attention over a ring of ranks within a module or a function of one's own
 layers    all that may stand in a list of layers
