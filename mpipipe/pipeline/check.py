@@ -28,7 +28,7 @@ from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import CallInputs
-from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline.loss import Loss, Weigh
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
 from mpipipe.text import counted
@@ -335,12 +335,14 @@ class CheckedLoss(Loss):
         self._checks = checks
         self._sources: Sources = ()
 
-    def call(self, output: Tree, target: Tree, factor: float, position: Position | None = None) -> Any:
+    def call(
+        self, output: Tree, target: Tree, factor: float, position: Position | None = None, weigh: Weigh | None = None
+    ) -> Any:
         checks = self._checks
         names = ("y", "the output of the last stage"), ("targets", "its targets")
         handed = [watched(None, None, tree, name) for tree, (name, _) in zip((output, target), names)]
         self._sources = [("the targets of this call", target)]
-        result = super().call(output, target, factor, position)
+        result = super().call(output, target, factor, position, weigh)
         for copies, (_, what) in zip(handed, names):
             checks.unchanged(copies, f"the loss wrote to {what}")
         if self.with_head is not None and checks.gradients:

@@ -220,8 +220,9 @@ class Executor:
         assert self.loss is not None  # agreed at the start of the call
         inputs, loss, weighing = state.inputs, self.loss, self.weighing
         factor = weighing.shares[microbatch] * inputs.scale if inputs.training else 1.0
+        weigh = partial(weighing.take, microbatch, training=True) if loss.weighs and inputs.training else None
         try:
-            result = loss.call(y, target, factor, inputs.positions[microbatch])
+            result = loss.call(y, target, factor, inputs.positions[microbatch], weigh)
         except MpipipeError:
             raise
         except Exception as error:  # an error of the loss is not blamed on the stage
@@ -232,7 +233,12 @@ class Executor:
         else:
             value, gradient, weight = loss.checked(result)
         state.losses[microbatch] = value
-        left = 1.0 if weight is None and weighing.known else weighing.take(microbatch, weight, inputs.training)
+        if weigh is not None:
+            left = float(weight != 0)  # the loss has multiplied its gradient; without a weight that counts it is zero
+        elif weight is None and weighing.known:
+            left = 1.0
+        else:
+            left = weighing.take(microbatch, weight, inputs.training)
         if inputs.training:
             state.loss_gradients[microbatch] = loss.scaled(gradient, left if loss.takes_factor else left * factor, y)
         if len(state.losses) == len(weighing.shares):  # the backwards to come need not be done when these are wanted

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -35,16 +35,22 @@ from mpipipe.nn import HeadCrossEntropy, Position, kernels
 from mpipipe.pipeline.batch import UNSAID, BatchFacts, MessageSpec
 from mpipipe.stages import StageAdapter, takes_parameter
 
+Weigh: TypeAlias = Callable[[float | None], float]  # from a weight to the factor that it asks for
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
 
 
 class Loss:
-    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding, for others after."""
+    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding, for others after.
+
+    One with a parameter `weigh` has gradients of its own parameters, which nobody can scale after it. In a training
+    step it calls weigh(weight or None) once, and multiplies all its gradients by the result.
+    """
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
         self.takes_factor = takes_parameter(function, "factor")
         self.takes_position = takes_parameter(function, "position")
+        self.weighs = takes_parameter(function, "weigh")
         self.over_batch = bool(getattr(function, "over_batch", False))  # takes and gives lists, once for all
         self.uploads = not getattr(function, "wants_host_targets", False)
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
@@ -53,10 +59,14 @@ class Loss:
         """Within this context the last stage leaves the product of its head to the function, if that is made for it."""
         return nullcontext() if self.with_head is None else self.with_head.taking_over()
 
-    def call(self, output: Tree, target: Tree, factor: float, position: Position | None = None) -> Any:
+    def call(
+        self, output: Tree, target: Tree, factor: float, position: Position | None = None, weigh: Weigh | None = None
+    ) -> Any:
         """Return what the function returns. Beside an output on a GPU, it has its target there too."""
         if self.uploads and type(output) is not np.ndarray:
             target = _beside(output, target)
+        if self.weighs:
+            return self.function(output, target, factor=factor, position=position, weigh=weigh)
         if self.takes_position:
             return self.function(output, target, factor=factor, position=position)
         return self.function(output, target, factor=factor) if self.takes_factor else self.function(output, target)

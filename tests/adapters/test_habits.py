@@ -6,6 +6,7 @@ losses, all gradients and all buffers of three steps with plain descent, to 1e-1
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque, namedtuple
 from dataclasses import dataclass
@@ -1060,3 +1061,42 @@ def test_check_says_what_it_looked_at():
     assert said["between layers"].startswith("float64[4]; float64[4]; 2: float64[4], bool[4]; float64[4]")
     assert said["whole backward in I, and nothing left for W"] == "layers[2]"
     assert "random numbers" in said["loss"]
+
+
+class WeighedTemperature(torch.nn.Module):
+    """A mean over weighed rows, with a parameter; the weights are the first column of the targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def forward(self, output, target):
+        weights = target[:, 0]
+        total = weights.sum()
+        each = ((output - target[:, 1:]) ** 2 * self.temperature).mean(1)
+        return (each * weights).sum() / total, float(total)
+
+
+@pytest.mark.parametrize("schedule", [schedules.one_f_one_b(1, 4), schedules.zero_bubble_h1(1, 4)], ids=str)
+def test_parameters_of_a_loss_that_returns_weights_have_the_gradients_of_the_weighed_mean(schedule):
+    """One micro-batch counts nothing: its value is 0 / 0."""
+    random = np.random.default_rng(0)
+    x, goal = random.normal(size=(8, 3)), random.normal(size=(8, 3))
+    goal[:, 0] = [1, 2, 0, 0, 5, 6, 7, 8]
+    module, temperature = torch.nn.Linear(3, 2).double(), WeighedTemperature()
+    judge, alone = copy.deepcopy(module), copy.deepcopy(temperature)
+    value, _ = alone(judge(torch.from_numpy(x)), torch.from_numpy(goal))
+    value.backward()
+    loss = adapters.torch_loss(temperature)
+    stage = adapters.torch_stage(module, loss=loss)
+
+    def job(comm):
+        with Pipeline([stage], schedule, comm, loss=loss) as pipeline:
+            for _ in range(2):  # the first step presumes other weights
+                assert pipeline.step(x, goal).loss == pytest.approx(float(value), rel=1e-12)
+
+    inprocess.run(1, job)
+    for found, expected in zip(
+        [*module.parameters(), temperature.temperature], [*judge.parameters(), alone.temperature]
+    ):
+        np.testing.assert_allclose(found.grad, expected.grad, rtol=1e-12, atol=1e-14)

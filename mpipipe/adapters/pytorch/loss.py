@@ -35,9 +35,17 @@ class TorchLoss:
         return [] if self.module is None else [each for each in self.module.parameters() if each.requires_grad]
 
     def __call__(
-        self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None
+        self,
+        output: Tree,
+        target: Tree,
+        factor: float = 1.0,
+        position: Position | None = None,
+        weigh: Callable[[float | None], float] | None = None,
     ) -> tuple[Any, ...]:
-        """Return (value, gradient of the output times `factor`), and the weight where the function returns one."""
+        """Return (value, gradient of the output times `factor`), and the weight where the function returns one.
+
+        `weigh` makes of the weight a further factor, for all gradients.
+        """
         (leaves, structure), (wanted, shape) = flatten(output), flatten(target)
         trains = position is not None and position.training
         with on_stream(arrays.device_of(leaves[0])), torch.enable_grad(), self._at(position, leaves[0]):
@@ -48,16 +56,19 @@ class TorchLoss:
             targets = [tensor_of(leaf).clone() for leaf in wanted]
             value = self.function(unflatten(copies, structure), unflatten(targets, shape))
             value, *weight = value if isinstance(value, tuple) else (value,)
+            weight = [float(each) for each in weight]
             _check_number(value)
+            if weigh is not None:
+                factor *= weigh(weight[0] if weight else None)
             if value.requires_grad and not self._looked:
                 self._look(value, taking)
             own = self.parameters if trains else []
-            if value.requires_grad:
+            if value.requires_grad and factor:  # a weight of 0 may come with NaN
                 torch.autograd.backward(value, torch.full_like(value, factor), inputs=[*taking, *own])
             slopes = [slope_of(each) if each.requires_grad else None for each in outputs]
             found = value.detach()
             number = found.item() if found.device.type == "cpu" else array_of(found)
-            return (number, unflatten(slopes, structure), *map(float, weight))
+            return (number, unflatten(slopes, structure), *weight)
 
     def _at(self, position: Position | None, leaf: Any) -> AbstractContextManager[Any]:
         if position is None:
@@ -67,7 +78,7 @@ class TorchLoss:
         return self._state.drawing(gpu, seed, position)
 
     def _look(self, value: Any, taking: Sequence[Tensor]) -> None:
-        """Raise ArgumentError for a loss that depends on what nobody would train."""
+        """Raise ArgumentError for a loss that depends on a tensor which no stage trains."""
         own = self.parameters
         strange = AutogradGraph([value], taking, own).strange
         if strange:
