@@ -16,14 +16,19 @@ LARGEST = 1e-4  # relative difference: rounding, after a few steps
 
 
 def losses(run: Path) -> list[float]:
-    """Return the losses in the metrics.jsonl of an output folder, of training and of validation, in order."""
+    """Return the losses in the metrics.jsonl of an output folder, of training and of validation, in
+    order.
+    """
     records = [json.loads(line) for line in files.read_text(run / NAME, MOST_BYTES).splitlines()]
     return [record[key] for record in records for key in ("loss", "validation") if key in record]
 
 
 def main(title: str, one: str, other: str) -> int:
-    """Print the verdict and the largest relative difference; return 0 where the losses are the same, else 1."""
-    first, second = losses(Path(one)), losses(Path(other))
+    """Print the verdict and the largest relative difference; return 0 where the losses are the
+    same, else 1.
+    """
+    first = losses(Path(one))
+    second = losses(Path(other))
     differences = [abs(a - b) / b for a, b in zip(first, second)]
     same = len(first) == len(second) > 0 and all(difference < LARGEST for difference in differences)
     sys.stdout.write(

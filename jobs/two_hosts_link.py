@@ -1,10 +1,12 @@
-"""The cable between two hosts on one machine: hands Ethernet frames from one device to the other, badly where asked.
+"""The cable between two hosts on one machine: hands Ethernet frames from one device to the other,
+badly where asked.
 
     python two_hosts_link.py DEVICE DEVICE SETTINGS
 
-SETTINGS is a file with two numbers, looked at ten times a second: milliseconds that a frame takes on its way, and the
-percentage of frames that are lost (100 cuts the link). Many kernels, as of containers and small virtual machines, lack
-the queueing discipline `netem`, which would do the same; this needs nothing but packet sockets, and root.
+SETTINGS is a file with two numbers, looked at ten times a second: milliseconds that a frame takes
+on its way, and the percentage of frames that are lost (100 cuts the link). Many kernels, as of
+containers and small virtual machines, lack the queueing discipline `netem`, which would do the
+same; this needs nothing but packet sockets, and root.
 
 This is for tests on one machine. It uses the standard library alone, so any python3 will do.
 """
@@ -28,16 +30,25 @@ PACKET_OUTGOING = 4  # what this process itself has sent, which comes back to a 
 FRAME_BYTES = 1 << 16
 LOOK_SECONDS = 0.1
 SIOCETHTOOL = 0x8946
-ETHTOOL_STXCSUM, ETHTOOL_STSO, ETHTOOL_SGSO = 0x17, 0x1F, 0x24  # linux/ethtool.h
+# linux/ethtool.h
+ETHTOOL_STXCSUM = 0x17
+ETHTOOL_STSO = 0x1F
+ETHTOOL_SGSO = 0x24
 
 
 def switch_offload_off(name: str) -> None:
-    """Let the kernel compute checksums and cut frames itself: no hardware will do it behind this device."""
+    """Let the kernel compute checksums and cut frames itself: no hardware will do it behind this
+    device.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in (ETHTOOL_STXCSUM, ETHTOOL_STSO, ETHTOOL_SGSO):
             value = (ctypes.c_uint32 * 2)(command, 0)
             with suppress(OSError):  # of a device without it
-                fcntl.ioctl(control, SIOCETHTOOL, struct.pack("16sQ16x", name.encode(), ctypes.addressof(value)))
+                fcntl.ioctl(
+                    control,
+                    SIOCETHTOOL,
+                    struct.pack("16sQ16x", name.encode(), ctypes.addressof(value)),
+                )
 
 
 def open_device(name: str) -> socket.socket:
@@ -61,8 +72,11 @@ def read_settings(path: Path, before: tuple[float, float]) -> tuple[float, float
 def carry(ends: list[socket.socket], path: Path) -> None:
     """Hand frames on, until this process is ended."""
     delay, lost = read_settings(path, (0.0, 0.0))
-    looked, number = time.monotonic(), 0
-    travelling: list[tuple[float, int, socket.socket, bytes]] = []  # (arrival, order, where to, frame)
+    looked = time.monotonic()
+    number = 0
+    travelling: list[
+        tuple[float, int, socket.socket, bytes]
+    ] = []  # (arrival, order, where to, frame)
     while True:
         now = time.monotonic()
         if now - looked > LOOK_SECONDS:
@@ -71,7 +85,9 @@ def carry(ends: list[socket.socket], path: Path) -> None:
             _, _, end, frame = heapq.heappop(travelling)
             with suppress(OSError):  # the other end is full or down: a cable loses the frame
                 end.send(frame)
-        rest = LOOK_SECONDS if not travelling else max(0.0, min(LOOK_SECONDS, travelling[0][0] - now))
+        rest = (
+            LOOK_SECONDS if not travelling else max(0.0, min(LOOK_SECONDS, travelling[0][0] - now))
+        )
         for source in select.select(ends, [], [], rest)[0]:
             target = ends[1] if source is ends[0] else ends[0]
             for _ in range(64):

@@ -1,7 +1,8 @@
 """Pipeline parallelism and ring attention over MPI, on plain arrays: numpy on CPUs, CuPy on GPUs.
 
-`import mpipipe` needs neither MPI nor a GPU; MPI is initialised when the first communicator is asked for. Names and
-rooms are imported when they are first used, so that a command which computes nothing starts at once.
+`import mpipipe` needs neither MPI nor a GPU; MPI is initialised when the first communicator is
+asked for. Names and rooms are imported when they are first used, so that a command which computes
+nothing starts at once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ if TYPE_CHECKING:
     from mpipipe.planning import cut
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-_ROOMS = "adapters attention checkpoint errors exchange language nn optim planning schedules tracing train".split()
+_ROOMS = (
+    "adapters attention checkpoint errors exchange language nn optim planning schedules "
+    "tracing train"
+).split()
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
     __all__, _named = lazy_face(__name__, __file__)
 
     def __getattr__(name: str) -> object:
         """Import a name of `__all__`, or a room such as `mpipipe.optim`."""
         if name in __all__:
-            import_module(f"{__name__}.pipeline")  # for each name: threads that ask at once wait for one import
+            import_module(
+                f"{__name__}.pipeline"
+            )  # for each name: threads that ask at once wait for one import
             value = _named(name)
             globals()[name] = value
             return value

@@ -1,7 +1,9 @@
-"""Surroundings of a run besides its configuration: versions, MPI, BLAS, the cores of each rank, hosts, git, variables.
+"""Surroundings of a run besides its configuration: versions, MPI, BLAS, the cores of each rank,
+hosts, git, variables.
 
-Each rank looks around itself (`_here`), and rank 0 puts together what all ranks say (`gather`). What all ranks have
-alike stands once, as rank 0 has it; `different` lists what others have in its place.
+Each rank looks around itself (`_here`), and rank 0 puts together what all ranks say (`gather`).
+What all ranks have alike stands once, as rank 0 has it; `different` lists what others have in its
+place.
 """
 
 from __future__ import annotations
@@ -45,31 +47,40 @@ PREFIXES = (
 NO_CHOICE = (
     "OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "KMP_DUPLICATE_LIB_OK",
 )  # fmt: skip
-JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_ARRAY_TASK_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+JOB = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "FLUX_JOB_ID",
+)
 COMPARED = ("mpipipe", "python", "packages", "blas", "variables")
 GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
 
 
 def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any] | None:
-    """Return what a run on these ranks depends on, as plain values that JSON takes, on rank 0; None elsewhere.
+    """Return what a run on these ranks depends on, as plain values that JSON takes, on rank 0; None
+    elsewhere.
 
-    Collective over `comm`, by default COMM_WORLD, on which no other messages are under way. `mpipipe train` writes it
-    into its output folder, as environment.json. With `gpus` it looks for GPUs, which imports CuPy. BackendError is
-    raised where there is no MPI.
+    Collective over `comm`, by default COMM_WORLD, on which no other messages are under way.
+    `mpipipe train` writes it into its output folder, as environment.json. With `gpus` it looks for
+    GPUs, which imports CuPy. BackendError is raised where there is no MPI.
 
     Returns
     -------
     dict or None
-        `mpipipe`, `python`, `packages` and `system`: versions. `time`, `command` and `folder`: the start of this
-        process. `git`: the commit of the working folder, and whether files that git knows are changed; None if
-        there is none. `mpi`: library, standard and thread level; None if the ranks are threads. `launcher`: the
-        variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
-        number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
-        host, the cores that it may run on, such as "0-3,8", and the threads with which it would train.
-        `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads, are more than their cores;
-        else None.
-        `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of
-        GPUs and of MPI that are set. `different`: what of all this other ranks have in another way.
+        `mpipipe`, `python`, `packages` and `system`: versions. `time`, `command` and `folder`: the
+        start of this process. `git`: the commit of the working folder, and whether files that git
+        knows are changed; None if there is none. `mpi`: library, standard and thread level; None if
+        the ranks are threads. `launcher`: the variable that promises the ranks, and their number;
+        or None. `job`: numbers of the batch system. `ranks`: their number. `hosts`: name,
+        processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
+        host, the cores that it may run on, such as "0-3,8", and the threads with which it would
+        train. `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads,
+        are more than their cores; else None. `blas`: each library of numpy with its kernels and
+        threads. `variables`: those of this package, of threads, of GPUs and of MPI that are set.
+        `different`: what of all this other ranks have in another way.
 
     Examples
     --------
@@ -83,10 +94,16 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     everyone = collect(group_of(comm), comm, _here(gpus))
     if everyone is None:
         return None
-    first, promise = everyone[0], launcher_size(os.environ)
+    first = everyone[0]
+    promise = launcher_size(os.environ)
     shares = fair_shares([(each["host"]["host"], each["single_cores"]) for each in everyone])
     binding = [
-        {"rank": rank, "host": each["host"]["host"], "cores": each["cores"], "threads": each["chosen_threads"] or share}
+        {
+            "rank": rank,
+            "host": each["host"]["host"],
+            "cores": each["cores"],
+            "threads": each["chosen_threads"] or share,
+        }
         for rank, (each, share) in enumerate(zip(everyone, shares))
     ]
     return {
@@ -106,7 +123,10 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "binding": binding,
         "oversubscribed": oversubscribed(binding),
         "oversubscribed_threads": oversubscribed_threads(
-            [{**place, "cores": cores_text(each["single_cores"])} for place, each in zip(binding, everyone)]
+            [
+                {**place, "cores": cores_text(each["single_cores"])}
+                for place, each in zip(binding, everyone)
+            ]
         ),
         "blas": first["blas"],
         "variables": first["variables"],
@@ -115,7 +135,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of mpipipe, and of each of PACKAGES that is installed, by name."""
+    """Return the versions of Python, of mpipipe, and of each of PACKAGES that is installed, by
+    name.
+    """
     known = {"python": platform.python_version(), "mpipipe": __version__}
     for package in PACKAGES:
         try:
@@ -128,7 +150,8 @@ def versions() -> dict[str, str]:
 def git_commit(folder: str = ".") -> dict[str, Any] | None:
     """Return the commit of a folder; None where there is no commit, or git is not there.
 
-    `changed` says whether files that git knows differ from it; it is None if git did not say in time.
+    `changed` says whether files that git knows differ from it; it is None if git did not say in
+    time.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if not commit:
@@ -182,7 +205,9 @@ def _here(gpus: bool) -> dict[str, Any]:
 
 
 def blas() -> list[dict[str, Any]]:
-    """Return the BLAS libraries that this process has loaded: version, threads, and the processor of their kernels."""
+    """Return the BLAS libraries that this process has loaded: version, threads, and the processor
+    of their kernels.
+    """
     from threadpoolctl import threadpool_info
 
     return [
@@ -216,7 +241,9 @@ def _hosts(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _different(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ranks have in another way than rank 0; ranks that have the same stand together."""
+    """Return what ranks have in another way than rank 0; ranks that have the same stand
+    together.
+    """
     found: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for rank, each in enumerate(everyone):
         others = {name: each[name] for name in COMPARED if each[name] != everyone[0][name]}

@@ -1,4 +1,6 @@
-"""The errors of mpipipe. Each says what was found, what was expected, where, and what to do about it."""
+"""The errors of mpipipe. Each says what was found, what was expected, where, and what to do about
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class MpipipeError(Exception):
     message : str
         What went wrong, in one sentence.
     rank : int or str, optional
-        Where: the rank in the communicator that was handed in, or several as in "0-3, 7" or "all 12".
+        Where: the rank in the communicator that was handed in, or several as in "0-3, 7" or "all
+        12".
     stage, microbatch, slice : int, optional
         Where: the logical stage, the micro-batch, and the slice of its sequences.
     found, expected : object, optional
@@ -53,20 +56,29 @@ class MpipipeError(Exception):
         remedy: str | None = None,
     ):
         self.message = message
-        self.rank, self.stage, self.microbatch, self.slice = rank, stage, microbatch, slice
-        self.found, self.expected, self.remedy = found, expected, remedy
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.slice = slice
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
         self.reported_elsewhere = False
         self.agreed: frozenset[int] = frozenset()
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[Callable[..., MpipipeError], tuple[Any, ...]]:  # errors travel between ranks
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., MpipipeError], tuple[Any, ...]]:  # errors travel between ranks
         fields: dict[str, Any] = {name: _sendable(getattr(self, name)) for name in _FIELDS}
         return partial(type(self), self.message, **fields), ()
 
     def __str__(self) -> str:
         names = (("stage", self.stage), ("micro-batch", self.microbatch), ("slice", self.slice))
         parts = [] if self.rank is None else [_named(str(self.rank))]
-        place = ", ".join([*parts, *(f"{name} {value}" for name, value in names if value is not None)])
+        place = ", ".join(
+            [*parts, *(f"{name} {value}" for name, value in names if value is not None)]
+        )
         lines = [f"{place}: {self.message}" if place else self.message]
         details = (("found", self.found), ("expected", self.expected), ("remedy", self.remedy))
         lines += [f"  {name}: {value}" for name, value in details if value is not None]
@@ -94,13 +106,16 @@ class OwnerError(ArgumentError):
 
 
 class ScheduleError(ArgumentError):
-    """A schedule is incomplete, not causal, or would deadlock; the text shows the grid with the cell marked."""
+    """A schedule is incomplete, not causal, or would deadlock; the text shows the grid with the
+    cell marked.
+    """
 
 
 class MismatchError(ArgumentError):
     """Ranks disagree about what they are to do together.
 
-    `fact` is the one in which they differ, if it is among those that the ranks of a call compare; else None.
+    `fact` is the one in which they differ, if it is among those that the ranks of a call compare;
+    else None.
     """
 
     fact: str | None = None
@@ -119,7 +134,9 @@ class ReplicaError(MpipipeError, RuntimeError):
 
 
 class PeerError(MpipipeError, RuntimeError):
-    """Another rank failed or left; its own report says why. `failure` is what this rank heard of it."""
+    """Another rank failed or left; its own report says why. `failure` is what this rank heard of
+    it.
+    """
 
     failure: Any = None
 
@@ -129,7 +146,9 @@ class StallError(MpipipeError, TimeoutError):
 
 
 class HangError(MpipipeError, TimeoutError):
-    """No rank has made progress for MPIPIPE_WATCHDOG seconds; where ranks are processes, the job ends instead."""
+    """No rank has made progress for MPIPIPE_WATCHDOG seconds; where ranks are processes, the job
+    ends instead.
+    """
 
 
 class BackendError(MpipipeError, RuntimeError):

@@ -1,10 +1,11 @@
 """Layers that exchange parts of fields with the ranks of a communicator, forward and backward.
 
-A field, (batch, space, channels) with one or more axes of space, is cut along one of these, and its shards stand in the
-order of the ranks. All ranks make the same calls in the same order: they run the same layers for the same micro-batches
-in the order of one schedule, as the ranks of `mesh.seq` do. Before each forward and each backward a small all-gather
-compares what they do, so that a difference is an error on all ranks and not a wrong number. Weights that all ranks hold
-get the gradient of each rank's shard; a Pipeline with `replicas=mesh.replicas` sums them.
+A field, (batch, space, channels) with one or more axes of space, is cut along one of these, and its
+shards stand in the order of the ranks. All ranks make the same calls in the same order: they run
+the same layers for the same micro-batches in the order of one schedule, as the ranks of `mesh.seq`
+do. Before each forward and each backward a small all-gather compares what they do, so that a
+difference is an error on all ranks and not a wrong number. Weights that all ranks hold get the
+gradient of each rank's shard; a Pipeline with `replicas=mesh.replicas` sums them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from mpipipe.text import counted
 
 __all__ = ["AllToAll", "HaloConv", "HaloExchange"]
 
-REMEDY = "make the same layers on all ranks, and call them in the same order with arrays of the same kind"
+REMEDY = (
+    "make the same layers on all ranks, and call them in the same order with arrays of the "
+    "same kind"
+)
 
 
 class _OverRanks(Layer):
@@ -42,37 +46,60 @@ class _OverRanks(Layer):
         error: MpipipeError | None = None
         axes = [value for name, value in self._options if name.endswith("axis")]
         try:
-            if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(set(axes)):
-                message, expected = f"{self._kind}: axes of x", "integers from 1; 0 is the batch"
+            if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(
+                set(axes)
+            ):
+                message = f"{self._kind}: axes of x"
+                expected = "integers from 1; 0 is the batch"
                 raise ArgumentError(message, found=repr(axes), expected=expected)
             self._axes = 1 + max(axes)
             self._check()
         except MpipipeError as caught:
             error = caught
-        self._group.agree(f"construction of {self._kind}", self._options, error=error, remedy=REMEDY)
+        self._group.agree(
+            f"construction of {self._kind}", self._options, error=error, remedy=REMEDY
+        )
 
     def _check(self) -> None:
         """Raise ArgumentError for options without sense."""
 
-    def _begin(self, x: Array, axis: int, error: MpipipeError | None = None) -> tuple[tuple[int, ...], int]:
-        """Begin a forward; return the lengths of all shards, and the number of the call. `error` is what x has."""
-        facts, length = self._options, 0
+    def _begin(
+        self, x: Array, axis: int, error: MpipipeError | None = None
+    ) -> tuple[tuple[int, ...], int]:
+        """Begin a forward; return the lengths of all shards, and the number of the call. `error` is
+        what x has.
+        """
+        facts = self._options
+        length = 0
         if not arrays.is_array(x) or x.ndim < self._axes or not arrays.is_floating(x.dtype):
             found = f"{x.dtype}{list(x.shape)}" if arrays.is_array(x) else type(x).__name__
             expected = f"numbers with a gradient, along {self._axes} axes or more"
-            error = ArgumentError(f"layer {self.name} ({self._kind}): the input", found=found, expected=expected)
+            error = ArgumentError(
+                f"layer {self.name} ({self._kind}): the input", found=found, expected=expected
+            )
         else:
-            length, shape = x.shape[axis], (*x.shape[:axis], None, *x.shape[axis + 1 :])
-            facts = (*facts, ("shape", shape), ("dtype", x.dtype.name), ("device", arrays.device_of(x)))
+            length = x.shape[axis]
+            shape = (*x.shape[:axis], None, *x.shape[axis + 1 :])
+            facts = (
+                *facts,
+                ("shape", shape),
+                ("dtype", x.dtype.name),
+                ("device", arrays.device_of(x)),
+            )
         call = f"forward of layer {self.name} ({self._kind})"
         table = self._group.agree(call, facts, [length], error, remedy=REMEDY)
         return tuple(table[:, 0].tolist()), self._group.calls
 
     def _begin_backward(self, dy: Array, shape: Shape, call: int) -> None:
         """Begin the backward of the forward with this number, whose output had this shape."""
-        name, error = f"layer {self.name} ({self._kind})", None
+        name = f"layer {self.name} ({self._kind})"
+        error = None
         if dy.shape != shape:
-            error = ArgumentError(f"{name}: the gradient of the output", found=f"shape {dy.shape}", expected=f"{shape}")
+            error = ArgumentError(
+                f"{name}: the gradient of the output",
+                found=f"shape {dy.shape}",
+                expected=f"{shape}",
+            )
         facts = ("forward", call), ("dtype", dy.dtype.name), ("device", arrays.device_of(dy))
         self._group.agree(f"backward of {name}", facts, error=error, remedy=REMEDY)
 
@@ -81,20 +108,23 @@ class _OverRanks(Layer):
 
 
 class HaloExchange(_OverRanks):
-    """y is x with points of the neighbouring shards at both ends of one axis; their gradients go home again.
+    """y is x with points of the neighbouring shards at both ends of one axis; their gradients go
+    home again.
 
         rank 0   a b c d            . a b c d e
         rank 1   e f g        ->    d e f g h          width 1, not periodic: . is 0
         rank 2   h i                g h i .
 
-    x is this rank's shard, of any length along the axis, in the order of the ranks; its other axes are equal on all
-    ranks. A halo that is wider than the neighbour's shard reaches over several. What lies beyond the ends of the whole
-    is 0; with `periodic` it is the other end. Messages travel while x is copied. For a convolution see `HaloConv`.
+    x is this rank's shard, of any length along the axis, in the order of the ranks; its other axes
+    are equal on all ranks. A halo that is wider than the neighbour's shard reaches over several.
+    What lies beyond the ends of the whole is 0; with `periodic` it is the other end. Messages
+    travel while x is copied. For a convolution see `HaloConv`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm or None
-        The ranks that share the field, such as `mesh.seq`, in the order of their shards. None: all ranks.
+        The ranks that share the field, such as `mesh.seq`, in the order of their shards. None: all
+        ranks.
     axis : int
         The axis of x that is cut, 1 or more.
     width : int or tuple of int
@@ -107,8 +137,9 @@ class HaloExchange(_OverRanks):
     Raises
     ------
     ArgumentError, MismatchError
-        On all ranks, from the constructor, `forward` and `backward_input`, which are collective: an argument has no
-        sense, or ranks differ in the layer or in x, but for its length along the axis.
+        On all ranks, from the constructor, `forward` and `backward_input`, which are collective: an
+        argument has no sense, or ranks differ in the layer or in x, but for its length along the
+        axis.
 
     Examples
     --------
@@ -136,15 +167,28 @@ class HaloExchange(_OverRanks):
         periodic: bool = False,
         layout: Layout | None = None,
     ):
-        self.axis, self.periodic, self.layout = axis, bool(periodic), layout
+        self.axis = axis
+        self.periodic = bool(periodic)
+        self.layout = layout
         self.width: Any = width if isinstance(width, tuple) else (width, width)
-        self._agree(comm, axis=axis, width=self.width, periodic=self.periodic, convolution=self._conv)
+        self._agree(
+            comm, axis=axis, width=self.width, periodic=self.periodic, convolution=self._conv
+        )
 
     def _check(self) -> None:
-        layout, ranks = self.layout, self._group.size
-        if len(self.width) != 2 or not all(isinstance(each, int) and each >= 0 for each in self.width):
-            raise ArgumentError("width of a halo", found=repr(self.width), expected="two integers of at least 0")
-        if layout is not None and (layout.kind, layout.ranks, layout.slice_lengths) != ("contiguous", ranks, None):
+        layout = self.layout
+        ranks = self._group.size
+        if len(self.width) != 2 or not all(
+            isinstance(each, int) and each >= 0 for each in self.width
+        ):
+            raise ArgumentError(
+                "width of a halo", found=repr(self.width), expected="two integers of at least 0"
+            )
+        if layout is not None and (layout.kind, layout.ranks, layout.slice_lengths) != (
+            "contiguous",
+            ranks,
+            None,
+        ):
             raise ArgumentError(
                 "a halo needs shards that follow each other in the order of the ranks",
                 found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}"
@@ -161,7 +205,9 @@ class HaloExchange(_OverRanks):
 
     def _exchange(self, x: Array, error: MpipipeError | None = None) -> tuple[Array, Any]:
         """Return x with its halo, and `saved`. `error` is what this rank has against x."""
-        axis, layout, rank = self.axis, self.layout, self._group.rank
+        axis = self.axis
+        layout = self.layout
+        rank = self._group.rank
         if layout is not None and x.shape[axis : axis + 1] != (layout.length(rank),):
             error = ArgumentError(
                 f"layer {self.name} ({self._kind}): the input is not this rank's shard",
@@ -203,15 +249,17 @@ class HaloExchange(_OverRanks):
 
 
 class HaloConv(HaloExchange):
-    """An `nn.Conv` of a field that is cut along one axis over ranks: with the output and gradients of the whole field.
+    """An `nn.Conv` of a field that is cut along one axis over ranks: with the output and gradients
+    of the whole field.
 
-    It takes the halo that its window needs. Parameters have the names of those of the convolution, which is not used
-    elsewhere. For an example see docs/stages.md.
+    It takes the halo that its window needs. Parameters have the names of those of the convolution,
+    which is not used elsewhere. For an example see docs/stages.md.
 
     Parameters
     ----------
     comm, axis : Communicator, int
-        As for `HaloExchange`; the axis is one of space. Each shard begins at a multiple of the stride.
+        As for `HaloExchange`; the axis is one of space. Each shard begins at a multiple of the
+        stride.
     conv : nn.Conv
         The convolution of the whole field, with padding "same" or "periodic" along the axis.
     layout : attention.Layout, optional
@@ -220,15 +268,27 @@ class HaloConv(HaloExchange):
     Raises
     ------
     ArgumentError, MismatchError
-        As for `HaloExchange`; and on all ranks, where the convolution does not fit the field or its shards.
+        As for `HaloExchange`; and on all ranks, where the convolution does not fit the field or its
+        shards.
     """
 
-    def __init__(self, comm: Communicator | None, axis: int, conv: Conv, layout: Layout | None = None):
-        self.conv, self._padding, self._size, before = conv, "valid", 1, 0
+    def __init__(
+        self, comm: Communicator | None, axis: int, conv: Conv, layout: Layout | None = None
+    ):
+        self.conv = conv
+        self._padding = "valid"
+        self._size = 1
+        before = 0
         if isinstance(conv, Conv) and axis in range(1, len(conv.width) + 1):
-            self._padding, self._size, before = conv.padding[axis - 1], conv.width[axis - 1], conv.before[axis - 1]
-            self._conv = repr((conv.inputs, conv.outputs, conv.width, conv.stride, conv.groups, conv.padding))
-        super().__init__(comm, axis, (before, self._size - 1 - before), self._padding == "periodic", layout)
+            self._padding = conv.padding[axis - 1]
+            self._size = conv.width[axis - 1]
+            before = conv.before[axis - 1]
+            self._conv = repr(
+                (conv.inputs, conv.outputs, conv.width, conv.stride, conv.groups, conv.padding)
+            )
+        super().__init__(
+            comm, axis, (before, self._size - 1 - before), self._padding == "periodic", layout
+        )
         conv.padding = (*conv.padding[: axis - 1], "valid", *conv.padding[axis:])
         conv.before = (*conv.before[: axis - 1], 0, *conv.before[axis:])
 
@@ -237,7 +297,8 @@ class HaloConv(HaloExchange):
         if self._padding == "valid":
             raise ArgumentError(
                 "HaloConv needs an axis of space along which its convolution is padded",
-                found=f"axis {self.axis!r} of {getattr(self.conv, 'padding', type(self.conv).__name__)}",
+                found=f"axis {self.axis!r} of "
+                f"{getattr(self.conv, 'padding', type(self.conv).__name__)}",
                 expected='an nn.Conv with "same" or "periodic" there',
             )
 
@@ -246,20 +307,29 @@ class HaloConv(HaloExchange):
         yield from self.conv.walk(name)
 
     def _check_lengths(self, lengths: tuple[int, ...]) -> None:
-        total, step = sum(lengths), self.conv.stride
-        if np.any(np.cumsum(lengths[:-1]) % step) or (self.periodic and (total % step or total < self._size)):
+        total = sum(lengths)
+        step = self.conv.stride
+        if np.any(np.cumsum(lengths[:-1]) % step) or (
+            self.periodic and (total % step or total < self._size)
+        ):
             raise ArgumentError(
-                f"layer {self.name} (HaloConv): the window or the stride does not fit the shards of the field",
-                found=f"{list(lengths)} points, width {self._size}, stride {step}, padding {self._padding!r}",
-                expected="shards that begin at multiples of the stride; of a periodic axis, a window and whole strides",
+                f"layer {self.name} (HaloConv): the window or the stride does not fit the shards "
+                "of the field",
+                found=f"{list(lengths)} points, width {self._size}, stride {step}, padding "
+                f"{self._padding!r}",
+                expected="shards that begin at multiples of the stride; of a periodic axis, a "
+                "window and whole strides",
             )
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        error, is_empty = None, x.shape[self.axis : self.axis + 1] == (0,)
+        error = None
+        is_empty = x.shape[self.axis : self.axis + 1] == (0,)
         try:
             # A shard without points is checked as one of a single point.
             more = (sum(self.width) + is_empty if at == self.axis else 0 for at in range(x.ndim))
-            sizes = self.conv._sizes(np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)]))
+            sizes = self.conv._sizes(
+                np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)])
+            )
         except ArgumentError as found:
             error = found
         wider, of_halo = self._exchange(x, error)
@@ -275,7 +345,8 @@ class HaloConv(HaloExchange):
         of_conv, of_halo, shape = saved
         self._begin_backward(dy, shape, of_halo[-1])
         if of_conv is None:
-            dwider, pending = arrays.zeros(of_halo[2], dy.dtype, arrays.device_of(dy)), None
+            dwider = arrays.zeros(of_halo[2], dy.dtype, arrays.device_of(dy))
+            pending = None
             return self._bring_home(dwider, of_halo), pending
         with self._group.failing("the backward of a HaloConv"):
             dwider, pending = self.conv.backward_input(dy, of_conv)
@@ -294,17 +365,19 @@ class AllToAll(_OverRanks):
         rank 1   c d                           e f g h
                  g h
 
-    Each rank cuts the scatter axis of x into parts that differ by one at most, the longer ones first, and sends part r
-    to rank r. What arrives stands along the gather axis in the order of the ranks. The layer with the axes exchanged is
-    the way back, where the shards had the lengths of such a cut, as those of a contiguous `Layout` have. In between,
-    a layer sees all of an axis, and its parameters are those of this rank's part of the other.
+    Each rank cuts the scatter axis of x into parts that differ by one at most, the longer ones
+    first, and sends part r to rank r. What arrives stands along the gather axis in the order of the
+    ranks. The layer with the axes exchanged is the way back, where the shards had the lengths of
+    such a cut, as those of a contiguous `Layout` have. In between, a layer sees all of an axis, and
+    its parameters are those of this rank's part of the other.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm or None
         The ranks that share the field, such as `mesh.seq`. None: all ranks.
     scatter_axis, gather_axis : int
-        Two axes of x, 1 or more: the one that lies whole on each rank, and the one that is cut over the ranks.
+        Two axes of x, 1 or more: the one that lies whole on each rank, and the one that is cut over
+        the ranks.
 
     Examples
     --------
@@ -321,17 +394,22 @@ class AllToAll(_OverRanks):
     """
 
     def __init__(self, comm: Communicator | None, scatter_axis: int, gather_axis: int):
-        self.scatter_axis, self.gather_axis = scatter_axis, gather_axis
+        self.scatter_axis = scatter_axis
+        self.gather_axis = gather_axis
         self._agree(comm, scatter_axis=scatter_axis, gather_axis=gather_axis)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        group, scatter, gather = self._group, self.scatter_axis, self.gather_axis
+        group = self._group
+        scatter = self.scatter_axis
+        gather = self.gather_axis
         lengths, call = self._begin(x, gather)
         with group.failing("the forward of an AllToAll"):
-            parts, ends = even_split(x.shape[scatter], group.size), np.cumsum(lengths).tolist()
+            parts = even_split(x.shape[scatter], group.size)
+            ends = np.cumsum(lengths).tolist()
             takes = [[along(gather, end - length, end)] for length, end in zip(lengths, ends)]
             gives = [[along(scatter, part.start, part.stop)] for part in parts]
-            moves, shape = all_to_all(group.rank, gives, takes), list(x.shape)
+            moves = all_to_all(group.rank, gives, takes)
+            shape = list(x.shape)
             shape[scatter], shape[gather] = len(parts[group.rank]), ends[-1]
             y = arrays.empty(tuple(shape), x.dtype, arrays.device_of(x))
             return self._transfer(moves, x, y).finish(), (moves, x.shape, y.shape, call)

@@ -1,9 +1,11 @@
-"""Files by name: only regular files are opened, and a file that is written appears as a whole or not at all.
+"""Files by name: only regular files are opened, and a file that is written appears as a whole or
+not at all.
 
-Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has effects of its own. So the
-kind of a file is checked before it is opened. It is checked again on the open descriptor, since the name may stand for
-another file by then. A file of absurd size is refused before it is read, and what has a zero byte is no text. Every
-function raises OSError, whose `strerror` says what was found; `reading` and `writing` make the errors that users see.
+Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has
+effects of its own. So the kind of a file is checked before it is opened. It is checked again on the
+open descriptor, since the name may stand for another file by then. A file of absurd size is refused
+before it is read, and what has a zero byte is no text. Every function raises OSError, whose
+`strerror` says what was found; `reading` and `writing` make the errors that users see.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ BLOCK = 1 << 20  # bytes of a text that are read together
 # without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
-# False for a name that no file can have, as one of 5000 letters: before Python 3.14 those of Path raise OSError for it
-exists, is_folder = os.path.exists, os.path.isdir
+# False for a name that no file can have, as one of 5000 letters: before Python 3.14 those of Path
+# raise OSError for it
+exists = os.path.exists
+is_folder = os.path.isdir
 
 
 @contextmanager
@@ -49,7 +53,9 @@ def reading(
     also: tuple[type[Exception], ...] = (),
     done: str = "read",
 ) -> Iterator[None]:
-    """Turn an OSError, or an exception of `also`, into the error "`what` cannot be read", which names the file."""
+    """Turn an OSError, or an exception of `also`, into the error "`what` cannot be read", which
+    names the file.
+    """
     caught: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
@@ -73,14 +79,20 @@ def writing(
 
 
 def reason(error: Exception, path: str | Path = "") -> str:
-    """Return what an exception says, without its number, and with the name of another file than `path`."""
+    """Return what an exception says, without its number, and with the name of another file than
+    `path`.
+    """
     text = getattr(error, "strerror", None) or str(error)
     name = getattr(error, "filename", None)
-    return text if name is None or str(name) in (str(path), f"{path}{PARTIAL}") else f"{text}: {name}"
+    return (
+        text if name is None or str(name) in (str(path), f"{path}{PARTIAL}") else f"{text}: {name}"
+    )
 
 
 def check_new(what: str, path: str | Path) -> None:
-    """Raise ConfigError unless `what` can be a new file there, in a folder that exists: none is overwritten."""
+    """Raise ConfigError unless `what` can be a new file there, in a folder that exists: none is
+    overwritten.
+    """
     there = exists(path) or os.path.islink(path)
     if there or not is_folder(Path(path).parent):
         why = "a file or folder of this name already" if there else "no such folder"
@@ -96,13 +108,17 @@ def check_regular(path: str | Path) -> os.stat_result:
     """Return the status of `path`; raises OSError unless it is a regular file, or a link to one."""
     try:
         status = os.stat(path)
-    except ValueError as error:  # a zero byte, or a character that the file system's encoding does not have
+    except (
+        ValueError
+    ) as error:  # a zero byte, or a character that the file system's encoding does not have
         raise OSError(errno.EINVAL, f"no file has such a name: {error}", str(path)) from error
     return _checked(status, path)
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a regular file for reading, without ever waiting for another process. The caller closes the descriptor."""
+    """Open a regular file for reading, without ever waiting for another process. The caller closes
+    the descriptor.
+    """
     check_regular(path)
     descriptor = os.open(path, FLAGS)
     try:
@@ -114,21 +130,26 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """Read the UTF-8 text of a regular file. Raises UnicodeDecodeError, and what `read_bytes` raises."""
+    """Read the UTF-8 text of a regular file. Raises UnicodeDecodeError, and what `read_bytes`
+    raises.
+    """
     return read_bytes(path, most).decode()
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
     """Read the bytes of a regular file of text, in any encoding.
 
-    Raises OSError, also where the file has more than `most` bytes, or a zero byte: a disk that was full leaves those.
+    Raises OSError, also where the file has more than `most` bytes, or a zero byte: a disk that was
+    full leaves those.
     """
     content = bytearray()
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         while size <= most and (block := file.read(BLOCK)):
             if (place := block.find(0)) >= 0:
-                raise OSError(errno.EINVAL, f"it is no text: byte {len(content) + place} is 0", str(path))
+                raise OSError(
+                    errno.EINVAL, f"it is no text: byte {len(content) + place} is 0", str(path)
+                )
             content += block
             size = max(size, len(content))  # it may have grown
     if size > most:
@@ -137,7 +158,9 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def read_at(descriptor: int, start: int, count: int) -> bytes:
-    """Read the bytes start .. start + count of an open file; fewer only where the file ends before."""
+    """Read the bytes start .. start + count of an open file; fewer only where the file ends
+    before.
+    """
     content = bytearray(count)
     return bytes(content[: read_into(descriptor, start, memoryview(content))])
 
@@ -153,7 +176,9 @@ def read_into(descriptor: int, start: int, memory: memoryview) -> int:
     return filled
 
 
-def write_whole(path: Path, content: bytes, before_naming: Callable[[], object] | None = None) -> None:
+def write_whole(
+    path: Path, content: bytes, before_naming: Callable[[], object] | None = None
+) -> None:
     """Write a file that appears as a whole, as `whole_file` does."""
     with whole_file(path, before_naming) as file:
         file.write(content)
@@ -161,11 +186,13 @@ def write_whole(path: Path, content: bytes, before_naming: Callable[[], object] 
 
 @contextmanager
 def whole_file(path: Path, before_naming: Callable[[], object] | None = None) -> Iterator[BinaryIO]:
-    """Open a file that appears as a whole: written next to `path`, forced to the disk, then renamed.
+    """Open a file that appears as a whole: written next to `path`, forced to the disk, then
+    renamed.
 
-    Where that fails, a file that was there stays as it was, and the unfinished one is removed: a full disk gets its
-    room back. One that a killed process has left is removed, too: no two processes write into one file, and no link is
-    followed. `before_naming` is called before the file gets its name; what it raises spares another process's file.
+    Where that fails, a file that was there stays as it was, and the unfinished one is removed: a
+    full disk gets its room back. One that a killed process has left is removed, too: no two
+    processes write into one file, and no link is followed. `before_naming` is called before the
+    file gets its name; what it raises spares another process's file.
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
     status = None
@@ -189,7 +216,9 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
 
 
 def begin_writing(file: BinaryIO, start: int, count: int) -> None:
-    """Let the system begin to write bytes of a file before its `fsync`, where it can (Linux: sync_file_range(2))."""
+    """Let the system begin to write bytes of a file before its `fsync`, where it can (Linux:
+    sync_file_range(2)).
+    """
     function = _sync_file_range()
     if function is not None:
         function(file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)
@@ -206,13 +235,17 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def will_read(descriptor: int, start: int, count: int) -> None:
-    """Let the system begin to read these bytes of an open file into its cache, where it can be asked to; an advice."""
+    """Let the system begin to read these bytes of an open file into its cache, where it can be
+    asked to; an advice.
+    """
     with suppress(AttributeError, OSError):  # the first: a system without it
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
 
 
 def silence(stream: TextIO) -> None:
-    """Let a stream that cannot be written to end in /dev/null: Python flushes it at its end, and would fail again."""
+    """Let a stream that cannot be written to end in /dev/null: Python flushes it at its end, and
+    would fail again.
+    """
     with suppress(OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
@@ -220,9 +253,12 @@ def silence(stream: TextIO) -> None:
 
 
 def new_folder(path: Path) -> Path:
-    """Make the folder `path`, or the first of path-2, path-3, ... that is not there, and return it."""
+    """Make the folder `path`, or the first of path-2, path-3, ... that is not there, and return
+    it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    place, number = path, 1
+    place = path
+    number = 1
     while True:
         with suppress(FileExistsError):
             place.mkdir()
@@ -237,7 +273,10 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what file systems say that have no such thing
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # what file systems say that have no such thing
             raise
     finally:
         os.close(descriptor)

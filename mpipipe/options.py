@@ -1,7 +1,9 @@
-"""An option, described once: the field of a configuration, its key in a TOML file and its flag, or a flag of a command.
+"""An option, described once: the field of a configuration, its key in a TOML file and its flag, or
+a flag of a command.
 
-The names of the fields of a configuration are its keys, and with dashes its flags. Texts with a meaning of their own,
-such as 1.5G for bytes, are parsed once, when a configuration is made: its fields have typed values.
+The names of the fields of a configuration are its keys, and with dashes its flags. Texts with a
+meaning of their own, such as 1.5G for bytes, are parsed once, when a configuration is made: its
+fields have typed values.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mpipipe.errors import ArgumentError, ConfigError
 
-NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
+NOUNS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple: "a list of strings",
+}
 # NaN fails each of these comparisons.
 LIMITS = {
     "least": ("at least", operator.ge),
@@ -30,12 +38,14 @@ LIMITS = {
 class Option:
     """A value that is given by name: `--seq-len 8`.
 
-    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
-    a flag that may be repeated.
+    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and
+    `--no-tied`. A list is a flag that may be repeated.
     """
 
     text: str = ""  # what it means, for the help
-    names: tuple[str, ...] = ()  # of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
+    names: tuple[
+        str, ...
+    ] = ()  # of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
     least: float | None = None  # of a number; `least` and `most` are in the range
     above: float | None = None
     below: float | None = None
@@ -43,25 +53,37 @@ class Option:
     choices: tuple[str, ...] | None = None  # all values that it can have
     metavar: str | None = None  # what stands for the value in the help
     group: str = "options"  # heading under which the help lists it
-    empty: bool = False  # whether an empty text means something; else it is refused, as a variable that is not set
-    key: bool = False  # whether it is a key of a configuration, which checks its range and can undo a bool of its file
-    parse: Callable[[str], Any] | None = None  # reads a text with a meaning of its own as a typed value
+    # Whether an empty text means something; else it is refused, as a variable that is not set.
+    empty: bool = False
+    # Whether it is a key of a configuration, which checks its range and can undo a bool of its
+    # file.
+    key: bool = False
+    parse: Callable[[str], Any] | None = (
+        None  # reads a text with a meaning of its own as a typed value
+    )
     show: Callable[[Any], str] = str  # writes such a value as text again
-    decides: bool = False  # which numbers a training gives, so that it cannot change when that is resumed
+    decides: bool = (
+        False  # which numbers a training gives, so that it cannot change when that is resumed
+    )
 
     @property
     def range_words(self) -> str:
-        """The range in words, such as "at least 0 and below 1" or "1 to 8"; empty if there is none."""
+        """The range in words, such as "at least 0 and below 1" or "1 to 8"; empty if there is
+        none.
+        """
         limits = {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
         if limits.keys() == {"least", "most"}:
             return f"{self.least:g} to {self.most:g}"
         return " and ".join(
-            "finite" if limit == math.inf else f"{LIMITS[name][0]} {_shown(limit)}" for name, limit in limits.items()
+            "finite" if limit == math.inf else f"{LIMITS[name][0]} {_shown(limit)}"
+            for name, limit in limits.items()
         )
 
     def has(self, value: float) -> bool:
         return all(
-            holds(value, getattr(self, name)) for name, (_, holds) in LIMITS.items() if getattr(self, name) is not None
+            holds(value, getattr(self, name))
+            for name, (_, holds) in LIMITS.items()
+            if getattr(self, name) is not None
         )
 
 
@@ -71,16 +93,20 @@ def _shown(limit: float) -> str:
     return f"2^{power}" if power and limit == 2**power else f"{limit:g}"
 
 
-# -- Options as the fields of a configuration, a dataclass ------------------------------------------------------------
+# -- Options as the fields of a configuration, a dataclass -----------------------------------------
 
 
 def option(default: Any, text: str, key: bool = True, **description: Any) -> Any:
-    """Return the field of a configuration with its default, help text, and what else an Option has."""
+    """Return the field of a configuration with its default, help text, and what else an Option
+    has.
+    """
     return field(default=default, metadata={"option": Option(text, key=key, **description)})
 
 
 def kinds_of(config: type) -> dict[str, type]:
-    """Return int, float, bool, str, or tuple (of strings) for each field; texts that are parsed are str."""
+    """Return int, float, bool, str, or tuple (of strings) for each field; texts that are parsed are
+    str.
+    """
     hints = get_type_hints(config)
     return {entry.name: _kind(entry, hints[entry.name]) for entry in fields(config)}
 
@@ -88,7 +114,11 @@ def kinds_of(config: type) -> dict[str, type]:
 def _kind(entry: dataclasses.Field, hint: Any) -> type:
     if option_of(entry).parse is not None:
         return str
-    return tuple if get_origin(hint) is tuple else next((part for part in get_args(hint) if part in NOUNS), hint)
+    return (
+        tuple
+        if get_origin(hint) is tuple
+        else next((part for part in get_args(hint) if part in NOUNS), hint)
+    )
 
 
 def option_of(entry: dataclasses.Field) -> Option:
@@ -97,12 +127,16 @@ def option_of(entry: dataclasses.Field) -> Option:
 
 
 def key_of(entry: dataclasses.Field) -> str:
-    """Return a field's name as users write it: a word of Python such as `from` ends with an underscore here."""
+    """Return a field's name as users write it: a word of Python such as `from` ends with an
+    underscore here.
+    """
     return entry.name.rstrip("_")
 
 
 def read_fields(config: Any) -> None:
-    """Check the values of a new configuration, and give them the types of their fields. Raises ConfigError."""
+    """Check the values of a new configuration, and give them the types of their fields. Raises
+    ConfigError.
+    """
     kinds = kinds_of(type(config))
     for entry in fields(config):
         value = _read(entry, getattr(config, entry.name), kinds[entry.name])
@@ -110,7 +144,9 @@ def read_fields(config: Any) -> None:
 
 
 def _read(entry: dataclasses.Field, value: Any, kind: type) -> Any:
-    """Return `value` in the field's type. Only a list becomes a tuple, an integer a float, and a text what it means."""
+    """Return `value` in the field's type. Only a list becomes a tuple, an integer a float, and a
+    text what it means.
+    """
     described = option_of(entry)
     if value is None and entry.default is None:
         return None
@@ -122,19 +158,25 @@ def _read(entry: dataclasses.Field, value: Any, kind: type) -> Any:
     value = _typed(entry, value, kind)
     if described.choices is not None and value not in described.choices:
         expected = " or ".join(described.choices)
-        raise ConfigError(f"{key_of(entry)} ({described.text})", found=repr(value), expected=expected)
+        raise ConfigError(
+            f"{key_of(entry)} ({described.text})", found=repr(value), expected=expected
+        )
     if kind is int and described.below is None:
         described = dataclasses.replace(described, below=2**63)  # what numpy and MPI can count
     if kind in (int, float) and not described.has(value):
         raise ConfigError(
-            f"{key_of(entry)} ({described.text}) is out of range", found=repr(value), expected=described.range_words
+            f"{key_of(entry)} ({described.text}) is out of range",
+            found=repr(value),
+            expected=described.range_words,
         )
     if described.parse is None:
         return value
     try:
         return described.parse(value)
     except ArgumentError as error:
-        raise ConfigError(f"{entry.name}: {error.message}", found=error.found, expected=error.expected) from None
+        raise ConfigError(
+            f"{entry.name}: {error.message}", found=error.found, expected=error.expected
+        ) from None
 
 
 def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
@@ -147,8 +189,16 @@ def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
             remedy="a variable of the shell may have no value",
         )
     if any("\0" in item for item in items if isinstance(item, str)):
-        raise ConfigError(f"{key_of(entry)} has a zero byte", found=f"{value!r:.80}", expected="a text without one")
-    if kind is tuple and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        raise ConfigError(
+            f"{key_of(entry)} has a zero byte",
+            found=f"{value!r:.80}",
+            expected="a text without one",
+        )
+    if (
+        kind is tuple
+        and isinstance(value, (list, tuple))
+        and all(isinstance(item, str) for item in value)
+    ):
         return tuple(value)
     if kind is float and type(value) is int:
         return float(value)
@@ -158,20 +208,29 @@ def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
 
 
 def _wrong_type(entry: dataclasses.Field, value: Any, kind: type) -> ConfigError:
-    return ConfigError(f"the type of {key_of(entry)} is wrong", found=repr(value), expected=NOUNS[kind])
+    return ConfigError(
+        f"the type of {key_of(entry)} is wrong", found=repr(value), expected=NOUNS[kind]
+    )
 
 
 def written(config: Any) -> dict[str, Any]:
-    """Return the values of a configuration by name, as a file can have them: typed values as texts again."""
+    """Return the values of a configuration by name, as a file can have them: typed values as texts
+    again.
+    """
     values = {}
     for entry in fields(config):
-        value, described = getattr(config, entry.name), option_of(entry)
-        values[entry.name] = value if described.parse is None or value is None else described.show(value)
+        value = getattr(config, entry.name)
+        described = option_of(entry)
+        values[entry.name] = (
+            value if described.parse is None or value is None else described.show(value)
+        )
     return values
 
 
 def document(config: type) -> None:
-    """Put the help texts of the fields into the docstring of a configuration, as its section Parameters."""
+    """Put the help texts of the fields into the docstring of a configuration, as its section
+    Parameters.
+    """
     lines = ["Parameters", "----------"]
     for entry in fields(config):
         default = "" if entry.default in (None, MISSING) else f", default {entry.default!r}"

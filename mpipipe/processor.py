@@ -1,12 +1,13 @@
 """Settings of the process that make array code on a rank fast: threads and memory.
 
-A rank computes with a pool of threads. The host kernels cut large arrays into pieces and give them to `each`; layers
-know nothing of it. Pieces depend on the sizes of arrays alone, and what is summed over pieces is summed in their order,
-so a kernel has the same bits for any number of threads.
+A rank computes with a pool of threads. The host kernels cut large arrays into pieces and give them
+to `each`; layers know nothing of it. Pieces depend on the sizes of arrays alone, and what is summed
+over pieces is summed in their order, so a kernel has the same bits for any number of threads.
 
-Products use the pool, too: BLAS with one thread on pieces of rows. Threads of BLAS itself wait in loops that keep their
-core busy, so two of them next to another busy process are slower than one, and their sums may have other bits. On idle
-cores pieces are as fast (see nn/kernels/host/products.py).
+Products use the pool, too: BLAS with one thread on pieces of rows. Threads of BLAS itself wait in
+loops that keep their core busy, so two of them next to another busy process are slower than one,
+and their sums may have other bits. On idle cores pieces are as fast (see
+nn/kernels/host/products.py).
 """
 
 from __future__ import annotations
@@ -28,8 +29,15 @@ from mpipipe.errors import ArgumentError
 
 Piece = TypeVar("Piece")
 VARIABLE = "MPIPIPE_THREADS"
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+)
+# of mallopt(3)
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 WAIT = 0.0005  # seconds between two polls of a caller that waits for its helpers
 
 
@@ -42,9 +50,9 @@ def prepare_process(threads: int = 1) -> None:
 def set_threads(threads: int = 1) -> None:
     """Let this process compute with `threads` threads, unless the user set a number.
 
-    MPIPIPE_THREADS sets it, else OMP_NUM_THREADS and its kin. BLAS has one thread, but for those of OMP_NUM_THREADS
-    where MPIPIPE_THREADS=1 leaves it alone. BLAS libraries ignore what is no number, such as an empty text, and take
-    all cores: so there is a limit then, too.
+    MPIPIPE_THREADS sets it, else OMP_NUM_THREADS and its kin. BLAS has one thread, but for those of
+    OMP_NUM_THREADS where MPIPIPE_THREADS=1 leaves it alone. BLAS libraries ignore what is no
+    number, such as an empty text, and take all cores: so there is a limit then, too.
     """
     _POOL.threads = _POOL.given = chosen_threads() or threads
     if _POOL.threads > 1 or blas_threads() is None:
@@ -52,7 +60,9 @@ def set_threads(threads: int = 1) -> None:
 
 
 def thread_count() -> int:
-    """Return how many threads `each` uses: before `set_threads` those that the user set, else one."""
+    """Return how many threads `each` uses: before `set_threads` those that the user set, else
+    one.
+    """
     if _POOL.threads is None:
         _POOL.threads = chosen_threads() or 1
         if _POOL.threads > 1:
@@ -68,7 +78,8 @@ def given_threads() -> int | None:
 @contextmanager
 def threads_set_to(threads: int) -> Iterator[None]:
     """Let `each` use `threads` threads within, whatever the user set: for measurements."""
-    before, _POOL.threads = thread_count(), threads
+    before = thread_count()
+    _POOL.threads = threads
     try:
         yield
     finally:
@@ -76,7 +87,9 @@ def threads_set_to(threads: int) -> Iterator[None]:
 
 
 def _limit_libraries() -> None:
-    """Let BLAS have one thread, and OpenMP, by which PyTorch computes in turns with us, as many as the pool."""
+    """Let BLAS have one thread, and OpenMP, by which PyTorch computes in turns with us, as many as
+    the pool.
+    """
     from threadpoolctl import threadpool_limits
 
     threadpool_limits({"blas": 1, "openmp": thread_count()})
@@ -89,7 +102,9 @@ def chosen_threads() -> int | None:
         return blas_threads()
     found = _threads(text)
     if not found or "," in text:
-        raise ArgumentError(f"environment variable {VARIABLE}", found=repr(text), expected="a positive integer")
+        raise ArgumentError(
+            f"environment variable {VARIABLE}", found=repr(text), expected="a positive integer"
+        )
     return found[0]
 
 
@@ -113,27 +128,40 @@ def _threads(text: str) -> list[int]:
 @cache
 def features() -> frozenset[str]:
     """Return the names of what this processor can do, as Linux has them; none elsewhere."""
-    return frozenset((line_of("/proc/cpuinfo", "flags") or line_of("/proc/cpuinfo", "Features")).split())
+    return frozenset(
+        (line_of("/proc/cpuinfo", "flags") or line_of("/proc/cpuinfo", "Features")).split()
+    )
 
 
-# -- The pool ---------------------------------------------------------------------------------------------------------
+# -- The pool --------------------------------------------------------------------------------------
 
 
-def each(work: Callable[[Piece], object], pieces: Sequence[Piece], poll: Callable[[], object] | None = None) -> None:
+def each(
+    work: Callable[[Piece], object],
+    pieces: Sequence[Piece],
+    poll: Callable[[], object] | None = None,
+) -> None:
     """Call `work` for each of the pieces, on the threads of the pool, and return when all are done.
 
-    The calling thread works, too. Pieces are begun in their order, and any thread may get any of them. After an error
-    no further piece is begun, and the first error is raised when the others have ended; so it is with Ctrl-C. Where
-    the pool is in use, as in a piece that calls `each`, or on another thread of the user, the caller does all of them.
+    The calling thread works, too. Pieces are begun in their order, and any thread may get any of
+    them. After an error no further piece is begun, and the first error is raised when the others
+    have ended; so it is with Ctrl-C. Where the pool is in use, as in a piece that calls `each`, or
+    on another thread of the user, the caller does all of them.
 
     Parameters
     ----------
     work, pieces : callable, sequence
-        What is called with each piece. It runs in a copy of the caller's context, so numpy's `errstate` holds.
+        What is called with each piece. It runs in a copy of the caller's context, so numpy's
+        `errstate` holds.
     poll : callable, optional
         Called again and again by a caller that waits for other threads.
     """
-    if _POOL.threads == 1 or len(pieces) < 2 or thread_count() == 1 or not _POOL.free.acquire(False):
+    if (
+        _POOL.threads == 1
+        or len(pieces) < 2
+        or thread_count() == 1
+        or not _POOL.free.acquire(False)
+    ):
         for piece in pieces:
             work(piece)
         return
@@ -144,7 +172,9 @@ def each(work: Callable[[Piece], object], pieces: Sequence[Piece], poll: Callabl
 
 
 def on_this_thread(function: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that calls `function` on the thread that is here now, and does nothing on others."""
+    """Return a function that calls `function` on the thread that is here now, and does nothing on
+    others.
+    """
     here = get_ident()
 
     def call() -> None:
@@ -157,14 +187,17 @@ def on_this_thread(function: Callable[[], object]) -> Callable[[], None]:
 class _Job:
     """Pieces that threads take from one iterator.
 
-    `came` and `left` have an entry for each helper that has begun or ended. A helper writes itself into `came` before
-    it takes a piece. So when the iterator is empty, no piece is at work but those of helpers in `came`, and not `left`.
+    `came` and `left` have an entry for each helper that has begun or ended. A helper writes itself
+    into `came` before it takes a piece. So when the iterator is empty, no piece is at work but
+    those of helpers in `came`, and not `left`.
     """
 
     __slots__ = ("came", "context", "ended", "errors", "left", "pieces", "work")
 
     def __init__(self, work: Callable[[Any], object], pieces: Iterator[Any]) -> None:
-        self.work, self.pieces, self.context = work, pieces, copy_context()
+        self.work = work
+        self.pieces = pieces
+        self.context = copy_context()
         self.came: list[None] = []
         self.left: list[None] = []
         self.errors: list[BaseException] = []
@@ -188,7 +221,9 @@ class _Job:
         deque(self.pieces, maxlen=0)  # one call, within which no signal of Python comes
 
     def finish(self, poll: Callable[[], object] | None) -> None:
-        """Wait until no helper is at a piece, even while Ctrl-C or `poll` raise: this comes after it."""
+        """Wait until no helper is at a piece, even while Ctrl-C or `poll` raise: this comes after
+        it.
+        """
         raised: BaseException | None = None
         while True:
             try:
@@ -201,13 +236,16 @@ class _Job:
                         poll()
                 break
             except BaseException as error:
-                raised, poll = error, None
+                raised = error
+                poll = None
         if raised is not None:
             raise raised
 
 
 class _Pool:
-    """Threads that wait for jobs, and never end: as daemons they hold up no exit of the interpreter."""
+    """Threads that wait for jobs, and never end: as daemons they hold up no exit of the
+    interpreter.
+    """
 
     def __init__(self) -> None:
         self.threads: int | None = None  # with the caller's; None until somebody asks
@@ -217,7 +255,9 @@ class _Pool:
         self.wakes: list[LockType] = []  # one for each helper, which goes on when it gets it
 
     def run(self, job: _Job, helpers: int, poll: Callable[[], object] | None) -> None:
-        """Do a job with this number of helpers. One that does not wake up in time is not waited for."""
+        """Do a job with this number of helpers. One that does not wake up in time is not waited
+        for.
+        """
         while len(self.wakes) < helpers:
             wake = allocate_lock()
             wake.acquire()
@@ -226,7 +266,9 @@ class _Pool:
         try:
             self.job = job
             for wake in self.wakes[:helpers]:
-                if wake.locked():  # else it has not come to an earlier job yet, and will find this one
+                if (
+                    wake.locked()
+                ):  # else it has not come to an earlier job yet, and will find this one
                     wake.release()
             for piece in job.pieces:
                 job.work(piece)
@@ -251,35 +293,42 @@ _POOL = _Pool()
 
 def _forget_threads() -> None:
     """In the child of a fork, which has the calling thread alone."""
-    threads, given = _POOL.threads, _POOL.given
+    threads = _POOL.threads
+    given = _POOL.given
     _POOL.__init__()  # type: ignore[misc]
-    _POOL.threads, _POOL.given = threads, given
+    _POOL.threads = threads
+    _POOL.given = given
 
 
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-# -- Memory -----------------------------------------------------------------------------------------------------------
+# -- Memory ----------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep freed arrays for the next ones instead of handing each back to the kernel.
 
-    Every micro-batch allocates and frees the same activations. Without this the kernel maps each of their pages anew,
-    which takes 5 % of a step or more. Nothing is set if the C library has no such setting, or if the user chose one.
+    Every micro-batch allocates and frees the same activations. Without this the kernel maps each of
+    their pages anew, which takes 5 % of a step or more. Nothing is set if the C library has no such
+    setting, or if the user chose one.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)):
+    if mallopt is not None and (
+        mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)
+    ):
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-# -- Lines `name: value` in files of /proc -----------------------------------------------------------------------------
+# -- Lines `name: value` in files of /proc ---------------------------------------------------------
 
 
 def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
-    """Return the bytes that a line of a file of /proc says in kB, None if there is no such thing."""
+    """Return the bytes that a line of a file of /proc says in kB, None if there is no such
+    thing.
+    """
     text = line_of(path, name).split()
     return int(text[0]) * 1024 if text else None
 
@@ -290,4 +339,6 @@ def line_of(path: str, name: str) -> str:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), ""
+    )

@@ -23,14 +23,16 @@ class Wait(NamedTuple):
     what: object  # the Envelope of a message, or a text
     start: float
     end: float
-    group: tuple[int, ...] | None  # the key of the group whose ranks all had to come; None if one rank had to
+    group: (
+        tuple[int, ...] | None
+    )  # the key of the group whose ranks all had to come; None if one rank had to
 
 
 class Sent(NamedTuple):
     """A message that was handed over to be sent.
 
-    Its name is edge, micro-batch, and direction (0 for an activation, 1 for a gradient). Of S stages, edge e below S
-    joins stages e - 1 and e, and edge S + i is skip i of the schedule.
+    Its name is edge, micro-batch, and direction (0 for an activation, 1 for a gradient). Of S
+    stages, edge e below S joins stages e - 1 and e, and edge S + i is skip i of the schedule.
     """
 
     message: tuple[int, int, int]
@@ -40,11 +42,15 @@ class Sent(NamedTuple):
 
 
 class Recorder:
-    """What one rank did, by the clock `now`, in seconds: `pipeline.recorder = Recorder()` switches it on, None off."""
+    """What one rank did, by the clock `now`, in seconds: `pipeline.recorder = Recorder()` switches
+    it on, None off.
+    """
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self.now = now
-        self.spans: list[Span] = []  # actions, starts of sums over replicas, and the optimizer, as they ended
+        self.spans: list[
+            Span
+        ] = []  # actions, starts of sums over replicas, and the optimizer, as they ended
         self.waits: list[Wait] = []  # within steps, and within `optimizer`
         self.sent: list[Sent] = []
         self.steps: list[Span] = []  # training steps that have ended, with the optimizer after them
@@ -58,7 +64,8 @@ class Recorder:
     def begin_step(self) -> None:
         """Note that a training step begins on this thread."""
         now = self.now()
-        self._begun, self._thread = now if self._reads is None else self._reads, threading.get_ident()
+        self._begun = now if self._reads is None else self._reads
+        self._thread = threading.get_ident()
         self._reads = None
 
     def end_step(self) -> None:
@@ -74,19 +81,25 @@ class Recorder:
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:
-        """Note that the block is the optimizer of the last step, which lasts until the end of the block."""
-        start, self._thread = self.now(), threading.get_ident()
+        """Note that the block is the optimizer of the last step, which lasts until the end of the
+        block.
+        """
+        start = self.now()
+        self._thread = threading.get_ident()
         try:
             yield
         finally:
-            end, self._thread = self.now(), None
+            end = self.now()
+            self._thread = None
             self.add("optimizer", start, end)
             if self.steps:
                 self.steps[-1] = self.steps[-1]._replace(end=end)
 
     @contextmanager
     def waiting(self, what: object, group: tuple[int, ...] | None) -> Iterator[None]:
-        """Note that the block is a wait; outside of steps, and on other threads, nothing is noted."""
+        """Note that the block is a wait; outside of steps, and on other threads, nothing is
+        noted.
+        """
         if self._thread != threading.get_ident():
             yield
             return

@@ -1,4 +1,5 @@
-"""A module of PyTorch or a function of JAX as a layer of a stage, in whose buffers its parameters lie.
+"""A module of PyTorch or a function of JAX as a layer of a stage, in whose buffers its parameters
+lie.
 
     stage         x, and what stands under names that it takes      y, and what it gives under names
     parts         [x, far, wide]                                    [y, far]
@@ -47,11 +48,13 @@ class Held(NamedTuple):
 
 
 class ForeignLayer(nn.Layer):
-    """A module or function as a layer; a library has its own methods of lists of arrays, and its own context for them.
+    """A module or function as a layer; a library has its own methods of lists of arrays, and its
+    own context for them.
 
-    Its input and output may be a tuple or dict of arrays, where its neighbours take them. It is called with the values
-    that stand under the names that it takes, and returns others for those that it gives. Its random numbers depend on
-    its place in the model, or on the number of its stage.
+    Its input and output may be a tuple or dict of arrays, where its neighbours take them. It is
+    called with the values that stand under the names that it takes, and returns others for those
+    that it gives. Its random numbers depend on its place in the model, or on the number of its
+    stage.
     """
 
     takes_any = True
@@ -64,13 +67,17 @@ class ForeignLayer(nn.Layer):
         ties: Mapping[str, str] | None = None,
         place: int | None = None,
     ) -> None:
-        self.given, self.place = given, place
-        self.gives, self.takes = skip_names(gives, "gives"), skip_names(takes, "takes")
+        self.given = given
+        self.place = place
+        self.gives = skip_names(gives, "gives")
+        self.takes = skip_names(takes, "takes")
         declared = self._declare()
         for name, key in (ties or {}).items():
             if name not in declared:
                 found = ", ".join(declared) or "no parameters"
-                raise ArgumentError(f"a tie names no parameter: {name!r}", found=found, expected="one of those")
+                raise ArgumentError(
+                    f"a tie names no parameter: {name!r}", found=found, expected="one of those"
+                )
             declared[name] = replace(declared[name], tie=key)
         self.declared = declared
         self._tied = [name for name, entry in declared.items() if entry.tie is not None]
@@ -87,13 +94,20 @@ class ForeignLayer(nn.Layer):
     @property
     def mixes_positions(self) -> bool:  # type: ignore[override]
         """True, unless the module or the function has an attribute of this name that is False."""
-        return bool(getattr(self.given[0] if isinstance(self.given, tuple) else self.given, "mixes_positions", True))
+        return bool(
+            getattr(
+                self.given[0] if isinstance(self.given, tuple) else self.given,
+                "mixes_positions",
+                True,
+            )
+        )
 
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""
         self.given = SimpleNamespace(mixes_positions=self.mixes_positions)
         self.declared = {
-            key: replace(entry, draw=lambda _generator, shape: np.zeros(shape)) for key, entry in self.declared.items()
+            key: replace(entry, draw=lambda _generator, shape: np.zeros(shape))
+            for key, entry in self.declared.items()
         }
         return self
 
@@ -109,7 +123,9 @@ class ForeignLayer(nn.Layer):
         """Return a seed for random numbers: the same again in a recomputation, others elsewhere."""
         stage: Any = self.stage
         place, (step, microbatch, replica, *_) = self.place, stage.position
-        return random_seed(library, stage.seed, stage.index if place is None else place, step, microbatch, replica)
+        return random_seed(
+            library, stage.seed, stage.index if place is None else place, step, microbatch, replica
+        )
 
     def poll(self) -> None:
         """Let messages move."""
@@ -126,7 +142,9 @@ class ForeignLayer(nn.Layer):
         leaves, structures = flatten_parts(parts)
         with self._computing():
             if getattr(COUNTED, "on", False):
-                (found, output, tape), bytes_kept = self._counted(leaves, structures, stage.position)
+                (found, output, tape), bytes_kept = self._counted(
+                    leaves, structures, stage.position
+                )
             else:
                 found, output, tape = self._forward(leaves, structures, stage.position)
         y, *given = unflatten_parts(found, output)
@@ -151,17 +169,25 @@ class ForeignLayer(nn.Layer):
         return self._of_input(found, saved.saved)
 
     def _slopes(self, dy: Tree, tape: Tape) -> Leaves:
-        """The gradients of those arrays of the output that have them; None where no layer has added one."""
+        """The gradients of those arrays of the output that have them; None where no layer has added
+        one.
+        """
         if self._tied:
             self._follow_ties()
         parts = [dy, *map(self.stage.gradient_of, self.gives)] if self.gives else [dy]
-        leaves = [leaf for part, structure in zip(parts, tape.output) for leaf in _leaves_like(part, structure)]
+        leaves = [
+            leaf
+            for part, structure in zip(parts, tape.output)
+            for leaf in _leaves_like(part, structure)
+        ]
         return [leaf for leaf, has in zip(leaves, tape.differentiable) if has]
 
     def _of_input(self, found: Leaves, tape: Tape) -> Tree:
         """The gradient of the input, with None for an array that has none."""
         source = iter(found)
-        dx, *taken = unflatten_parts([next(source) if has else None for has in tape.floating], tape.structures)
+        dx, *taken = unflatten_parts(
+            [next(source) if has else None for has in tape.floating], tape.structures
+        )
         for name, gradient in zip(self.takes, taken):
             self.stage.add_gradient(name, gradient)
         return dx
@@ -175,7 +201,9 @@ class ForeignStage(nn.Stage):
 
     keeps_halves = True
 
-    def __init__(self, layers: Mapping[str, ForeignLayer], dtype: Any, seed: int, device: str) -> None:
+    def __init__(
+        self, layers: Mapping[str, ForeignLayer], dtype: Any, seed: int, device: str
+    ) -> None:
         self._by_name = {prefix.rstrip("."): layer for prefix, layer in layers.items()}
         super().__init__([*layers.values()], dtype, seed, device)
 
@@ -195,10 +223,13 @@ class ForeignStage(nn.Stage):
 
 
 def one_dtype(kinds: Mapping[str, str], remedy: str) -> str:
-    """Return the dtype of all parameters, of {dtype: name of one that has it}; raises ArgumentError for another one."""
+    """Return the dtype of all parameters, of {dtype: name of one that has it}; raises ArgumentError
+    for another one.
+    """
     if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
         raise ArgumentError(
-            "the parameters of a module or function must have one dtype, since they lie in one array",
+            "the parameters of a module or function must have one dtype, since they lie in one "
+            "array",
             found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
             expected="float64, float32, float16 or bfloat16, or complex numbers of one of these",
             remedy=remedy,
@@ -206,18 +237,24 @@ def one_dtype(kinds: Mapping[str, str], remedy: str) -> str:
     return min(kinds, default="float32")
 
 
-# -- Parts as lists of arrays ------------------------------------------------------------------------------------------
+# -- Parts as lists of arrays ----------------------------------------------------------------------
 
 
 def skip_names(given: Sequence[str], what: str) -> tuple[str, ...]:
-    """Return names of skips as a tuple; raises ArgumentError for one text, and for what is no text."""
+    """Return names of skips as a tuple; raises ArgumentError for one text, and for what is no
+    text.
+    """
     if isinstance(given, str) or not all(isinstance(name, str) for name in given):
-        raise ArgumentError(what, found=repr(given), expected='a tuple of names of skips, such as ("far",)')
+        raise ArgumentError(
+            what, found=repr(given), expected='a tuple of names of skips, such as ("far",)'
+        )
     return tuple(given)
 
 
 def returned(output: Any, names: Sequence[str]) -> Sequence[Any]:
-    """Return the parts of what a module or function returned, which gives over skips with these names."""
+    """Return the parts of what a module or function returned, which gives over skips with these
+    names.
+    """
     if not names:
         return [output]
     several = isinstance(output, (tuple, list))
@@ -230,7 +267,9 @@ def returned(output: Any, names: Sequence[str]) -> Sequence[Any]:
     return output
 
 
-def applied(function: Callable[..., Any], first: Sequence[Any], parts: Sequence[Any], **options: Any) -> Any:
+def applied(
+    function: Callable[..., Any], first: Sequence[Any], parts: Sequence[Any], **options: Any
+) -> Any:
     """Return what a function returns for these parts, after arguments that come first."""
     main, *taken = parts
     if isinstance(main, dict):
@@ -260,11 +299,19 @@ def unflatten_parts(leaves: Sequence[Any], structures: Structures) -> list[Tree]
 
 
 def _count(structure: Structure) -> int:
-    return len(structure) if isinstance(structure, tuple) else structure if isinstance(structure, int) else 1
+    return (
+        len(structure)
+        if isinstance(structure, tuple)
+        else structure
+        if isinstance(structure, int)
+        else 1
+    )
 
 
 def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
-    """Return the gradients for arrays of a structure, in their order; of a tree without a gradient all are None."""
+    """Return the gradients for arrays of a structure, in their order; of a tree without a gradient
+    all are None.
+    """
     if tree is None:
         return [None] * _count(structure)
     leaves, there = flatten(tree)
@@ -273,12 +320,14 @@ def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
         return [by_name[name] for name in structure]
     if there != structure:
         raise ArgumentError(
-            "the gradient of an output has another structure than the output", found=there, expected=structure
+            "the gradient of an output has another structure than the output",
+            found=there,
+            expected=structure,
         )
     return leaves
 
 
-# -- Random numbers of PyTorch, which has one generator for all of a process -------------------------------------------
+# -- Random numbers of PyTorch, which has one generator for all of a process -----------------------
 
 
 DRAWING = threading.Lock()  # ranks that are threads share it
@@ -310,7 +359,7 @@ def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
         yield
 
 
-# -- Memory of PyTorch and JAX, for whoever looks at what a forward saved ----------------------------------------------
+# -- Memory of PyTorch and JAX, for whoever looks at what a forward saved --------------------------
 
 
 COUNTED = threading.local()  # `on`: layers say what PyTorch and JAX keep

@@ -1,4 +1,6 @@
-"""What may stand in a list of layers: layers, PyTorch modules, functions of JAX, and functions that make them."""
+"""What may stand in a list of layers: layers, PyTorch modules, functions of JAX, and functions that
+make them.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ from mpipipe.errors import ArgumentError
 
 
 def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
-    """Return the layer, unbound, that an entry of a list of layers is or makes; an ArgumentError for anything else.
+    """Return the layer, unbound, that an entry of a list of layers is or makes; an ArgumentError
+    for anything else.
 
-    A module of PyTorch that a function makes draws its values for (seed, place), so they do not depend on the ranks. A
-    loss of PyTorch with parameters is a layer that has them, and leaves its input as it is.
-    The parameters of a module or of a function of JAX lie in the buffers of the stage that binds the layer, in its
-    dtype, and have their own names, such as 3.conv.weight.
+    A module of PyTorch that a function makes draws its values for (seed, place), so they do not
+    depend on the ranks. A loss of PyTorch with parameters is a layer that has them, and leaves its
+    input as it is. The parameters of a module or of a function of JAX lie in the buffers of the
+    stage that binds the layer, in its dtype, and have their own names, such as 3.conv.weight.
     """
     entry = given if isinstance(given, WithSkips) else WithSkips(given)
     made = entry.entry
@@ -33,10 +36,14 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
         names = {*nn.names_within(made)}
         if {*names_of_entry(given)} != names or entry.ties:
             raise ArgumentError(
-                f"layers[{place}] is made by a function, and takes or gives names, which each rank must know",
-                found=f"{type(made).__name__} with {', '.join(sorted(name for name, _ in names)) or 'no names'}",
-                expected="the layer itself in the list, which holds no arrays before a stage binds it",
-                remedy="or mpipipe.adapters.with_skips(function, takes=(...), gives=(...)) with its names; ties of a "
+                f"layers[{place}] is made by a function, and takes or gives names, which each "
+                "rank must know",
+                found=f"{type(made).__name__} with "
+                f"{', '.join(sorted(name for name, _ in names)) or 'no names'}",
+                expected="the layer itself in the list, which holds no arrays before a stage "
+                "binds it",
+                remedy="or mpipipe.adapters.with_skips(function, takes=(...), gives=(...)) with "
+                "its names; ties of a "
                 "layer of nn are those of its parameters",
             )
         return made
@@ -52,7 +59,8 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
         raise ArgumentError(
             f"layers[{place}] is not a layer",
             found=type(made).__name__,
-            expected="an nn.Layer, a torch.nn.Module, a tuple (function of JAX, its parameters), perhaps with its "
+            expected="an nn.Layer, a torch.nn.Module, a tuple (function of JAX, its parameters), "
+            "perhaps with its "
             "state, or a function without arguments that makes one of them",
         )
     return layer
@@ -69,7 +77,9 @@ class WithSkips:
 
 
 def names_of_entry(given: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the names that an entry of a list of layers has to do with, and whether it gives them; makes nothing."""
+    """Yield the names that an entry of a list of layers has to do with, and whether it gives them;
+    makes nothing.
+    """
     if isinstance(given, WithSkips):
         yield from ((name, False) for name in given.takes)
         yield from ((name, True) for name in given.gives)
@@ -78,23 +88,32 @@ def names_of_entry(given: Any) -> Iterator[tuple[str, bool]]:
 
 
 def check_distinct(layers: Sequence[Any]) -> None:
-    """Raise ArgumentError where one layer, or one module of PyTorch, stands in two places: a cut would untie them."""
+    """Raise ArgumentError where one layer, or one module of PyTorch, stands in two places: a cut
+    would untie them.
+    """
     seen: dict[int, str] = {}
     for place, entry in enumerate(layers):
         entry = entry.entry if isinstance(entry, WithSkips) else entry
-        walked = entry.walk(f"{place}") if isinstance(entry, nn.Layer) else [(f"{place}", entry)] * is_module(entry)
+        walked = (
+            entry.walk(f"{place}")
+            if isinstance(entry, nn.Layer)
+            else [(f"{place}", entry)] * is_module(entry)
+        )
         for name, each in walked:
             if seen.setdefault(id(each), name) != name:
                 raise ArgumentError(
                     f"one {type(each).__name__} is layer {seen[id(each)]} and layer {name}",
                     expected="a layer object of its own in each place",
-                    remedy="make a second one, and let it share parameters: second.weight = first.weight in PyTorch, "
+                    remedy="make a second one, and let it share parameters: second.weight = "
+                    "first.weight in PyTorch, "
                     "nn.Parameter(tie=...) here",
                 )
 
 
 def tie_shared(layers: Sequence[Any]) -> None:
-    """Let parameters that modules of several entries share be tied, by the name of their first place."""
+    """Let parameters that modules of several entries share be tied, by the name of their first
+    place.
+    """
     modules: dict[int, Any] = {}
     leaves: dict[int, str] = {}  # id -> place
     for place, entry in enumerate(layers):
@@ -110,7 +129,9 @@ def tie_shared(layers: Sequence[Any]) -> None:
 
 
 def _refuse_shared(place: int, parameters: Any, seen: dict[int, str]) -> None:
-    """Raise ArgumentError for an array in the parameters of two functions of JAX: these might mean one parameter."""
+    """Raise ArgumentError for an array in the parameters of two functions of JAX: these might mean
+    one parameter.
+    """
     jax: Any = sys.modules.get("jax")
     for path, leaf in [] if jax is None else jax.tree_util.tree_flatten_with_path(parameters)[0]:
         name = f"{place}.{jax.tree_util.keystr(path[1:], simple=True, separator='.')}"
@@ -119,7 +140,8 @@ def _refuse_shared(place: int, parameters: Any, seen: dict[int, str]) -> None:
             raise ArgumentError(
                 f"one array is the parameter {other} and the parameter {name}",
                 expected="an array of its own for each, or ties",
-                remedy="with_skips(entry, ties={name: key}) in both entries for one parameter, jnp.array(x) for two",
+                remedy="with_skips(entry, ties={name: key}) in both entries for one parameter, "
+                "jnp.array(x) for two",
             )
 
 
@@ -135,7 +157,8 @@ def _is_loss(given: Any) -> bool:
 
 
 def with_loss(layers: Sequence[Any], loss: Any, seed: int) -> list[Any]:
-    """Return a list of layers with a loss of PyTorch as its last entry, where the loss has parameters to train.
+    """Return a list of layers with a loss of PyTorch as its last entry, where the loss has
+    parameters to train.
 
     The loss draws its random numbers for the seed.
     """

@@ -13,40 +13,56 @@ from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import DeviceArray
 
 COMMON = Path(__file__).parent / "common.cuh"  # goes before every source
-C_TYPES = dict(float32="float", float64="double", float16="fp16", bfloat16="bf16", int32="int", int64="long long")
+C_TYPES = dict(
+    float32="float",
+    float64="double",
+    float16="fp16",
+    bfloat16="bf16",
+    int32="int",
+    int64="long long",
+)
 
 
 @cache
 def _module(path: Path, constants: tuple[tuple[str, np.dtype | int], ...], _device: int) -> Any:
-    # not by #include and -D: CuPy's cache of compiled code does not look into included files, and macros reach headers
+    # not by #include and -D: CuPy's cache of compiled code does not look into included files, and
+    # macros reach headers
     code = "\n".join([COMMON.read_text(), *cuda_declarations(dict(constants)), path.read_text()])
     return cupy().RawModule(code=code, options=("--std=c++17",), backend="nvrtc")
 
 
 @cache
-def _function(path: Path, name: str, constants: tuple[tuple[str, np.dtype | int], ...], device: int) -> Callable:
+def _function(
+    path: Path, name: str, constants: tuple[tuple[str, np.dtype | int], ...], device: int
+) -> Callable:
     return _module(path, constants, device).get_function(name)
 
 
 def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...]:
-    """Write one C++ declaration for each constant of `cuda_function`: 'typedef float T;', 'constexpr int N = 4;'."""
+    """Write one C++ declaration for each constant of `cuda_function`: 'typedef float T;',
+    'constexpr int N = 4;'.
+    """
     return tuple(
-        f"typedef {C_TYPES[value.name]} {name};" if isinstance(value, np.dtype) else f"constexpr int {name} = {value};"
+        f"typedef {C_TYPES[value.name]} {name};"
+        if isinstance(value, np.dtype)
+        else f"constexpr int {name} = {value};"
         for name, value in constants.items()
     )
 
 
 def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callable:
-    """Return an `extern "C"` function of a CUDA source file, compiled once for the current GPU and these constants.
+    """Return an `extern "C"` function of a CUDA source file, compiled once for the current GPU and
+    these constants.
 
-    A dtype declares a type of that name in front of the source (`T=array.dtype`), an integer a `constexpr int`. The
-    function takes (grid, block, arguments), and by keyword `shared_mem`, the bytes of dynamic shared memory. Arguments
-    are device arrays and numpy scalars, whose dtypes must be the C types of the parameters.
+    A dtype declares a type of that name in front of the source (`T=array.dtype`), an integer a
+    `constexpr int`. The function takes (grid, block, arguments), and by keyword `shared_mem`, the
+    bytes of dynamic shared memory. Arguments are device arrays and numpy scalars, whose dtypes must
+    be the C types of the parameters.
     """
     return _function(path, name, tuple(constants.items()), cupy().cuda.runtime.getDevice())
 
 
-# -- The start of kernels over flat arrays: how wide their words of memory are, and how large their grids -------------
+# -- The start of kernels over flat arrays: how wide their words of memory are, and how large their grids --
 
 
 WORD = 16  # bytes: the widest load of one thread
@@ -68,11 +84,13 @@ class Launch(NamedTuple):
 
 
 def vector_width(first: DeviceArray, *others: DeviceArray, divides: int = 0) -> int:
-    """Return how many elements of these arrays can move as one word of memory: a power of two that divides `divides`.
+    """Return how many elements of these arrays can move as one word of memory: a power of two that
+    divides `divides`.
 
     All addresses must allow it. A word has at most 16 bytes of the widest dtype.
     """
-    limits, widest = divides | first.data.ptr // first.itemsize, first.itemsize
+    limits = divides | first.data.ptr // first.itemsize
+    widest = first.itemsize
     for array in others:
         limits |= array.data.ptr // array.itemsize
         widest = max(widest, array.itemsize)
@@ -95,14 +113,24 @@ def grid(count: int, per_block: int) -> tuple[int]:
 
 
 def scalar_type(dtype: np.dtype) -> Any:
-    """Return the numpy type of the numbers that a kernel for arrays of `dtype` takes: that of its accumulator."""
+    """Return the numpy type of the numbers that a kernel for arrays of `dtype` takes: that of its
+    accumulator.
+    """
     return np.float64 if dtype.itemsize == 8 else np.float32
 
 
 def launch(
-    source: Path, name: str, size: int, arguments: tuple[Any, ...], *, V: int, words: int = 2, **dtypes: np.dtype
+    source: Path,
+    name: str,
+    size: int,
+    arguments: tuple[Any, ...],
+    *,
+    V: int,
+    words: int = 2,
+    **dtypes: np.dtype,
 ) -> None:
-    """Start a kernel over `size` elements, where a thread takes `words` words of V elements at a time.
+    """Start a kernel over `size` elements, where a thread takes `words` words of V elements at a
+    time.
 
     The source is compiled for V and the dtypes, as `cuda_function` says.
     """
@@ -112,22 +140,39 @@ def launch(
 
 
 def over(
-    source: Path, name: str, size: int, numbers: tuple[Any, ...] = (), *, V: int, words: int = 2, **dtypes: np.dtype
+    source: Path,
+    name: str,
+    size: int,
+    numbers: tuple[Any, ...] = (),
+    *,
+    V: int,
+    words: int = 2,
+    **dtypes: np.dtype,
 ) -> Launch | None:
-    """Return the call of a kernel over `size` elements, with these numbers after its arrays; None for 0 elements."""
+    """Return the call of a kernel over `size` elements, with these numbers after its arrays; None
+    for 0 elements.
+    """
     if not size:
         return None
-    return Launch(cuda_function(source, name, **dtypes, V=V), grid(-(-size // V), words * BLOCK), (BLOCK,), numbers)
+    return Launch(
+        cuda_function(source, name, **dtypes, V=V),
+        grid(-(-size // V), words * BLOCK),
+        (BLOCK,),
+        numbers,
+    )
 
 
-# -- Launches that are packed once for each combination of shapes, and then want addresses alone ----------------------
+# -- Launches that are packed once for each combination of shapes, and then want addresses alone ---
 #
-# What a launch needs besides addresses follows from a few facts of its arrays: shape, strides, dtype, and how far the
-# address allows wide words. Checks, the choice of the compiled function, its grid, and numbers in the types of the
-# kernel's parameters cost several microseconds of Python; a model asks for the same ones in every micro-batch.
+# What a launch needs besides addresses follows from a few facts of its arrays: shape, strides,
+# dtype, and how far the address allows wide words. Checks, the choice of the compiled function, its
+# grid, and numbers in the types of the kernel's parameters cost several microseconds of Python; a
+# model asks for the same ones in every micro-batch.
 
 
-MOST = 4096  # packed calls that one kernel keeps; where shapes never repeat, all are dropped at once
+MOST = (
+    4096  # packed calls that one kernel keeps; where shapes never repeat, all are dropped at once
+)
 LOW = WORD - 1
 
 
@@ -137,10 +182,10 @@ C = TypeVar("C", bound="Launch | None")
 class Packed(Generic[C]):
     """The calls of one kernel, or of several that differ by options.
 
-    The parameters of a kernel are its arrays, then the numbers of the call, then numbers that vary between launches.
-    `pack` takes the arrays of a launch and its options, checks them, and returns the Launch; None if there is
-    nothing to do. It is called once for each combination of facts, options and GPU, so it must look at nothing else.
-    Its errors are raised again the next time.
+    The parameters of a kernel are its arrays, then the numbers of the call, then numbers that vary
+    between launches. `pack` takes the arrays of a launch and its options, checks them, and returns
+    the Launch; None if there is nothing to do. It is called once for each combination of facts,
+    options and GPU, so it must look at nothing else. Its errors are raised again the next time.
     """
 
     def __init__(self, pack: Callable[..., C]):
@@ -160,12 +205,15 @@ class Packed(Generic[C]):
             call.function(call.grid, call.block, (*given, *fresh, *call.numbers, *varying))
 
     def call(
-        self, given: tuple[DeviceArray, ...], fresh: tuple[DeviceArray, ...] = (), options: tuple[Any, ...] = ()
+        self,
+        given: tuple[DeviceArray, ...],
+        fresh: tuple[DeviceArray, ...] = (),
+        options: tuple[Any, ...] = (),
     ) -> C:
         """Return the call for these arrays.
 
-        given : arrays by whose facts the call is known
-        fresh : more arrays, whose shapes and dtypes follow from those of `given` and the options; either just
+        given : arrays by whose facts the call is known fresh : more arrays, whose shapes and dtypes
+        follow from those of `given` and the options; either just
             allocated, so that they start on a boundary of words, or among `given` too
         """
         facts: list[Any] = [options, _current_gpu()()]

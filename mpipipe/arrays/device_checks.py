@@ -1,7 +1,8 @@
 """Whether a device can be used: a driver, a GPU, and what compiles and multiplies on it.
 
-CuPy's wheel does not bring the CUDA toolkit. What is missing would show at the first kernel or the first product, in
-the middle of a step, on the rank that comes to it first. So the first use of a GPU looks for all of it at once.
+CuPy's wheel does not bring the CUDA toolkit. What is missing would show at the first kernel or the
+first product, in the middle of a step, on the rank that comes to it first. So the first use of a
+GPU looks for all of it at once.
 """
 
 from __future__ import annotations
@@ -18,24 +19,37 @@ from mpipipe.arrays.cuda import cuda_function
 from mpipipe.arrays.devices import AMD_UNTRIED, cupy, use_gpu, visible_gpus
 from mpipipe.errors import BackendError
 
-PROBE = Path(__file__).with_name("fill.cu")  # a short one; common.cuh in front of it includes all headers
+PROBE = Path(__file__).with_name(
+    "fill.cu"
+)  # a short one; common.cuh in front of it includes all headers
 ASKED = "device 'cuda' was asked for, and"
-NO_DRIVER = "run on a node with an NVIDIA GPU and its driver (nvidia-smi must answer), or use device='cpu'"
-NO_GPU = "ask the batch system for GPUs (--gpus-per-node), look at CUDA_VISIBLE_DEVICES, or use device='cpu'"
+NO_DRIVER = (
+    "run on a node with an NVIDIA GPU and its driver (nvidia-smi must answer), or use device='cpu'"
+)
+NO_GPU = (
+    "ask the batch system for GPUs (--gpus-per-node), look at CUDA_VISIBLE_DEVICES, or use "
+    "device='cpu'"
+)
 
 
 def check_device(device: str) -> str:
-    """Return "cpu" or "cuda" for a device that exists and on which kernels compile and matrices multiply.
+    """Return "cpu" or "cuda" for a device that exists and on which kernels compile and matrices
+    multiply.
 
-    `device` is "cpu"; "cuda", the current GPU of this process; "cuda:1", which becomes the current one; or "auto", the
-    GPU where there is one. The first call for a GPU compiles a kernel of one line and takes cuBLAS's memory. Raises
-    BackendError with a line for each part that is missing. Nothing is simulated.
+    `device` is "cpu"; "cuda", the current GPU of this process; "cuda:1", which becomes the current
+    one; or "auto", the GPU where there is one. The first call for a GPU compiles a kernel of one
+    line and takes cuBLAS's memory. Raises BackendError with a line for each part that is missing.
+    Nothing is simulated.
     """
     name, colon, number = device.partition(":") if isinstance(device, str) else ("", "", "")
     if name not in ("cpu", "cuda", "auto") or (colon and (name != "cuda" or not number.isdigit())):
-        raise BackendError("unknown device", found=repr(device), expected="'cpu', 'cuda', 'cuda:N' or 'auto'")
+        raise BackendError(
+            "unknown device", found=repr(device), expected="'cpu', 'cuda', 'cuda:N' or 'auto'"
+        )
     if name == "auto":
-        name = "cuda" if visible_gpus() else "cpu"  # a CuPy that is too old is no reason to take the CPU in silence
+        name = (
+            "cuda" if visible_gpus() else "cpu"
+        )  # a CuPy that is too old is no reason to take the CPU in silence
     if name == "cuda":
         runtime = cupy().cuda.runtime
         try:
@@ -58,7 +72,9 @@ def check_device(device: str) -> str:
 
 
 def missing_parts() -> list[str]:
-    """List the parts of the CUDA toolkit that are missing or do not work on the current GPU, with CuPy's message."""
+    """List the parts of the CUDA toolkit that are missing or do not work on the current GPU, with
+    CuPy's message.
+    """
     return list(_missing(cupy()))
 
 
@@ -66,7 +82,10 @@ def _remedy(runtime: Any) -> str:
     if runtime.is_hip:
         return "load the ROCm module of this site, and set ROCM_HOME where CuPy does not find it"
     major = runtime.runtimeGetVersion() // 1000  # of the runtime within CuPy
-    return f"pip install 'cupy-cuda{major}x[ctk]', or load the CUDA {major} module of this site, and no other"
+    return (
+        f"pip install 'cupy-cuda{major}x[ctk]', or load the CUDA {major} module of this site, "
+        "and no other"
+    )
 
 
 @lru_cache(maxsize=64)

@@ -18,14 +18,16 @@ INSTALL = (
     "[rocm] for AMD's GPUs), "
     "or use device='cpu'"
 )
-OLDEST = (
-    14  # 13 hands a kernel's None to the driver as the argument's address, and NCCL's identities are signed numbers
-)
+# 13 hands a kernel's None to the driver as the argument's address, and NCCL's identities are signed
+# numbers.
+OLDEST = 14
 
 
 @cache
 def cupy() -> Any:
-    """Return the module cupy, imported on first use; raises BackendError where it is missing or too old."""
+    """Return the module cupy, imported on first use; raises BackendError where it is missing or too
+    old.
+    """
     library = _any_cupy()
     if int(library.__version__.partition(".")[0]) < OLDEST:
         raise BackendError(
@@ -44,12 +46,16 @@ def _any_cupy() -> Any:
         import cupy
     except Exception as error:  # a broken installation raises what it likes
         why = f"{type(error).__name__}: {error}"
-        raise BackendError(f"a GPU was asked for, and CuPy cannot be imported ({why})", remedy=INSTALL) from None
+        raise BackendError(
+            f"a GPU was asked for, and CuPy cannot be imported ({why})", remedy=INSTALL
+        ) from None
     return cupy
 
 
 def device_count() -> int:
-    """Return the number of GPUs that this process can use: 0 without CuPy, with an old one, or without a driver."""
+    """Return the number of GPUs that this process can use: 0 without CuPy, with an old one, or
+    without a driver.
+    """
     try:
         cupy()
     except BackendError:
@@ -73,7 +79,8 @@ def use_gpu(number: int) -> None:
             "no such GPU",
             found=f"cuda:{number}",
             expected=f"cuda:0 ... cuda:{count - 1}, what this process sees",
-            remedy="nvidia-smi -L lists the GPUs of the machine; those that CUDA_VISIBLE_DEVICES names count from 0",
+            remedy="nvidia-smi -L lists the GPUs of the machine; those that CUDA_VISIBLE_DEVICES "
+            "names count from 0",
         )
     cupy().cuda.Device(number).use()
 
@@ -84,7 +91,9 @@ def current_gpu() -> int:
 
 
 def compute_capability() -> int:
-    """Return ten times the major number of the GPU's compute capability plus the minor one: 90 for H100, H200."""
+    """Return ten times the major number of the GPU's compute capability plus the minor one: 90 for
+    H100, H200.
+    """
     return _capability(cupy(), current_gpu())
 
 
@@ -94,7 +103,9 @@ def _capability(library: ModuleType, device: int) -> int:
 
 
 def _architecture(properties: dict[str, Any]) -> str:
-    """Return how the compiler names this GPU: CuPy's properties of an AMD GPU have gcnArchName, gfx90a:sramecc+..."""
+    """Return how the compiler names this GPU: CuPy's properties of an AMD GPU have gcnArchName,
+    gfx90a:sramecc+...
+    """
     gcn = properties.get("gcnArchName", b"")
     if cupy().cuda.runtime.is_hip and gcn:
         return f"AMD {(gcn.decode() if isinstance(gcn, bytes) else gcn).split(':')[0]}"
@@ -102,20 +113,27 @@ def _architecture(properties: dict[str, Any]) -> str:
 
 
 def describe_gpus() -> list[str]:
-    """Describe each GPU that this process sees in one line: name, memory, compute capability or AMD's architecture."""
+    """Describe each GPU that this process sees in one line: name, memory, compute capability or
+    AMD's architecture.
+    """
     lines = []
     for number in range(device_count()):
         properties = cupy().cuda.runtime.getDeviceProperties(number)
-        name = properties["name"].decode() if isinstance(properties["name"], bytes) else properties["name"]
+        name = (
+            properties["name"].decode()
+            if isinstance(properties["name"], bytes)
+            else properties["name"]
+        )
         memory = f"{properties['totalGlobalMem'] / 2**30:.0f} GiB"
         lines.append(f"cuda:{number} {name}, {memory}, {_architecture(properties)}")
     return lines
 
 
-# -- Whether GPUs are NVIDIA's or AMD's, and what cannot be computed on AMD's -----------------------------------------
+# -- Whether GPUs are NVIDIA's or AMD's, and what cannot be computed on AMD's ----------------------
 #
-# CuPy answers for both under CUDA's names: on AMD's GPUs its `cuda` module calls HIP, its NVRTC is hipRTC and its
-# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in products.py.
+# CuPy answers for both under CUDA's names: on AMD's GPUs its `cuda` module calls HIP, its NVRTC is
+# hipRTC and its cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in
+# products.py.
 
 
 AMD_UNTRIED = "AMD's GPUs are not supported yet: nothing of this package has run on one"
@@ -130,14 +148,16 @@ def is_amd() -> bool:
 
 
 def check_computable(kind: np.dtype, device: str) -> None:
-    """Raise BackendError for a dtype in which this device ("cpu" or "cuda") cannot compute matrix products.
+    """Raise BackendError for a dtype in which this device ("cpu" or "cuda") cannot compute matrix
+    products.
 
-    CuPy's cupy_hipblas.h translates no bfloat16 (cupy-rocm-7-0 14.2): it throws where nothing can catch, and the
-    process would be aborted.
+    CuPy's cupy_hipblas.h translates no bfloat16 (cupy-rocm-7-0 14.2): it throws where nothing can
+    catch, and the process would be aborted.
     """
     if device == "cuda" and kind.name == "bfloat16" and is_amd():
         raise BackendError(
-            "no matrix products of bfloat16 on AMD GPUs: CuPy's interface to hipBLAS does not know this type, "
+            "no matrix products of bfloat16 on AMD GPUs: CuPy's interface to hipBLAS does not "
+            "know this type, "
             "and would end the process",
             found="dtype bfloat16",
             expected="float16, float32 or float64",
@@ -145,17 +165,20 @@ def check_computable(kind: np.dtype, device: str) -> None:
         )
 
 
-# -- The CUDA runtime library for others in this process --------------------------------------------------------------
+# -- The CUDA runtime library for others in this process -------------------------------------------
 #
-# CuPy has the runtime within itself. cuDNN's Python package opens `libcudart.so.12` or `.13` by name instead
-# (cudnn_frontend_shim.h), which fails where the library lies in a pip package alone (NVIDIA/cudnn-frontend#207).
+# CuPy has the runtime within itself. cuDNN's Python package opens `libcudart.so.12` or `.13` by
+# name instead (cudnn_frontend_shim.h), which fails where the library lies in a pip package alone
+# (NVIDIA/cudnn-frontend#207).
 
 
 def load_cuda_runtime() -> str:
-    """Load the CUDA runtime library, so that others in this process find it by its name; return its file, or its name.
+    """Load the CUDA runtime library, so that others in this process find it by its name; return its
+    file, or its name.
 
-    It is of the version that CuPy was built for where that one is found, else of the one that is: the functions that
-    cuDNN's package takes from it are the same in both. Raises BackendError without CuPy or without such a library.
+    It is of the version that CuPy was built for where that one is found, else of the one that is:
+    the functions that cuDNN's package takes from it are the same in both. Raises BackendError
+    without CuPy or without such a library.
     """
     return _loaded(cupy())
 
@@ -164,12 +187,16 @@ def load_cuda_runtime() -> str:
 def _loaded(library: ModuleType) -> str:
     wanted = f"libcudart.so.{library.cuda.runtime.runtimeGetVersion() // 1000}"
     try:
-        from cuda import pathfinder  # a dependency of CuPy's wheels; other builds may come without it
+        from cuda import (
+            pathfinder,
+        )  # a dependency of CuPy's wheels; other builds may come without it
 
         path = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise BackendError(f"{wanted} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime") from None
+        raise BackendError(
+            f"{wanted} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime"
+        ) from None
     if re.search(rf"{re.escape(wanted)}(\D|$)", path):
         return path
     try:

@@ -39,7 +39,9 @@ def is_array(array: object) -> bool:
 
 
 def device_of(array: object) -> str:
-    """Return the kind of device that an array lies on, "cpu" or "cuda"; raises ArgumentError if it is no array."""
+    """Return the kind of device that an array lies on, "cpu" or "cuda"; raises ArgumentError if it
+    is no array.
+    """
     if isinstance(array, np.ndarray):
         return "cpu"
     if is_device(array):
@@ -53,12 +55,17 @@ def device_of(array: object) -> str:
 
 
 def strip_subclass(array: Array) -> Array:
-    """Return a host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray itself, without a copy.
+    """Return a host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray
+    itself, without a copy.
 
     Other arrays are returned as they are; a masked one raises ArgumentError.
     """
     refuse_mask(array)
-    return array.view(np.ndarray) if isinstance(array, np.ndarray) and type(array) is not np.ndarray else array
+    return (
+        array.view(np.ndarray)
+        if isinstance(array, np.ndarray) and type(array) is not np.ndarray
+        else array
+    )
 
 
 def refuse_mask(array: Any) -> None:
@@ -73,14 +80,20 @@ def refuse_mask(array: Any) -> None:
 
 
 def dtype(name: DTypeLike) -> np.dtype:
-    """Return the dtype of what `numpy.dtype` takes, or of "bfloat16"; raises ArgumentError for an unknown name."""
+    """Return the dtype of what `numpy.dtype` takes, or of "bfloat16"; raises ArgumentError for an
+    unknown name.
+    """
     try:
         return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     except TypeError:
-        raise ArgumentError("unknown dtype", found=repr(name), expected="float32, float64, bfloat16, ...") from None
+        raise ArgumentError(
+            "unknown dtype", found=repr(name), expected="float32, float64, bfloat16, ..."
+        ) from None
 
 
-COMPUTE_DTYPES = tuple(map(dtype, ("float32", "float64", *HALVES)))  # in which layers and attention compute
+COMPUTE_DTYPES = tuple(
+    map(dtype, ("float32", "float64", *HALVES))
+)  # in which layers and attention compute
 
 
 def is_floating(kind: np.dtype) -> bool:
@@ -89,7 +102,9 @@ def is_floating(kind: np.dtype) -> bool:
 
 
 def as_reals(array: Array) -> Array:
-    """Return a C-contiguous complex array (...) as the real array (..., 2) on the same memory; any other as it is."""
+    """Return a C-contiguous complex array (...) as the real array (..., 2) on the same memory; any
+    other as it is.
+    """
     if array.dtype.kind != "c":
         return array
     return array.reshape(-1).view(array.dtype.char.lower()).reshape(*array.shape, 2)
@@ -106,5 +121,7 @@ def _is_half(kind: np.dtype) -> bool:
 
 
 def accumulator(kind: np.dtype) -> np.dtype:
-    """Return the dtype in which values are summed and parameters kept: float32 for halves, else itself."""
+    """Return the dtype in which values are summed and parameters kept: float32 for halves, else
+    itself.
+    """
     return FLOAT32 if is_half(kind) else kind

@@ -1,7 +1,9 @@
-"""CUDA graphs: device work that is recorded once, and then started by one call as often as one likes.
+"""CUDA graphs: device work that is recorded once, and then started by one call as often as one
+likes.
 
-A recording notes every launch and every copy on the device with its addresses and numbers, and runs nothing. So
-what is recorded must read and write the same memory in every run, and the host must not wait for the device within.
+A recording notes every launch and every copy on the device with its addresses and numbers, and runs
+nothing. So what is recorded must read and write the same memory in every run, and the host must not
+wait for the device within.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from mpipipe.arrays.streams import stream
 from mpipipe.errors import BackendError
 
 T = TypeVar("T")
-WORKSPACE_BYTES = 32 << 20  # what cuBLAS's manual recommends for Hopper, the most of all GPUs; others need 4 MiB
+WORKSPACE_BYTES = (
+    32 << 20
+)  # what cuBLAS's manual recommends for Hopper, the most of all GPUs; others need 4 MiB
 
 
 class _Recording(threading.local):
@@ -28,7 +32,8 @@ class _Recording(threading.local):
 
     def __init__(self) -> None:
         self.held: list | None = None  # what the graph keeps alive; None if none is recorded
-        # memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one by one
+        # memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one
+        # by one
         self.workspaces: dict[tuple, DeviceArray] = {}
 
 
@@ -41,9 +46,11 @@ def is_recording() -> bool:
 
 
 def keep_for_graph(thing: T) -> T:
-    """Let a graph that is being recorded keep something alive, and return it; elsewhere this does nothing.
+    """Let a graph that is being recorded keep something alive, and return it; elsewhere this does
+    nothing.
 
-    Call it with an array or a kernel from a cache that may drop it: a graph knows its address alone.
+    Call it with an array or a kernel from a cache that may drop it: a graph knows its address
+    alone.
     """
     if _recording.held is not None:
         _recording.held.append(thing)
@@ -51,7 +58,9 @@ def keep_for_graph(thing: T) -> T:
 
 
 def workspace() -> DeviceArray:
-    """Return device memory for a library within a recording: bytes that hold nothing from one call to the next."""
+    """Return device memory for a library within a recording: bytes that hold nothing from one call
+    to the next.
+    """
     return keep_for_graph(_recording.workspaces[_place()])
 
 
@@ -89,11 +98,13 @@ class Graph(NamedTuple):
 
 
 def record_graph(work: Callable[[], T]) -> tuple[Graph, T]:
-    """Record what `work` puts on the current stream; return (graph, result). Nothing runs before a launch.
+    """Record what `work` puts on the current stream; return (graph, result). Nothing runs before a
+    launch.
 
-    `work` is called once, or twice where device memory runs out the first time. It has run before, so that it compiles
-    and measures nothing now. Arrays of its result hold nothing before the first launch; each launch writes them. Raises
-    what `work` raised, or CuPy's error where it did something that a recording does not allow.
+    `work` is called once, or twice where device memory runs out the first time. It has run before,
+    so that it compiles and measures nothing now. Arrays of its result hold nothing before the first
+    launch; each launch writes them. Raises what `work` raised, or CuPy's error where it did
+    something that a recording does not allow.
     """
     try:
         return _record(work)
@@ -105,7 +116,9 @@ def record_graph(work: Callable[[], T]) -> tuple[Graph, T]:
 
 
 def _record(work: Callable[[], T]) -> tuple[Graph, T]:
-    current, memory = stream(), cupy().cuda.MemoryPool()  # shared, it might give one graph's results to another
+    # shared, it might give one graph's results to another
+    current = stream()
+    memory = cupy().cuda.MemoryPool()
     held: list = []
     _make_workspace()
     _recording.held = held
@@ -115,7 +128,9 @@ def _record(work: Callable[[], T]) -> tuple[Graph, T]:
             try:
                 result = work()
             except BaseException:
-                with suppress(RuntimeError):  # of a recording that is spoilt; this one is given up in any case
+                with suppress(
+                    RuntimeError
+                ):  # of a recording that is spoilt; this one is given up in any case
                     current.end_capture()
                 raise
             return Graph(current.end_capture(), memory, held), result

@@ -20,9 +20,10 @@ def upcast_halves(
 ) -> Callable[P, R]:
     """Let a function of host arrays take half precision.
 
-    Where its first argument is of a half dtype, the function sees each half array as a float32 one. A value too large
-    for float16 becomes infinite without a warning: scaling of the loss looks for it. `returned` says which results are
-    rounded to that dtype, `written` which positional arguments it sets, and never adds to.
+    Where its first argument is of a half dtype, the function sees each half array as a float32 one.
+    A value too large for float16 becomes infinite without a warning: scaling of the loss looks for
+    it. `returned` says which results are rounded to that dtype, `written` which positional
+    arguments it sets, and never adds to.
     """
 
     @wraps(function)
@@ -37,7 +38,9 @@ def upcast_halves(
             for i in written:
                 round_into(values[i], seen[i])
             if isinstance(results, tuple):
-                results = tuple(rounded(x, dtype) if i in returned else x for i, x in enumerate(results))
+                results = tuple(
+                    rounded(x, dtype) if i in returned else x for i, x in enumerate(results)
+                )
             elif returned:
                 results = rounded(results, dtype)
         return cast(R, results)
@@ -51,7 +54,9 @@ def upcast(x: Any) -> Any:
 
 
 def float32_like(target: Any) -> Any:
-    """Return float32 memory for the values of a host array of halves, and anything else as it is."""
+    """Return float32 memory for the values of a host array of halves, and anything else as it
+    is.
+    """
     return aligned_empty(target.shape, FLOAT32) if _is_half_array(target) else target
 
 
@@ -69,7 +74,9 @@ def rounded(values: np.ndarray, kind: np.dtype) -> np.ndarray:
 
 
 def round_to(target: np.ndarray, values: np.ndarray) -> None:
-    """Set halves from a float32 array of their shape: to nearest even, and infinity where it is too large."""
+    """Set halves from a float32 array of their shape: to nearest even, and infinity where it is too
+    large.
+    """
     faster = faster_rounding.get(target.dtype)
     if faster is None:
         target[...] = values
@@ -77,7 +84,8 @@ def round_to(target: np.ndarray, values: np.ndarray) -> None:
         faster(target, values)
 
 
-# dtype -> what rounds to it in the same bits in less time than numpy, where a library for it is used anyway
+# dtype -> what rounds to it in the same bits in less time than numpy, where a library for it is
+# used anyway
 faster_rounding: dict[np.dtype, Callable[[np.ndarray, np.ndarray], object]] = {}
 
 

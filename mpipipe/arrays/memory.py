@@ -29,10 +29,11 @@ def aligned_empty(shape: int | Shape, dtype: DTypeLike) -> np.ndarray:
 
 
 def empty(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
-    """Return an uninitialised C-contiguous array on the host ("cpu"), or on the current GPU ("cuda").
+    """Return an uninitialised C-contiguous array on the host ("cpu"), or on the current GPU
+    ("cuda").
 
-    On the host it starts on a 64-byte boundary. On a GPU the memory is that of CuPy's pool, in the order of the current
-    stream.
+    On the host it starts on a 64-byte boundary. On a GPU the memory is that of CuPy's pool, in the
+    order of the current stream.
     """
     if device == "cpu":
         return aligned_empty(shape, dtype)
@@ -47,7 +48,9 @@ def zeros(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
 
 
 def empty_like(array: Array, dtype: DTypeLike | None = None) -> Array:
-    """Return an uninitialised C-contiguous array of the same shape on the same device, of the same dtype or another."""
+    """Return an uninitialised C-contiguous array of the same shape on the same device, of the same
+    dtype or another.
+    """
     return empty(array.shape, array.dtype if dtype is None else dtype, device_of(array))
 
 
@@ -66,7 +69,9 @@ def set_zero(array: Array) -> None:
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """Copy the elements of `source` to `target`, both C-contiguous on one device; raises if dtypes or sizes differ."""
+    """Copy the elements of `source` to `target`, both C-contiguous on one device; raises if dtypes
+    or sizes differ.
+    """
     if target.dtype != source.dtype or target.size != source.size:
         found, expected = (f"{array.dtype}{list(array.shape)}" for array in (source, target))
         raise ArgumentError("a copy to another kind of array", found=found, expected=expected)
@@ -93,9 +98,15 @@ def address(array: Array) -> int:
 
 
 def shares_memory(first: Array, second: Array) -> bool:
-    """Return whether two arrays may overlap; exact for C-contiguous device arrays, else they may only interleave."""
+    """Return whether two arrays may overlap; exact for C-contiguous device arrays, else they may
+    only interleave.
+    """
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        return isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and np.may_share_memory(first, second)
+        return (
+            isinstance(first, np.ndarray)
+            and isinstance(second, np.ndarray)
+            and np.may_share_memory(first, second)
+        )
     (low, high), (start, end) = _bounds(first), _bounds(second)
     return low < end and start < high
 
@@ -108,7 +119,7 @@ def _bounds(array: DeviceArray) -> tuple[int, int]:
     return low, array.data.ptr + sum(step for step in reach if step > 0) + array.itemsize
 
 
-# -- Device memory that is exhausted: what was asked for, and what there is -------------------------------------------
+# -- Device memory that is exhausted: what was asked for, and what there is ------------------------
 
 
 # where CUDA's libraries ask for memory by themselves; they do not say how much
@@ -124,7 +135,9 @@ class Shortage(NamedTuple):
 
 
 def memory_shortage(error: BaseException) -> Shortage | None:
-    """Return how much device memory an error asked for, and how much there is; None if the error is of another kind."""
+    """Return how much device memory an error asked for, and how much there is; None if the error is
+    of another kind.
+    """
     if "cupy" not in sys.modules:
         return None
     library = cupy()
@@ -136,5 +149,8 @@ def memory_shortage(error: BaseException) -> Shortage | None:
     pool = library.get_default_memory_pool()
     limit = pool.get_limit()  # CUPY_GPU_MEMORY_LIMIT, or what the program has set; 0 without one
     if limit:
-        free, total = min(free, max(0, limit - pool.total_bytes())), min(total, limit)
-    return Shortage(int(asked[1].replace(",", "")) if asked else None, free + pool.free_bytes(), total)
+        free = min(free, max(0, limit - pool.total_bytes()))
+        total = min(total, limit)
+    return Shortage(
+        int(asked[1].replace(",", "")) if asked else None, free + pool.free_bytes(), total
+    )

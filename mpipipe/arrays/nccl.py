@@ -1,4 +1,6 @@
-"""NCCL as CuPy brings it (RCCL where CuPy is built for ROCm), and what one must know of a GPU to use it."""
+"""NCCL as CuPy brings it (RCCL where CuPy is built for ROCm), and what one must know of a GPU to
+use it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from mpipipe.errors import BackendError
 
 REMEDY = "pip install nvidia-nccl-cu13 (or -cu12, as CuPy is), or load the site's NCCL module"
 NUMBERS = set("int8 uint8 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split())
-PAIRS = dict(complex64="float32", complex128="float64")  # a sum of these is one of twice as many real numbers
+PAIRS = dict(
+    complex64="float32", complex128="float64"
+)  # a sum of these is one of twice as many real numbers
 
 
 @cache
 def nccl() -> Any:
-    """Return the module cupy.cuda.nccl (RCCL on ROCm), imported on first use; raises BackendError if it is missing."""
+    """Return the module cupy.cuda.nccl (RCCL on ROCm), imported on first use; raises BackendError
+    if it is missing.
+    """
     cupy()
     try:
         with warnings.catch_warnings():
@@ -34,12 +40,20 @@ def nccl() -> Any:
 
 
 def nccl_type(kind: np.dtype) -> tuple[int, int] | None:
-    """Return (NCCL's number of a dtype, elements of it in one of ours); None for a dtype that NCCL cannot add."""
+    """Return (NCCL's number of a dtype, elements of it in one of ours); None for a dtype that NCCL
+    cannot add.
+    """
     name = dtype(kind).name
     real = PAIRS.get(name, name)
-    return (int(getattr(nccl(), f"NCCL_{real.upper()}")), 1 + (name in PAIRS)) if real in NUMBERS else None
+    return (
+        (int(getattr(nccl(), f"NCCL_{real.upper()}")), 1 + (name in PAIRS))
+        if real in NUMBERS
+        else None
+    )
 
 
 def bus_id() -> str:
-    """Return the PCI address of the current GPU, "0000:41:00.0", the same for all processes of a machine."""
+    """Return the PCI address of the current GPU, "0000:41:00.0", the same for all processes of a
+    machine.
+    """
     return str(cupy().cuda.runtime.deviceGetPCIBusId(current_gpu()))

@@ -1,11 +1,13 @@
 """Matrix products by cuBLAS, on device arrays.
 
-On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is given as a dtype, and there is no bfloat16.
+On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is given as a dtype, and there is
+no bfloat16.
 
-cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
-summed in float64, everything else in float32: cuBLAS, which may round partial sums of halves by default, is told not
-to. Products of float32 use TF32, which keeps 10 bits of each factor, where the environment variable CUPY_TF32 is above
-0 at the first product: CuPy's own products follow the same setting.
+cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T
+to it. float64 is summed in float64, everything else in float32: cuBLAS, which may round partial
+sums of halves by default, is told not to. Products of float32 use TF32, which keeps 10 bits of each
+factor, where the environment variable CUPY_TF32 is above 0 at the first product: CuPy's own
+products follow the same setting.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from mpipipe.arrays.streams import stream
 from mpipipe.errors import BackendError
 
 # the host numbers (0, 1) that cuBLAS multiplies with, and their addresses, by itemsize
-NUMBERS = {kind.itemsize: np.array([0, 1], kind) for kind in (np.dtype(np.float32), np.dtype(np.float64))}
+NUMBERS = {
+    kind.itemsize: np.array([0, 1], kind) for kind in (np.dtype(np.float32), np.dtype(np.float64))
+}
 ZERO_AND_ONE = {size: (address(pair), address(pair) + size) for size, pair in NUMBERS.items()}
 
 
@@ -67,14 +71,26 @@ class _Library(NamedTuple):
 @cache
 def _library() -> _Library:
     cuda = cupy().cuda
-    runtime, cublas = cuda.runtime, cuda.cublas
-    numbers = {"float16": runtime.CUDA_R_16F, "float32": runtime.CUDA_R_32F, "float64": runtime.CUDA_R_64F}
+    runtime = cuda.runtime
+    cublas = cuda.cublas
+    numbers = {
+        "float16": runtime.CUDA_R_16F,
+        "float32": runtime.CUDA_R_32F,
+        "float64": runtime.CUDA_R_64F,
+    }
     if is_amd():
-        single, fast, double = runtime.CUDA_R_32F, runtime.CUDA_R_32F, runtime.CUDA_R_64F
+        single = runtime.CUDA_R_32F
+        fast = runtime.CUDA_R_32F
+        double = runtime.CUDA_R_64F
     else:
         numbers["bfloat16"] = runtime.CUDA_R_16BF
-        single, double = cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_COMPUTE_64F
-        fast = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if int(os.environ.get("CUPY_TF32", "0")) > 0 else single
+        single = cublas.CUBLAS_COMPUTE_32F
+        double = cublas.CUBLAS_COMPUTE_64F
+        fast = (
+            cublas.CUBLAS_COMPUTE_32F_FAST_TF32
+            if int(os.environ.get("CUPY_TF32", "0")) > 0
+            else single
+        )
     compute = {"float16": single, "bfloat16": single, "float32": fast, "float64": double}
     kinds = _Kinds()
     for name, number in numbers.items():
@@ -87,11 +103,15 @@ def _library() -> _Library:
 
 
 FLOAT32_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION of cublasMath_t
-_exact = threading.local()  # its `handles`: those of a thread whose partial sums of halves stay in float32
+_exact = (
+    threading.local()
+)  # its `handles`: those of a thread whose partial sums of halves stay in float32
 
 
 def _exact_handle() -> int:
-    """Return CuPy's handle for this thread and device; from now on its products, the user's too, round halves once."""
+    """Return CuPy's handle for this thread and device; from now on its products, the user's too,
+    round halves once.
+    """
     cuda = cupy().cuda
     handle: int = cuda.device.get_cublas_handle()
     handles = vars(_exact).setdefault("handles", set())
@@ -143,8 +163,8 @@ def batched_gemm(
 ) -> None:
     """C = factor a b or, with `add`, c += factor a b, for each problem.
 
-    a : (problems, m, k), or (problems, k, m) with `transpose_a`
-    b : (problems, k, n), or (problems, n, k) with `transpose_b`; of the dtype of a, the last axis of both without gaps
+    a : (problems, m, k), or (problems, k, m) with `transpose_a` b : (problems, k, n), or (problems,
+    n, k) with `transpose_b`; of the dtype of a, the last axis of both without gaps
         Where a or b has one matrix, it is that of all problems.
     c : (problems, m, n) of the accumulator dtype of a, in which everything is summed
     """
@@ -164,7 +184,9 @@ def batched_gemm(
 
 @lru_cache(maxsize=256)
 def _factors(factor: float, add: bool, kind: np.dtype) -> tuple[np.ndarray, int]:
-    """Return the numbers (factor, 1 or 0) for cuBLAS, which reads them during the call, and their address."""
+    """Return the numbers (factor, 1 or 0) for cuBLAS, which reads them during the call, and their
+    address.
+    """
     numbers = np.array([factor, float(add)], kind)
     return numbers, address(numbers)
 
@@ -176,19 +198,31 @@ def _operand(library: _Library, x: DeviceArray) -> tuple[int, int, int, int]:
     return x.data.ptr, library.kinds[x.dtype].number, of_row // x.itemsize, of_problem // x.itemsize
 
 
-# -- Products while a CUDA graph is recorded: by cuBLAS itself, past CuPy, whose functions refuse that ----------------
+# -- Products while a CUDA graph is recorded: by cuBLAS itself, past CuPy, whose functions refuse that --
 #
-# (CuPy 14.2, cublas.pyx, setStream.) The C functions get the same arguments, and CuPy's handle. They need a workspace
-# of ours: else cuBLAS allocates one for each graph (pytorch/pytorch#83461).
+# (CuPy 14.2, cublas.pyx, setStream.) The C functions get the same arguments, and CuPy's handle.
+# They need a workspace of ours: else cuBLAS allocates one for each graph (pytorch/pytorch#83461).
 
 
 C_SIZES = (c_int,) * 5  # transpose both, m, n, k
-MATRIX, STRIDED = (c_void_p, c_int, c_int), (c_void_p, c_int, c_int, c_longlong)  # address, dtype, rows apart, problems
+# address, dtype, rows apart, problems
+MATRIX = (c_void_p, c_int, c_int)
+STRIDED = (c_void_p, c_int, c_int, c_longlong)
 FUNCTIONS = {  # of cublas_api.h; each begins with the handle
     "cublasSetStream_v2": (c_void_p,),
     "cublasSetWorkspace_v2": (c_void_p, c_size_t),
     "cublasGemmEx": (*C_SIZES, c_void_p, *MATRIX, *MATRIX, c_void_p, *MATRIX, c_int, c_int),
-    "cublasGemmStridedBatchedEx": (*C_SIZES, c_void_p, *STRIDED, *STRIDED, c_void_p, *STRIDED, c_int, c_int, c_int),
+    "cublasGemmStridedBatchedEx": (
+        *C_SIZES,
+        c_void_p,
+        *STRIDED,
+        *STRIDED,
+        c_void_p,
+        *STRIDED,
+        c_int,
+        c_int,
+        c_int,
+    ),
 }
 
 
@@ -203,7 +237,9 @@ def _c_library() -> ctypes.CDLL:
             getattr(library, name).argtypes = (c_void_p, *parameters)
     except Exception as error:  # a broken installation raises what it likes
         lines = str(error).splitlines() or [type(error).__name__]
-        raise BackendError(f"cuBLAS cannot be called while a graph is recorded ({lines[0]})") from None
+        raise BackendError(
+            f"cuBLAS cannot be called while a graph is recorded ({lines[0]})"
+        ) from None
     return library
 
 
@@ -212,7 +248,9 @@ def graphs_refused() -> str:
     if is_amd():
         return "CuPy records no graphs on AMD's GPUs"
     if not stream().ptr:
-        return "the work goes to the null stream, which records no graphs (enter arrays.own_stream())"
+        return (
+            "the work goes to the null stream, which records no graphs (enter arrays.own_stream())"
+        )
     try:
         _c_library()
     except BackendError as error:
@@ -221,7 +259,9 @@ def graphs_refused() -> str:
 
 
 def _record(name: str, handle: int, *arguments: int) -> None:
-    """Record a product, by CuPy's handle with the current stream and our workspace; its next call takes both back."""
+    """Record a product, by CuPy's handle with the current stream and our workspace; its next call
+    takes both back.
+    """
     space = workspace()
     _call_cublas("cublasSetStream_v2", handle, stream().ptr)  # first, for it drops the workspace
     _call_cublas("cublasSetWorkspace_v2", handle, address(space), space.nbytes)
@@ -231,7 +271,12 @@ def _record(name: str, handle: int, *arguments: int) -> None:
 def _call_cublas(name: str, *arguments: int) -> None:
     status = getattr(_c_library(), name)(*arguments)
     if status:
-        raise BackendError(f"{name} has failed while a graph was recorded", found=f"status {status} of cublasStatus_t")
+        raise BackendError(
+            f"{name} has failed while a graph was recorded",
+            found=f"status {status} of cublasStatus_t",
+        )
 
 
-_RECORDED = _Functions(partial(_record, "cublasGemmEx"), partial(_record, "cublasGemmStridedBatchedEx"))
+_RECORDED = _Functions(
+    partial(_record, "cublasGemmEx"), partial(_record, "cublasGemmStridedBatchedEx")
+)

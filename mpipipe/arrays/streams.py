@@ -23,16 +23,19 @@ def side_stream() -> Stream:
     return cupy().cuda.Stream(non_blocking=True)
 
 
-_own = threading.local()  # `made`: a thread's own streams by library and GPU; all are kept, as CuPy's memory by stream
+_own = (
+    threading.local()
+)  # `made`: a thread's own streams by library and GPU; all are kept, as CuPy's memory by stream
 
 
 @contextmanager
 def own_stream(device: str = "cuda") -> Iterator[None]:
-    """Send device work of this thread to a stream of its own, within; on "cpu" do nothing. Choose the GPU before.
+    """Send device work of this thread to a stream of its own, within; on "cpu" do nothing. Choose
+    the GPU before.
 
-    CuPy's default is the null stream, which waits for the work of every blocking stream of the process, as they do for
-    its. This stream waits for no other, and no other for it, except at its ends: work before the block comes before
-    work within, and that before work after the block.
+    CuPy's default is the null stream, which waits for the work of every blocking stream of the
+    process, as they do for its. This stream waits for no other, and no other for it, except at its
+    ends: work before the block comes before work within, and that before work after the block.
     """
     if device == "cpu":
         yield
@@ -41,39 +44,49 @@ def own_stream(device: str = "cuda") -> Iterator[None]:
     made: dict[tuple, Stream] = _own.__dict__.setdefault("made", {})
     if key not in made:
         made[key] = side_stream()
-    before, own = stream(), made[key]
+    before = stream()
+    own = made[key]
     own.wait_event(record())
     with own:
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # of a GPU that has failed; what it was asked for is in the error already
+            with suppress(
+                RuntimeError
+            ):  # of a GPU that has failed; what it was asked for is in the error already
                 before.wait_event(record())
             raise
         before.wait_event(record())
 
 
 def record(timing: bool = False) -> Event:
-    """Record an event after all work put on the current stream so far; `timing` for `seconds_between`."""
+    """Record an event after all work put on the current stream so far; `timing` for
+    `seconds_between`.
+    """
     event = cupy().cuda.Event(disable_timing=not timing)
     event.record(stream())
     return event
 
 
 def is_done(event: Event) -> bool:
-    """Return whether the device has reached an event; raises BackendError if the device has failed, and never will."""
+    """Return whether the device has reached an event; raises BackendError if the device has failed,
+    and never will.
+    """
     runtime = cupy().cuda.runtime
     status = runtime.eventQuery(event.ptr)  # Event.done is False for ever after a failure
     if status in (0, NOT_READY):
         return bool(status == 0)
     raise BackendError(
         f"work on the GPU has failed ({runtime.CUDARuntimeError(status)})",
-        remedy="an earlier kernel is the cause: compute-sanitizer, or CUDA_LAUNCH_BLOCKING=1, tells which",
+        remedy="an earlier kernel is the cause: compute-sanitizer, or CUDA_LAUNCH_BLOCKING=1, "
+        "tells which",
     )
 
 
 def wait_for(event: Event) -> None:
-    """Let later work on the current stream wait for an event of any stream; the host does not wait."""
+    """Let later work on the current stream wait for an event of any stream; the host does not
+    wait.
+    """
     stream().wait_event(event)
 
 

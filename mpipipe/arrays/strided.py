@@ -31,7 +31,8 @@ def blocks_of(count: int, per_block: int) -> tuple[int]:
 
 
 def strided_copy(source: Array, target: Array, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source: equal shapes, any strides; floats of at most 5 axes on a GPU.
+    """Target = source or, with `add`, target += source: equal shapes, any strides; floats of at
+    most 5 axes on a GPU.
 
     Values are rounded to the dtype of the target.
     """
@@ -48,7 +49,9 @@ def strided_copy(source: Array, target: Array, add: bool = False) -> None:
 
 
 def _pack_copy(source: DeviceArray, target: DeviceArray, add: bool) -> Launch | None:
-    return _pack_views(source, target, element_strides(source), element_strides(target), target.shape, add)
+    return _pack_views(
+        source, target, element_strides(source), element_strides(target), target.shape, add
+    )
 
 
 def strided_copy_views(
@@ -59,12 +62,19 @@ def strided_copy_views(
     shape: Shape,
     add: bool = False,
 ) -> None:
-    """As `strided_copy`, between two views of one shape: each is the array where it begins, and strides in elements."""
+    """As `strided_copy`, between two views of one shape: each is the array where it begins, and
+    strides in elements.
+    """
     _views((source, target), (), (source_strides, target_strides, shape, add))
 
 
 def _pack_views(
-    source: DeviceArray, target: DeviceArray, source_strides: Shape, target_strides: Shape, shape: Shape, add: bool
+    source: DeviceArray,
+    target: DeviceArray,
+    source_strides: Shape,
+    target_strides: Shape,
+    shape: Shape,
+    add: bool,
 ) -> Launch | None:
     count = math.prod(shape)
     if not count:
@@ -76,7 +86,8 @@ def _pack_views(
     return over(STRIDED, "strided_copy", count, numbers, V=width, **dtypes)
 
 
-_copies, _views = Packed(_pack_copy), Packed(_pack_views)
+_copies = Packed(_pack_copy)
+_views = Packed(_pack_views)
 
 
 class _Walk(NamedTuple):
@@ -88,7 +99,9 @@ class _Walk(NamedTuple):
 
 
 def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[int, ...]) -> _Walk:
-    """Visit the axis that is fastest in the target last, and join neighbouring axes where both arrays allow it."""
+    """Visit the axis that is fastest in the target last, and join neighbouring axes where both
+    arrays allow it.
+    """
     axes = [axis for axis in zip(shape, source_strides, target_strides) if axis[0] > 1]
     axes.sort(key=lambda axis: -abs(axis[2]))
     joined: list[tuple[int, int, int]] = []
@@ -99,7 +112,9 @@ def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[i
             joined.append((extent, source, target))
     joined = [(1, 0, 0)] * (AXES - len(joined)) + joined
     extents, sources, targets = zip(*joined)
-    farthest = max(sum(abs(step) * (n - 1) for n, step in zip(extents, steps)) for steps in (sources, targets))
+    farthest = max(
+        sum(abs(step) * (n - 1) for n, step in zip(extents, steps)) for steps in (sources, targets)
+    )
     index = np.int32 if max(farthest, math.prod(shape)) < 2**31 else np.int64
     together = sources[-1] == targets[-1] == 1
     divides = bitwise_or(extents[-1:], sources[:-1], targets[:-1]) if together else 0
@@ -107,19 +122,24 @@ def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[i
 
 
 def copied(x: Array, dtype: DTypeLike | None = None) -> Array:
-    """Return a new C-contiguous array with the values of x, which may have any strides, in `dtype` or its own."""
+    """Return a new C-contiguous array with the values of x, which may have any strides, in `dtype`
+    or its own.
+    """
     new = empty(x.shape, x.dtype if dtype is None else dtype, device_of(x))
     strided_copy(x, new)
     return new
 
 
 def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
-    """Put at least one array together along an axis from 0 on: C-contiguous arrays of one dtype on one device."""
+    """Put at least one array together along an axis from 0 on: C-contiguous arrays of one dtype on
+    one device.
+    """
     shape = [*parts[0].shape]
     shape[axis] = sum(part.shape[axis] for part in parts)
     if isinstance(parts[0], np.ndarray):  # by itself numpy keeps the order of axes in memory
         return np.concatenate(parts, axis, out=np.empty(shape, parts[0].dtype))
-    whole, start = empty(tuple(shape), parts[0].dtype, "cuda"), 0
+    whole = empty(tuple(shape), parts[0].dtype, "cuda")
+    start = 0
     for part in parts:
         stop = start + part.shape[axis]
         if axis:
@@ -132,9 +152,13 @@ def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
 
 
 def in_c_order(tree: Tree) -> Tree:
-    """Return `tree` with a copy in place of each array that has other strides, as a layer may return it."""
+    """Return `tree` with a copy in place of each array that has other strides, as a layer may
+    return it.
+    """
     leaves, structure = flatten(tree)
-    plain = [type(leaf) is np.ndarray or is_device(leaf) for leaf in leaves]  # others are refused where they are sent
+    plain = [
+        type(leaf) is np.ndarray or is_device(leaf) for leaf in leaves
+    ]  # others are refused where they are sent
     if all(leaf.flags.c_contiguous for leaf, known in zip(leaves, plain) if known):
         return tree
     ordered = [np.ascontiguousarray(leaf) if type(leaf) is np.ndarray else copied(leaf) if known else leaf

@@ -1,7 +1,7 @@
 """PyTorch's tensors on the memory of arrays.
 
-On the host that is numpy's own bridge. bfloat16, which numpy does not know, crosses as int16 of the same bits. On a GPU
-it is DLPack. Who calls this has imported PyTorch.
+On the host that is numpy's own bridge. bfloat16, which numpy does not know, crosses as int16 of the
+same bits. On a GPU it is DLPack. Who calls this has imported PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ BFLOAT16 = dtype("bfloat16")
 
 
 def share_threads() -> None:
-    """Let PyTorch compute with as many threads as this rank, where their number is known; the pool waits meanwhile."""
+    """Let PyTorch compute with as many threads as this rank, where their number is known; the pool
+    waits meanwhile.
+    """
     count = given_threads()
     if count is not None:
         sys.modules["torch"].set_num_threads(count)
@@ -29,8 +31,8 @@ def share_threads() -> None:
 def tensor_of(array: Array) -> Tensor:
     """Return a tensor on the memory of an array.
 
-    Host memory that numpy may not write to (a map of a file, opened for reading) is copied: PyTorch knows no tensors
-    that are read only, and a module that wrote to one would end the process.
+    Host memory that numpy may not write to (a map of a file, opened for reading) is copied: PyTorch
+    knows no tensors that are read only, and a module that wrote to one would end the process.
     """
     torch = sys.modules["torch"]
     bits = array.view(np.int16) if array.dtype == BFLOAT16 else array
@@ -44,7 +46,9 @@ def _writable(array: np.ndarray) -> np.ndarray:
         return array
     view = array.view()
     try:
-        view.flags.writeable = True  # a batch is handed over as read-only views of the user's arrays
+        view.flags.writeable = (
+            True  # a batch is handed over as read-only views of the user's arrays
+        )
     except ValueError:
         return array.copy()
     return view
@@ -53,8 +57,8 @@ def _writable(array: np.ndarray) -> np.ndarray:
 def array_of(tensor: Tensor, contiguous: bool = True) -> Array:
     """Return an array on the memory of a tensor, C-contiguous by default.
 
-    A tensor that is not contiguous is copied then. A conjugate or an imaginary part that PyTorch has not yet computed
-    is always.
+    A tensor that is not contiguous is copied then. A conjugate or an imaginary part that PyTorch
+    has not yet computed is always.
     """
     if contiguous and not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()

@@ -17,18 +17,24 @@ from mpipipe.arrays.graphs import refuse_recording
 from mpipipe.arrays.memory import address, copy, empty
 from mpipipe.arrays.streams import is_done, record, stream
 
-PIECE_BYTES = 64 << 20  # of pinned memory for one piece of an array; CuPy keeps what was pinned once
+PIECE_BYTES = (
+    64 << 20
+)  # of pinned memory for one piece of an array; CuPy keeps what was pinned once
 
 
 def pinned(nbytes: int) -> np.ndarray:
-    """Return (nbytes,) uint8 of page-locked host memory: the device copies from and to it without the processor."""
+    """Return (nbytes,) uint8 of page-locked host memory: the device copies from and to it without
+    the processor.
+    """
     memory = cupy().cuda.alloc_pinned_memory(max(nbytes, 1))
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 @cache
 def _copies_under_way() -> tuple[deque[tuple[Event, np.ndarray]], threading.Lock]:
-    """(event, buffer) of copies under way, from all threads: CuPy hands a freed buffer out again at once."""
+    """(event, buffer) of copies under way, from all threads: CuPy hands a freed buffer out again at
+    once.
+    """
     return deque(), threading.Lock()
 
 
@@ -39,15 +45,18 @@ def _forget_ended_copies() -> None:
 
 
 def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
-    """Copy a host array of any strides to `out`, or to a new array on the current GPU, in the order of the stream.
+    """Copy a host array of any strides to `out`, or to a new array on the current GPU, in the order
+    of the stream.
 
-    The host array may change at once: it is copied to pinned memory first, which is kept until the device has read it.
-    The host does not wait, except for the device to read all but the last two pieces of an array of more than
-    `PIECE_BYTES`. `out` is C-contiguous, of the size and dtype of `host`.
+    The host array may change at once: it is copied to pinned memory first, which is kept until the
+    device has read it. The host does not wait, except for the device to read all but the last two
+    pieces of an array of more than `PIECE_BYTES`. `out` is C-contiguous, of the size and dtype of
+    `host`.
     """
     host = np.asarray(host, order="C")
     array = empty(host.shape, host.dtype, "cuda") if out is None else out
-    content, target = host.reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8)
+    content = host.reshape(-1).view(np.uint8)
+    target = array.reshape(-1).view(np.uint8)
     underway, lock = _copies_under_way()
     with lock:
         _forget_ended_copies()
@@ -66,7 +75,8 @@ def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
 
 
 def download(*device_arrays: Array) -> Any:
-    """Copy C-contiguous arrays to the host; return one array for one, else a list. Host arrays come back as they are.
+    """Copy C-contiguous arrays to the host; return one array for one, else a list. Host arrays come
+    back as they are.
 
     The host waits for the current stream: once, unless an array has more than `PIECE_BYTES`.
     """
@@ -85,14 +95,19 @@ def on_host(array: Array) -> np.ndarray:
 def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
     """Copy any number of arrays to the host, as `download` does, and return a list."""
     results: list[np.ndarray] = list(device_arrays)
-    at_once = [n for n, array in enumerate(device_arrays) if is_device(array) and array.nbytes <= PIECE_BYTES]
+    at_once = [
+        n
+        for n, array in enumerate(device_arrays)
+        if is_device(array) and array.nbytes <= PIECE_BYTES
+    ]
     if at_once:
         for n, host in zip(at_once, Download([device_arrays[n] for n in at_once]).result()):
             results[n] = host
     for n, array in enumerate(device_arrays):
         if is_device(results[n]):  # longer ones, piece by piece
             results[n] = np.empty(array.shape, array.dtype)
-            content, start = results[n].reshape(-1).view(np.uint8), 0
+            content = results[n].reshape(-1).view(np.uint8)
+            start = 0
             for _, piece in host_pieces([array], PIECE_BYTES):
                 content[start : start + piece.size] = piece
                 start += piece.size
@@ -123,39 +138,52 @@ class Download:
     def result(self) -> list[np.ndarray]:
         """Wait for the copies, and for no later work of the device; return new host arrays."""
         self._done.synchronize()
-        return [buffer.copy().view(array.dtype).reshape(array.shape) for array, buffer in self._copies]
+        return [
+            buffer.copy().view(array.dtype).reshape(array.shape) for array, buffer in self._copies
+        ]
 
 
 def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
-    """Start copying pinned bytes to a C-contiguous device array, in the order of the current stream.
+    """Start copying pinned bytes to a C-contiguous device array, in the order of the current
+    stream.
 
-    The bytes must stay as they are until the stream has come to the copy. A CUDA graph cannot record this: it would
-    repeat the copy from memory that is no longer there.
+    The bytes must stay as they are until the stream has come to the copy. A CUDA graph cannot
+    record this: it would repeat the copy from memory that is no longer there.
     """
     refuse_recording("a copy to the device")
     runtime = cupy().cuda.runtime
-    runtime.memcpyAsync(address(target), address(buffer), buffer.nbytes, runtime.memcpyHostToDevice, stream().ptr)
+    runtime.memcpyAsync(
+        address(target), address(buffer), buffer.nbytes, runtime.memcpyHostToDevice, stream().ptr
+    )
 
 
 def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
-    """Start copying a C-contiguous device array to pinned bytes, there once the stream has come to the copy."""
+    """Start copying a C-contiguous device array to pinned bytes, there once the stream has come to
+    the copy.
+    """
     refuse_recording("a copy to the host")
     runtime = cupy().cuda.runtime
-    runtime.memcpyAsync(address(buffer), address(source), buffer.nbytes, runtime.memcpyDeviceToHost, stream().ptr)
+    runtime.memcpyAsync(
+        address(buffer), address(source), buffer.nbytes, runtime.memcpyDeviceToHost, stream().ptr
+    )
 
 
-# -- The bytes of arrays as pieces in host memory, one after the other, for code that writes them ---------------------
+# -- The bytes of arrays as pieces in host memory, one after the other, for code that writes them --
 
 
-DEPTH = 2  # pinned buffers: one that the caller looks at, and one into which the next piece is copied
-Copies: TypeAlias = "deque[tuple[int, np.ndarray, np.ndarray, Event]]"  # number, piece, its buffer, when it is there
+DEPTH = (
+    2  # pinned buffers: one that the caller looks at, and one into which the next piece is copied
+)
+# Number, piece, its buffer, when it is there.
+Copies: TypeAlias = "deque[tuple[int, np.ndarray, np.ndarray, Event]]"
 
 
 def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (number of the array, bytes) in order, in pieces of at most `nbytes` in host memory.
 
-    From a GPU each piece passes through one of two pinned buffers, in the order of the current stream: while the caller
-    looks at one piece, the next one is copied. Pieces of a device array stay until the next iteration.
+    From a GPU each piece passes through one of two pinned buffers, in the order of the current
+    stream: while the caller looks at one piece, the next one is copied. Pieces of a device array
+    stay until the next iteration.
     """
     copies: Copies = deque()
     free: list[np.ndarray] = []
@@ -183,8 +211,12 @@ def _cut(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, Array]]:
                 yield which, content[start : start + nbytes]
 
 
-def _arrived(copies: Copies, free: list[np.ndarray], leave: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Wait for the oldest copies, all but `leave`; a buffer is free once the caller has come back."""
+def _arrived(
+    copies: Copies, free: list[np.ndarray], leave: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Wait for the oldest copies, all but `leave`; a buffer is free once the caller has come
+    back.
+    """
     while len(copies) > leave:
         copies[0][3].synchronize()
         which, piece, buffer, _ = copies.popleft()

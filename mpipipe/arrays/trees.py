@@ -1,7 +1,8 @@
-"""Arrays, tuples and dicts of arrays ("trees"): taken apart into their arrays ("leaves"), and put together again.
+"""Arrays, tuples and dicts of arrays ("trees"): taken apart into their arrays ("leaves"), and put
+together again.
 
-The structure of a tree is None for one array, the number of entries for a tuple, and the tuple of keys for a dict.
-Branches are several trees under names, and their structure is a Forked.
+The structure of a tree is None for one array, the number of entries for a tuple, and the tuple of
+keys for a dict. Branches are several trees under names, and their structure is a Forked.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ Structure: TypeAlias = "int | tuple[str, ...] | Forked | None"
 
 @dataclass(frozen=True)
 class Forked:
-    """The structure of Branches: (name, structure, number of leaves) of each tree, the main one under ""."""
+    """The structure of Branches: (name, structure, number of leaves) of each tree, the main one
+    under "".
+    """
 
     parts: tuple[tuple[str, Structure, int], ...]
 
 
 def flatten(tree: Tree) -> tuple[list, Structure]:
-    """Return (leaves, structure); raises ArgumentError for anything but a tree. The leaves are not looked at."""
+    """Return (leaves, structure); raises ArgumentError for anything but a tree. The leaves are not
+    looked at.
+    """
     if is_array(tree):
         return [tree], None
     if isinstance(tree, tuple):
         return list(tree), len(tree)
     if isinstance(tree, dict):
         if not all(isinstance(key, str) for key in tree):
-            raise ArgumentError("the keys of a dict of arrays", found=list(tree), expected="strings")
+            raise ArgumentError(
+                "the keys of a dict of arrays", found=list(tree), expected="strings"
+            )
         return list(tree.values()), tuple(tree)
     if isinstance(tree, Branches):  # of gradients, a tree without any is None
         found = [
@@ -51,9 +58,11 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
 
 
 def read_only(tree: Any) -> Any:
-    """Return an array or a tree with read-only views in place of its host arrays; anything else as it is.
+    """Return an array or a tree with read-only views in place of its host arrays; anything else as
+    it is.
 
-    Nothing can protect a device array. Views are of numpy.ndarray itself; a masked array raises ArgumentError.
+    Nothing can protect a device array. Views are of numpy.ndarray itself; a masked array raises
+    ArgumentError.
     """
     if isinstance(tree, np.ndarray):
         view = tree.view() if type(tree) is np.ndarray else strip_subclass(tree).view()
@@ -62,10 +71,14 @@ def read_only(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: read_only(leaf) for key, leaf in tree.items()}
     if isinstance(tree, Branches):
-        return Branches(read_only(tree.main), **{name: read_only(each) for name, each in tree.skips.items()})
+        return Branches(
+            read_only(tree.main), **{name: read_only(each) for name, each in tree.skips.items()}
+        )
     if isinstance(tree, tuple):
         leaves = map(read_only, tree)
-        return tree._make(leaves) if hasattr(tree, "_make") else tuple(leaves)  # a loss may know its output as named
+        return (
+            tree._make(leaves) if hasattr(tree, "_make") else tuple(leaves)
+        )  # a loss may know its output as named
     return tree
 
 
@@ -77,7 +90,10 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
         return tuple(leaves)
     if isinstance(structure, Forked):
         source = iter(leaves)
-        trees = {name: unflatten([next(source) for _ in range(count)], each) for name, each, count in structure.parts}
+        trees = {
+            name: unflatten([next(source) for _ in range(count)], each)
+            for name, each, count in structure.parts
+        }
         return Branches(trees.pop(""), **trees)
     return dict(zip(structure, leaves))
 
@@ -85,7 +101,10 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree with a function of each leaf in its place; named tuples stay what they are."""
     if isinstance(tree, Branches):
-        return Branches(mapped(function, tree.main), **{n: mapped(function, each) for n, each in tree.skips.items()})
+        return Branches(
+            mapped(function, tree.main),
+            **{n: mapped(function, each) for n, each in tree.skips.items()},
+        )
     leaves, structure = flatten(tree)
     result = unflatten([function(leaf) for leaf in leaves], structure)
     return tree._make(result) if hasattr(tree, "_make") else result
@@ -93,18 +112,21 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 @dataclass(init=False, slots=True, eq=False)
 class Branches:
-    """Several results, or several arguments, of a stage with skips (`schedules.with_skips`); inputs with side inputs.
+    """Several results, or several arguments, of a stage with skips (`schedules.with_skips`); inputs
+    with side inputs.
 
-    The forward of a stage that gives over skips returns one, and its backward gets one, with the gradients. The forward
-    of a stage that takes over skips gets one, and its backward returns one. The inputs of a pipeline may be one, for
-    layers that take what is in it by its name (see nn.Join).
+    The forward of a stage that gives over skips returns one, and its backward gets one, with the
+    gradients. The forward of a stage that takes over skips gets one, and its backward returns one.
+    The inputs of a pipeline may be one, for layers that take what is in it by its name (see
+    nn.Join).
 
     Parameters
     ----------
     main : array, tuple or dict of arrays
         What goes to the next stage, or comes from the one before; of gradients the other way.
     **skips : array, tuple or dict of arrays
-        For each skip of the stage what goes over it, by its name: `branches["residual"]`, or `branches.skips`.
+        For each skip of the stage what goes over it, by its name: `branches["residual"]`, or
+        `branches.skips`.
 
     Examples
     --------
@@ -119,16 +141,21 @@ class Branches:
     skips: dict[str, Tree]
 
     def __init__(self, main: Tree, /, **skips: Tree) -> None:
-        self.main, self.skips = main, skips
+        self.main = main
+        self.skips = skips
 
     def __getitem__(self, name: str) -> Tree:
         return self.skips[name]
 
 
-def named_leaves(value: Any, name: str, above: tuple[int, ...] = (), grown: bool = True) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array).
+def named_leaves(
+    value: Any, name: str, above: tuple[int, ...] = (), grown: bool = True
+) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as
+    ("x['mask']", array).
 
-    Without `grown`, those of a dataclass are left out whose attribute `grows` says that they are written to bit by bit.
+    Without `grown`, those of a dataclass are left out whose attribute `grows` says that they are
+    written to bit by bit.
     """
     if is_array(value):
         yield name, value
@@ -140,8 +167,16 @@ def named_leaves(value: Any, name: str, above: tuple[int, ...] = (), grown: bool
         inner = [(f"{name}[{key!r}]", each) for key, each in value.items()]
     elif isinstance(value, (tuple, list)):
         keys = getattr(value, "_fields", None)
-        inner = [(f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)]
-    elif is_dataclass(value) and not isinstance(value, type) and (grown or not getattr(value, "grows", False)):
-        inner = [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+        inner = [
+            (f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)
+        ]
+    elif (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and (grown or not getattr(value, "grows", False))
+    ):
+        inner = [
+            (f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)
+        ]
     for key, each in inner:
         yield from named_leaves(each, key, (*above, id(value)), grown)

@@ -17,7 +17,8 @@ from mpipipe.nn import Attend
 
 
 class KVCache(Attend):
-    """Causal attention that keeps the keys and values of all positions so far, in one layer of a model that decodes.
+    """Causal attention that keeps the keys and values of all positions so far, in one layer of a
+    model that decodes.
 
     There is no backward. A cache holds one sequence of positions at a time, on the host.
 
@@ -50,14 +51,20 @@ class KVCache(Attend):
     True
     """
 
-    def __init__(self, capacity: int, window: int | None = None, scale: float | None = None) -> None:
+    def __init__(
+        self, capacity: int, window: int | None = None, scale: float | None = None
+    ) -> None:
         if not isinstance(capacity, (int, np.integer)) or capacity < 1:
             raise ArgumentError(
-                "capacity of a cache", found=repr(capacity), expected="an integer of at least 1, the positions in all"
+                "capacity of a cache",
+                found=repr(capacity),
+                expected="an integer of at least 1, the positions in all",
             )
         mask.check_window(True, window)
         mask.check_scale(scale)
-        self.capacity, self.window, self.scale = int(capacity), window, scale
+        self.capacity = int(capacity)
+        self.window = window
+        self.scale = scale
         self.poll: Callable[[], object] = no_poll
         self.clear()
 
@@ -79,7 +86,8 @@ class KVCache(Attend):
         Parameters
         ----------
         q, k, v : numpy.ndarray
-            (batch, p, heads, head_dim), (batch, p, kv_heads, head_dim) and (batch, p, kv_heads, value_dim).
+            (batch, p, heads, head_dim), (batch, p, kv_heads, head_dim) and (batch, p, kv_heads,
+            value_dim).
 
         Returns
         -------
@@ -90,10 +98,13 @@ class KVCache(Attend):
         Raises
         ------
         ArgumentError
-            If arrays do not fit together or to the cache, or exceed its capacity. Nothing is appended then.
+            If arrays do not fit together or to the cache, or exceed its capacity. Nothing is
+            appended then.
         """
         self._check(q, k, v)
-        kernel, start, rows = kernels.chosen(q, k, v), self.length, k.shape[1]
+        kernel = kernels.chosen(q, k, v)
+        start = self.length
+        rows = k.shape[1]
         if not self._kept:  # the rows of one head lie together: kernels need no copy
             places = [(len(x), x.shape[2], self.capacity, x.shape[3]) for x in (k, v)]
             self._kept = [aligned_empty(place, k.dtype).swapaxes(1, 2) for place in places]
@@ -105,7 +116,8 @@ class KVCache(Attend):
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         if rows == 1:
             return _attend_one(q, keys, values, scale), None
-        queries, seen = PositionRange(0, rows, start, 1), PositionRange(0, self.length - low, low, 1)
+        queries = PositionRange(0, rows, start, 1)
+        seen = PositionRange(0, self.length - low, low, 1)
         slices = mask.mask_slices([queries], [seen], True, self.window)
         block = KVBlock(q, keys, values, scale, slices, self.poll)
         return attend_once(kernel, block, mask.each_row_once(slices, rows)).out, None
@@ -153,7 +165,8 @@ class KVCache(Attend):
 
 
 def _attend_one(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """Attention of a single query (batch, 1, heads, dim) over keys (batch, keys, kv_heads, dim), for all heads at once.
+    """Attention of a single query (batch, 1, heads, dim) over keys (batch, keys, kv_heads, dim),
+    for all heads at once.
 
     The kernels go head by head, in tiles made for many queries.
     """

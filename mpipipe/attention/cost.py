@@ -1,7 +1,8 @@
-"""What ring attention costs: bytes on the wire, memory saved, and when computation hides the transfers.
+"""What ring attention costs: bytes on the wire, memory saved, and when computation hides the
+transfers.
 
-Pure arithmetic, to plan with and to check measurements against. N is the size of the ring, s the local length of the
-sequence, g the number of query heads to a key head.
+Pure arithmetic, to plan with and to check measurements against. N is the size of the ring, s the
+local length of the sequence, g the number of query heads to a key head.
 """
 
 from __future__ import annotations
@@ -19,41 +20,66 @@ BACKWARD_WORK = 2.5  # matrix products of the backward over those of the forward
 
 
 def kv_bytes(
-    length: int, kv_heads: int, head_dim: int, value_dim: int | None = None, batch: int = 1, itemsize: int = 4
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    batch: int = 1,
+    itemsize: int = 4,
 ) -> int:
-    """Bytes of the keys and values of `length` positions: batch s kv_heads (head_dim + value_dim) itemsize.
+    """Bytes of the keys and values of `length` positions: batch s kv_heads (head_dim + value_dim)
+    itemsize.
 
-    `value_dim` defaults to `head_dim`. For the gradients dK and dV, `itemsize` is that of the accumulator.
+    `value_dim` defaults to `head_dim`. For the gradients dK and dV, `itemsize` is that of the
+    accumulator.
     """
-    return batch * length * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim)) * itemsize
+    return (
+        batch
+        * length
+        * kv_heads
+        * (head_dim + (head_dim if value_dim is None else value_dim))
+        * itemsize
+    )
 
 
 def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> int:
-    """Bytes that `rank` sends in the forward of `attention.Ring`: N - 1 blocks, (N - 1) kv_bytes if shards are even.
+    """Bytes that `rank` sends in the forward of `attention.Ring`: N - 1 blocks, (N - 1) kv_bytes if
+    shards are even.
 
-    `blocks` are the `kv_bytes` of each rank, `steps` the ring steps (`Layout.steps`: fewer than N with a window), by
-    default N. In every step t but the last, the rank passes on the block of rank - t.
+    `blocks` are the `kv_bytes` of each rank, `steps` the ring steps (`Layout.steps`: fewer than N
+    with a window), by default N. In every step t but the last, the rank passes on the block of rank
+    - t.
     """
-    return sum(_messages(blocks, blocks, rank, len(blocks) if steps is None else steps, backward=False))
+    return sum(
+        _messages(blocks, blocks, rank, len(blocks) if steps is None else steps, backward=False)
+    )
 
 
 def sent_backward(
-    blocks: Sequence[int], rank: int, steps: int | None = None, gradients: Sequence[int] | None = None
+    blocks: Sequence[int],
+    rank: int,
+    steps: int | None = None,
+    gradients: Sequence[int] | None = None,
 ) -> int:
     """Bytes that `rank` sends in the backward of `attention.Ring`; arguments as for `sent_forward`.
 
-    `gradients` are the bytes of dK and dV of each rank, by default those of K and V. In half precision they are twice
-    as many, since gradients travel in float32.
+    `gradients` are the bytes of dK and dV of each rank, by default those of K and V. In half
+    precision they are twice as many, since gradients travel in float32.
 
-    Blocks come in the order rank - (N - 1), ..., rank - 1, rank. The rank passes on K and V of all but the last two (N
-    - 2 hops: the last is at home), and dK and dV of all but the last (N - 1 hops). That makes (2 N - 3) kv_bytes if
-    shards are even, and none for a rank alone.
+    Blocks come in the order rank - (N - 1), ..., rank - 1, rank. The rank passes on K and V of all
+    but the last two (N
+    - 2 hops: the last is at home), and dK and dV of all but the last (N - 1 hops). That makes (2 N
+      - 3) kv_bytes if shards are even, and none for a rank alone.
     """
     steps = len(blocks) if steps is None else steps
-    return sum(_messages(blocks, blocks if gradients is None else gradients, rank, steps, backward=True))
+    return sum(
+        _messages(blocks, blocks if gradients is None else gradients, rank, steps, backward=True)
+    )
 
 
-def _messages(blocks: Sequence[int], gradients: Sequence[int], rank: int, steps: int, backward: bool) -> list[int]:
+def _messages(
+    blocks: Sequence[int], gradients: Sequence[int], rank: int, steps: int, backward: bool
+) -> list[int]:
     """Bytes that a rank sends in each step."""
     last = steps - (2 if backward else 1)  # step in which keys and values need not go on
     return [
@@ -63,7 +89,8 @@ def _messages(blocks: Sequence[int], gradients: Sequence[int], rank: int, steps:
 
 
 def sent_backward_full_circle(block: int, ranks: int) -> int:
-    """Bytes that a rank would send in a backward that begins with its own block, as ring-flash-attention's does.
+    """Bytes that a rank would send in a backward that begins with its own block, as
+    ring-flash-attention's does.
 
     K and V take N - 1 hops. dK and dV take N, where the last brings them home: (2 N - 1) kv_bytes.
     """
@@ -76,7 +103,9 @@ def saved_by_sharded_rows(ranks: int) -> float:
 
 
 def saved_by_ring_blocks(ranks: int) -> float:
-    """The same if it has one block at a time, s by s: 1 - 1/N^2. The kernels here hold one tile of a block."""
+    """The same if it has one block at a time, s by s: 1 - 1/N^2. The kernels here hold one tile of
+    a block.
+    """
     return 1 - 1 / ranks**2
 
 
@@ -85,28 +114,40 @@ def hiding_length_forward(
 ) -> float:
     """The shortest local length at which the computation of a forward hides its transfers.
 
-    `flops` is the rate of the kernel, in operations a second, `bandwidth` that of one direction of the link, in bytes a
-    second. A causal step (with balanced shards: half a block) computes for 2 s^2 heads dim / flops seconds, and sends a
-    block in 2 s kv_heads dim itemsize / bandwidth seconds. The first is as long as the second at
-    s = itemsize flops / (g bandwidth). Without the causal mask half that length is enough.
+    `flops` is the rate of the kernel, in operations a second, `bandwidth` that of one direction of
+    the link, in bytes a second. A causal step (with balanced shards: half a block) computes for 2
+    s^2 heads dim / flops seconds, and sends a block in 2 s kv_heads dim itemsize / bandwidth
+    seconds. The first is as long as the second at s = itemsize flops / (g bandwidth). Without the
+    causal mask half that length is enough.
     """
     return itemsize * flops / (group * bandwidth) / (1 if causal else 2)
 
 
 def hiding_length_backward(
-    flops: float, bandwidth: float, group: int = 1, itemsize: int = 4, gradient_itemsize: int = 4, causal: bool = True
+    flops: float,
+    bandwidth: float,
+    group: int = 1,
+    itemsize: int = 4,
+    gradient_itemsize: int = 4,
+    causal: bool = True,
 ) -> float:
-    """As `hiding_length_forward`, for the backward: it computes 2.5 times as much, and also sends dK and dV.
+    """As `hiding_length_forward`, for the backward: it computes 2.5 times as much, and also sends
+    dK and dV.
 
     With the causal mask s = (itemsize + gradient_itemsize) flops / (2.5 g bandwidth).
     """
-    return hiding_length_forward(flops, bandwidth, group, itemsize + gradient_itemsize, causal) / BACKWARD_WORK
+    return (
+        hiding_length_forward(flops, bandwidth, group, itemsize + gradient_itemsize, causal)
+        / BACKWARD_WORK
+    )
 
 
 def attention_flops(pairs: float, heads: int, head_dim: int) -> float:
-    """Operations of a forward: two products over the (query, key) pairs that see each other, 4 pairs heads dim.
+    """Operations of a forward: two products over the (query, key) pairs that see each other, 4
+    pairs heads dim.
 
-    Causal attention has S^2 / 2 pairs, as the literature counts. A backward has BACKWARD_WORK times as many operations.
+    Causal attention has S^2 / 2 pairs, as the literature counts. A backward has BACKWARD_WORK times
+    as many operations.
     """
     return 4 * pairs * heads * head_dim
 
@@ -121,8 +162,9 @@ def slice_lengths(
 ) -> tuple[int, ...]:
     """Cut a causal sequence into slices that take equal time, in a forward and a backward together.
 
-    A position at t sees t + 1 keys, so later slices are shorter. Beside attention it has 2 operations for each entry of
-    a matrix, and twice as many in the backward: a slice of positions a ... b - 1 costs, in operations,
+    A position at t sees t + 1 keys, so later slices are shorter. Beside attention it has 2
+    operations for each entry of a matrix, and twice as many in the backward: a slice of positions a
+    ... b - 1 costs, in operations,
 
         6 parameters (b - a) + 14 width sum over t = a ... b - 1 of min(t + 1, window)
 
@@ -135,18 +177,19 @@ def slice_lengths(
     width : float
         heads head_dim: of one layer, or of all that attend. 0: all slices are of the same length.
     parameters : float, optional
-        Entries of the matrices that a position is multiplied with, of the same layers; by default 12 width^2, those of
-        a GPT's layer.
+        Entries of the matrices that a position is multiplied with, of the same layers; by default
+        12 width^2, those of a GPT's layer.
     window : int, optional
         As for `Local`.
     unit : int
-        Lengths are multiples of it, but for a rest in the last one: 2 N lets zigzag shards of N ranks be equal, and
-        products of a multiple of 32 rows take a few percent less time on CPUs.
+        Lengths are multiples of it, but for a rest in the last one: 2 N lets zigzag shards of N
+        ranks be equal, and products of a multiple of 32 rows take a few percent less time on CPUs.
 
     Returns
     -------
     tuple of int
-        n lengths of at least `unit`, none longer than the one before it but for that rest; seq_len in all.
+        n lengths of at least `unit`, none longer than the one before it but for that rest; seq_len
+        in all.
 
     Examples
     --------
@@ -175,7 +218,8 @@ def slice_lengths(
 
 
 class RingCost(NamedTuple):
-    """What forwards, or backwards, of rings cost; bytes and seconds of two busiest ranks, which may be different ones.
+    """What forwards, or backwards, of rings cost; bytes and seconds of two busiest ranks, which may
+    be different ones.
 
     Attributes
     ----------
@@ -184,7 +228,8 @@ class RingCost(NamedTuple):
     sending, computing : float
         Seconds that its messages take, and its computation.
     seconds : float
-        From the common begin of the ranks until the last of them is done, where messages travel during computation.
+        From the common begin of the ranks until the last of them is done, where messages travel
+        during computation.
     """
 
     sent: int
@@ -207,7 +252,8 @@ def ring_cost(
     causal: bool = True,
     window: int | None = None,
 ) -> tuple[RingCost, RingCost]:
-    """Predict the forwards and the backwards of `layers` layers of attention on a ring, from the steps that it takes.
+    """Predict the forwards and the backwards of `layers` layers of attention on a ring, from the
+    steps that it takes.
 
     Parameters
     ----------
@@ -216,12 +262,14 @@ def ring_cost(
     flops, bandwidth : float
         As for `hiding_length_forward`.
     heads, head_dim, kv_heads, layers, batch, itemsize : int
-        Sizes; by default each head of queries has its own of keys. Gradients travel in at least 4 bytes each.
+        Sizes; by default each head of queries has its own of keys. Gradients travel in at least 4
+        bytes each.
 
     Returns
     -------
     forward, backward : RingCost
-        Of all layers. A step begins on a rank when the one before it is computed, its message sent and its block there.
+        Of all layers. A step begins on a rank when the one before it is computed, its message sent
+        and its block there.
 
     Examples
     --------
@@ -234,22 +282,36 @@ def ring_cost(
     shape = kv_heads or heads, head_dim, None, batch
     lengths = [layout.length(rank) for rank in range(layout.ranks)]
     blocks, gradients = (
-        [kv_bytes(length, *shape, size) for length in lengths] for size in (itemsize, max(4, itemsize))
+        [kv_bytes(length, *shape, size) for length in lengths]
+        for size in (itemsize, max(4, itemsize))
     )
     costs = []
     for backward in (False, True):
-        tables = [layout.table(rank, causal, window, backward=backward) for rank in range(layout.ranks)]
-        sizes = [_messages(blocks, gradients, rank, len(table), backward) for rank, table in enumerate(tables)]
+        tables = [
+            layout.table(rank, causal, window, backward=backward) for rank in range(layout.ranks)
+        ]
+        sizes = [
+            _messages(blocks, gradients, rank, len(table), backward)
+            for rank, table in enumerate(tables)
+        ]
         rate = flops / BACKWARD_WORK if backward else flops
-        times = [[attention_flops(batch * row.pairs, heads, head_dim) / rate for row in table] for table in tables]
+        times = [
+            [attention_flops(batch * row.pairs, heads, head_dim) / rate for row in table]
+            for table in tables
+        ]
         done = [0.0] * layout.ranks
         for step, rows in enumerate(zip(*tables)):
             there = [begin + size[step] / bandwidth for begin, size in zip(done, sizes)]
-            sources = [rank if row.receive_from is None else row.receive_from for rank, row in enumerate(rows)]
+            sources = [
+                rank if row.receive_from is None else row.receive_from
+                for rank, row in enumerate(rows)
+            ]
             done = [
                 max(begin + time[step], there[rank], there[source])
                 for rank, (begin, time, source) in enumerate(zip(done, times, sources))
             ]
         sent = layers * max(map(sum, sizes))
-        costs.append(RingCost(sent, sent / bandwidth, layers * max(map(sum, times)), layers * max(done)))
+        costs.append(
+            RingCost(sent, sent / bandwidth, layers * max(map(sum, times)), layers * max(done))
+        )
     return costs[0], costs[1]

@@ -5,8 +5,9 @@
     zigzag                     0 1 6 7       2 3 4 5        first and last of 2N chunks, and so on inwards
     striped                    0 2 4 6       1 3 5 7
 
-Under a causal mask later positions have more to do. Contiguous shards are then uneven. Zigzag shards are exactly even
-if 2N divides the length, striped shards nearly even. Any length works, also one shorter than the ring.
+Under a causal mask later positions have more to do. Contiguous shards are then uneven. Zigzag
+shards are exactly even if 2N divides the length, striped shards nearly even. Any length works, also
+one shorter than the ring.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Layout:
     ranks, seq_len : int
         Size of the ring, N, and length of the whole sequence.
     slice_lengths : sequence of int, optional
-        Lengths of the slices in which the sequence comes, see `Sliced`: each slice is cut into shards as a sequence of
-        its own, and a rank holds its shards of all slices one after the other.
+        Lengths of the slices in which the sequence comes, see `Sliced`: each slice is cut into
+        shards as a sequence of its own, and a rank holds its shards of all slices one after the
+        other.
 
     Examples
     --------
@@ -55,17 +57,27 @@ class Layout:
 
     _first = 0  # position of the first row of all, in the whole sequence
 
-    def __init__(self, kind: str, ranks: int, seq_len: int, slice_lengths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, kind: str, ranks: int, seq_len: int, slice_lengths: Sequence[int] | None = None
+    ) -> None:
         if kind not in KINDS:
             raise ArgumentError("unknown layout", found=repr(kind), expected=" or ".join(KINDS))
         for name, value, least in (("ranks", ranks, 1), ("seq_len", seq_len, 0)):
             if not isinstance(value, (int, np.integer)) or value < least:
-                raise ArgumentError(f"layout: {name}", found=repr(value), expected=f"an integer of at least {least}")
-        self.kind, self.ranks, self.seq_len = kind, int(ranks), int(seq_len)
-        self.slice_lengths = None if slice_lengths is None else checked_lengths(slice_lengths, self.seq_len)
+                raise ArgumentError(
+                    f"layout: {name}", found=repr(value), expected=f"an integer of at least {least}"
+                )
+        self.kind = kind
+        self.ranks = int(ranks)
+        self.seq_len = int(seq_len)
+        self.slice_lengths = (
+            None if slice_lengths is None else checked_lengths(slice_lengths, self.seq_len)
+        )
 
     def part(self, first: int, stop: int) -> Layout:
-        """Return the layout of slices first ... stop - 1, whose positions are those in the whole sequence."""
+        """Return the layout of slices first ... stop - 1, whose positions are those in the whole
+        sequence.
+        """
         assert self.slice_lengths is not None
         lengths = self.slice_lengths[first:stop]
         part = Layout(self.kind, self.ranks, sum(lengths), lengths)
@@ -74,13 +86,18 @@ class Layout:
 
     @cached_property
     def _ranges(self) -> list[list[PositionRange]]:
-        """The position ranges of each rank, in the order of its rows: those of one slice after the other."""
+        """The position ranges of each rank, in the order of its rows: those of one slice after the
+        other.
+        """
         ranges: list[list[PositionRange]] = [[] for _ in range(self.ranks)]
         first = self._first
         for length in self.slice_lengths or (self.seq_len,):
             for own, more in zip(ranges, _shards(self.kind, self.ranks, length)):
                 rows = sum(part.rows for part in own)
-                own += [PositionRange(rows + start, count, first + at, stride) for start, count, at, stride in more]
+                own += [
+                    PositionRange(rows + start, count, first + at, stride)
+                    for start, count, at, stride in more
+                ]
             first += length
         return ranges
 
@@ -89,10 +106,11 @@ class Layout:
         return sum(part.rows for part in self._ranges[rank])
 
     def weight(self, rank: int) -> int:
-        """Return the weight of a rank's shard in a mean over all positions of a sequence: how many it holds.
+        """Return the weight of a rank's shard in a mean over all positions of a sequence: how many
+        it holds.
 
-        A loss that is a mean over the positions of some sequences returns as its weight their number times this; see
-        `Pipeline`.
+        A loss that is a mean over the positions of some sequences returns as its weight their
+        number times this; see `Pipeline`.
         """
         return self.length(rank)
 
@@ -146,7 +164,9 @@ class Layout:
         lengths = [array.shape[axis] for array in arrays]
         expected = [self.length(rank) for rank in range(self.ranks)]
         if lengths != expected:
-            raise ArgumentError("the shards have other lengths than the layout", found=lengths, expected=expected)
+            raise ArgumentError(
+                "the shards have other lengths than the layout", found=lengths, expected=expected
+            )
         order = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.ranks)]))
         return np.concatenate(arrays, axis=axis).take(order, axis=axis)
 
@@ -168,7 +188,8 @@ class Layout:
         causal, window : bool and int, optional
             As for `Local`.
         documents : sequence of int, optional
-            Positions at which documents begin, rising from 0, and `seq_len` at the end. A query sees its own document.
+            Positions at which documents begin, rising from 0, and `seq_len` at the end. A query
+            sees its own document.
         keys : Layout, optional
             Layout of the keys, if they are another sequence.
 
@@ -184,9 +205,13 @@ class Layout:
         [Slice(q_start=0, q_stop=4, k_start=0, k_stop=4, low=None, high=None)]
         """
         if causal and window is None and documents is None and q_rank == k_rank and keys is None:
-            rows = self.length(q_rank)  # in the order of their positions, so causality is that of the rows
+            rows = self.length(
+                q_rank
+            )  # in the order of their positions, so causality is that of the rows
             return [Slice(0, rows, 0, rows, None, 0 if rows > 1 else None)] if rows else []
-        return mask_slices(self._ranges[q_rank], (keys or self)._ranges[k_rank], causal, window, documents)
+        return mask_slices(
+            self._ranges[q_rank], (keys or self)._ranges[k_rank], causal, window, documents
+        )
 
     def steps(
         self,
@@ -195,7 +220,8 @@ class Layout:
         documents: Sequence[int] | None = None,
         keys: Layout | None = None,
     ) -> int:
-        """Return the number of ring steps that some rank needs: in step t rank r has the keys of rank r - t.
+        """Return the number of ring steps that some rank needs: in step t rank r has the keys of
+        rank r - t.
 
         It is `ranks`, or less with a window.
 
@@ -247,13 +273,22 @@ class Layout:
            2        -             -        2  none        0
         """
         if not 0 <= rank < self.ranks:
-            raise ArgumentError("no such rank in the layout", found=rank, expected=f"0 to {self.ranks - 1}")
+            raise ArgumentError(
+                "no such rank in the layout", found=rank, expected=f"0 to {self.ranks - 1}"
+            )
         view = causal, window, None, keys
         table = RingTable()
         for hop in ring_hops(rank, self.ranks, self.steps(*view), backward):
             slices = self.needs(rank, hop[-1], *view)
-            pairs, most = sum(part.pairs for part in slices), self.length(rank) * (keys or self).length(hop[-1])
-            of_all = "full" if pairs == most else "causal" if [part.kind for part in slices] == [CAUSAL] else "part"
+            pairs = sum(part.pairs for part in slices)
+            most = self.length(rank) * (keys or self).length(hop[-1])
+            of_all = (
+                "full"
+                if pairs == most
+                else "causal"
+                if [part.kind for part in slices] == [CAUSAL]
+                else "part"
+            )
             table.append(RingStep(*hop, of_all if pairs else "none", pairs))
         return table
 
@@ -268,28 +303,36 @@ def _shards(kind: str, ranks: int, seq_len: int) -> list[list[PositionRange]]:
     firsts = [PositionRange(0, len(part), part.start, 1) for part in parts[:ranks]]
     if kind == "contiguous":
         return [[first] for first in firsts]
-    return [[one, PositionRange(one.rows, len(last), last.start, 1)] for one, last in zip(firsts, parts[::-1])]
+    return [
+        [one, PositionRange(one.rows, len(last), last.start, 1)]
+        for one, last in zip(firsts, parts[::-1])
+    ]
 
 
 def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple[int, ...]:
-    """Return the lengths of slices; raises ArgumentError unless they are positive and add up to `seq_len`, if given."""
+    """Return the lengths of slices; raises ArgumentError unless they are positive and add up to
+    `seq_len`, if given.
+    """
     numbers = tuple(lengths)
     integers = all(isinstance(length, (int, np.integer)) and length > 0 for length in numbers)
     if not numbers or not integers or seq_len not in (None, sum(numbers)):
         raise ArgumentError(
             "lengths of the slices of a sequence",
             found=f"{list(numbers)}" + (f", {sum(numbers)} in all" if integers else ""),
-            expected="integers of at least 1" + ("" if seq_len is None else f" that add up to {seq_len}"),
-            remedy="attention.slice_lengths(seq_len, slices, ...), with no more slices than positions",
+            expected="integers of at least 1"
+            + ("" if seq_len is None else f" that add up to {seq_len}"),
+            remedy="attention.slice_lengths(seq_len, slices, ...), with no more slices than "
+            "positions",
         )
     return tuple(map(int, numbers))
 
 
-# -- The steps of a ring: one table, which `Ring` executes ------------------------------------------------------------
+# -- The steps of a ring: one table, which `Ring` executes -----------------------------------------
 
 
 class RingStep(NamedTuple):
-    """What a rank does in one step of a ring: it attends to a block while a message leaves and one comes.
+    """What a rank does in one step of a ring: it attends to a block while a message leaves and one
+    comes.
 
     Attributes
     ----------
@@ -300,8 +343,8 @@ class RingStep(NamedTuple):
     keys_of : int
         The rank whose keys and values the queries see.
     mask : str
-        "full": each query sees each key. "causal": one triangle of them. "none". "part": other parts, such as the half
-        blocks of zigzag shards and the bands of windows.
+        "full": each query sees each key. "causal": one triangle of them. "none". "part": other
+        parts, such as the half blocks of zigzag shards and the bands of windows.
     pairs : int
         Number of (query, key) pairs that see each other.
     """
@@ -315,15 +358,23 @@ class RingStep(NamedTuple):
 
 
 class RingTable(list[RingStep]):
-    """The steps of one rank in a forward or backward of a ring, from `Layout.table`; `str` gives them as a table."""
+    """The steps of one rank in a forward or backward of a ring, from `Layout.table`; `str` gives
+    them as a table.
+    """
 
     def __str__(self) -> str:
         rows = [["-" if cell is None else str(cell) for cell in step] for step in self]
-        return "\n".join(text_table([name.replace("_", " ") for name in RingStep._fields], rows, left=(4,)))
+        return "\n".join(
+            text_table([name.replace("_", " ") for name in RingStep._fields], rows, left=(4,))
+        )
 
 
-def ring_hops(rank: int, ranks: int, steps: int, backward: bool = False) -> Iterator[tuple[int, Any, Any, int]]:
-    """Yield the step, the ranks to send to and to receive from, and the rank whose keys are there, as `ring_pass`."""
+def ring_hops(
+    rank: int, ranks: int, steps: int, backward: bool = False
+) -> Iterator[tuple[int, Any, Any, int]]:
+    """Yield the step, the ranks to send to and to receive from, and the rank whose keys are there,
+    as `ring_pass`.
+    """
     way = -1 if backward else 1
     for step in range(steps):
         moves = step > 0 or steps > 2 if backward else step < steps - 1

@@ -9,23 +9,25 @@ from mpipipe.attention.ring_plan import Alone, RingOptions
 
 
 class Local(PlannedAttend):
-    """Exact softmax attention, forward and backward, without ever holding the whole matrix of scores.
+    """Exact softmax attention, forward and backward, without ever holding the whole matrix of
+    scores.
 
-    Arrays are (batch, seq, heads, head_dim), all on the host or all on one GPU, of one dtype: float32, float64, float16
-    or bfloat16. In half precision, sums and the log-sum-exp are float32, and results are rounded once. On a GPU nothing
-    waits for the device.
+    Arrays are (batch, seq, heads, head_dim), all on the host or all on one GPU, of one dtype:
+    float32, float64, float16 or bfloat16. In half precision, sums and the log-sum-exp are float32,
+    and results are rounded once. On a GPU nothing waits for the device.
 
     Parameters
     ----------
     causal : bool
-        Row i sees only keys 0 ... i (positions of queries and keys both start at 0). False: it sees all keys.
+        Row i sees only keys 0 ... i (positions of queries and keys both start at 0). False: it sees
+        all keys.
     scale : float, optional
         Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
     window : int, optional
         A row sees itself and the window - 1 positions before it; needs `causal`.
     segments : array_like of int, optional
-        Documents packed into the sequence: the document of each position, equal numbers together, or the documents'
-        lengths.
+        Documents packed into the sequence: the document of each position, equal numbers together,
+        or the documents' lengths.
 
     Attributes
     ----------
@@ -54,10 +56,16 @@ class Local(PlannedAttend):
     recordable = True
 
     # the pages of the API list what a class itself has
-    forward, with_window = PlannedAttend.forward, PlannedAttend.with_window
-    backward, backward_into = PlannedAttend.backward, PlannedAttend.backward_into
+    forward = PlannedAttend.forward
+    with_window = PlannedAttend.with_window
+    backward = PlannedAttend.backward
+    backward_into = PlannedAttend.backward_into
 
     def __init__(
-        self, causal: bool = True, scale: float | None = None, window: int | None = None, segments: Any = None
+        self,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        segments: Any = None,
     ) -> None:
         super().__init__(Alone(), RingOptions(causal, "contiguous", window, segments, scale))

@@ -1,7 +1,9 @@
-"""Parts of shards that see each other: one planner for layouts, causality, windows and packed documents.
+"""Parts of shards that see each other: one planner for layouts, causality, windows and packed
+documents.
 
-A shard is a few ranges of evenly spaced positions. Take a range of queries at a + d i and a range of keys at b + d j.
-Causality (no key after its query) and a window of W (the query itself and the W - 1 before it) both bound j - i:
+A shard is a few ranges of evenly spaced positions. Take a range of queries at a + d i and a range
+of keys at b + d j. Causality (no key after its query) and a window of W (the query itself and the W
+- 1 before it) both bound j - i:
 
     j - i <= floor((a - b) / d)                      causal
     j - i >= ceil((a - b - W + 1) / d)               window
@@ -23,7 +25,9 @@ from numpy.typing import ArrayLike
 
 from mpipipe.errors import ArgumentError
 
-FULL, CAUSAL, BAND = "FULL", "CAUSAL", "BAND"
+FULL = "FULL"
+CAUSAL = "CAUSAL"
+BAND = "BAND"
 
 
 class PositionRange(NamedTuple):
@@ -38,7 +42,8 @@ class PositionRange(NamedTuple):
 class Slice(NamedTuple):
     """Query rows q_start ... q_stop - 1 against key rows k_start ... k_stop - 1.
 
-    With i and j counted from q_start and k_start, row i sees key j if low <= j - i <= high. None is no bound.
+    With i and j counted from q_start and k_start, row i sees key j if low <= j - i <= high. None is
+    no bound.
     """
 
     q_start: int
@@ -92,14 +97,18 @@ def mask_slices(
 
 
 def _joined(slices: list[Slice]) -> list[Slice]:
-    """Join unmasked slices: those one below the other on the same keys, then those side by side of the same queries.
+    """Join unmasked slices: those one below the other on the same keys, then those side by side of
+    the same queries.
 
     Products are fewer and larger then.
     """
     below: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
         last = below[-1] if below else part
-        if last.kind == part.kind == FULL and (*last[2:4], last.q_stop) == (*part[2:4], part.q_start):
+        if last.kind == part.kind == FULL and (*last[2:4], last.q_stop) == (
+            *part[2:4],
+            part.q_start,
+        ):
             below[-1] = last._replace(q_stop=part.q_stop)
         else:
             below.append(part)
@@ -114,7 +123,9 @@ def _joined(slices: list[Slice]) -> list[Slice]:
 
 
 def in_one_band(slices: Sequence[Slice]) -> list[Slice]:
-    """Join slices side by side of the same queries, where each query sees some key in both: for kernels of any band."""
+    """Join slices side by side of the same queries, where each query sees some key in both: for
+    kernels of any band.
+    """
     joined: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
         last = joined[-1] if joined else part
@@ -141,8 +152,12 @@ def each_row_once(slices: Sequence[Slice], rows: int) -> bool:
     return covers_once([(part.q_start, part.q_stop) for part in slices], rows)
 
 
-def _cut(ranges: Sequence[PositionRange], documents: Sequence[int] | None) -> list[tuple[int, PositionRange]]:
-    """(number of the document, range): the ranges, cut at the starts of documents, without empty ones."""
+def _cut(
+    ranges: Sequence[PositionRange], documents: Sequence[int] | None
+) -> list[tuple[int, PositionRange]]:
+    """(number of the document, range): the ranges, cut at the starts of documents, without empty
+    ones.
+    """
     if documents is None:
         return [(0, whole) for whole in ranges if whole.rows]
     pieces = []
@@ -157,21 +172,33 @@ def _cut(ranges: Sequence[PositionRange], documents: Sequence[int] | None) -> li
     return pieces
 
 
-def _band(query: PositionRange, key: PositionRange, causal: bool, window: int | None) -> Slice | None:
-    """The part of one pair of ranges that is seen, without rows and keys at its edges that see nothing."""
+def _band(
+    query: PositionRange, key: PositionRange, causal: bool, window: int | None
+) -> Slice | None:
+    """The part of one pair of ranges that is seen, without rows and keys at its edges that see
+    nothing.
+    """
     if not causal:
-        return Slice(query.start, query.start + query.rows, key.start, key.start + key.rows, None, None)
-    stride, apart = query.stride, query.first - key.first
+        return Slice(
+            query.start, query.start + query.rows, key.start, key.start + key.rows, None, None
+        )
+    stride = query.stride
+    apart = query.first - key.first
     high = apart // stride
     low = None if window is None else -((window - 1 - apart) // stride)
     if low is not None and low > high:
         return None
-    q0, q1, k0, k1 = 0, query.rows, 0, key.rows
+    q0 = 0
+    q1 = query.rows
+    k0 = 0
+    k1 = key.rows
     while q0 < q1 and k0 < k1:
         before = q0, q1, k0, k1
-        q0, k1 = max(q0, k0 - high), min(k1, q1 + high)
+        q0 = max(q0, k0 - high)
+        k1 = min(k1, q1 + high)
         if low is not None:
-            k0, q1 = max(k0, q0 + low), min(q1, k1 - low)
+            k0 = max(k0, q0 + low)
+            q1 = min(q1, k1 - low)
         if (q0, q1, k0, k1) == before:
             break
     if q0 >= q1 or k0 >= k1:
@@ -182,11 +209,15 @@ def _band(query: PositionRange, key: PositionRange, causal: bool, window: int | 
 
 
 def check_window(causal: bool, window: int | None) -> None:
-    """Raise ArgumentError for a window that is no positive integer, or that comes without a causal mask."""
+    """Raise ArgumentError for a window that is no positive integer, or that comes without a causal
+    mask.
+    """
     if window is None:
         return
     if not isinstance(window, (int, np.integer)) or window < 1:
-        raise ArgumentError("window", found=repr(window), expected="an integer of at least 1, or None")
+        raise ArgumentError(
+            "window", found=repr(window), expected="an integer of at least 1, or None"
+        )
     if not causal:
         raise ArgumentError(
             "a window looks back from each query, so it needs a causal mask",
@@ -200,14 +231,17 @@ def check_scale(scale: object) -> None:
     if scale is None or (isinstance(scale, Real) and 0 < float(scale) < math.inf):  # NaN fails this
         return
     raise ArgumentError(
-        "scale of attention", found=repr(scale), expected="a finite number above 0, or None for 1 / sqrt(head_dim)"
+        "scale of attention",
+        found=repr(scale),
+        expected="a finite number above 0, or None for 1 / sqrt(head_dim)",
     )
 
 
 def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | None:
     """Where the documents of a packed sequence begin, rising from 0, and `seq_len` at the end.
 
-    segments : None, or integers. `seq_len` integers give the document of each position; equal numbers stand together.
+    segments : None, or integers. `seq_len` integers give the document of each position; equal
+    numbers stand together.
         Any other count of integers gives the documents' lengths, which add up to `seq_len`.
 
     Raises ArgumentError if they do not cover the sequence.
@@ -216,17 +250,24 @@ def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | No
         return None
     numbers = np.asarray(segments)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise ArgumentError("segments", found=f"{numbers.dtype}{list(numbers.shape)}", expected="one axis of integers")
+        raise ArgumentError(
+            "segments",
+            found=f"{numbers.dtype}{list(numbers.shape)}",
+            expected="one axis of integers",
+        )
     if numbers.size == seq_len:
         starts = np.flatnonzero(np.diff(numbers)) + 1
         ids = numbers[np.concatenate([[0], starts]).astype(int)] if seq_len else numbers
         if len(set(ids.tolist())) != len(ids):
-            raise ArgumentError("segments: a document's positions do not stand together", found=ids.tolist()[:20])
+            raise ArgumentError(
+                "segments: a document's positions do not stand together", found=ids.tolist()[:20]
+            )
         return [0, *starts.tolist(), seq_len]
     if numbers.sum() != seq_len or (numbers < 1).any():
         raise ArgumentError(
             "segments do not cover the sequence",
             found=f"{numbers.size} entries that add up to {int(numbers.sum())}",
-            expected=f"{seq_len} document numbers, or lengths of at least 1 that add up to {seq_len}",
+            expected=f"{seq_len} document numbers, or lengths of at least 1 that add up to "
+            f"{seq_len}",
         )
     return [0, *np.cumsum(numbers).tolist()]

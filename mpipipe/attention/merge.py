@@ -1,11 +1,14 @@
 """Merge two attention results over different keys into one.
 
-Softmax over the union of two sets of keys, from the normalised outputs O and the log-sum-exps L over each:
+Softmax over the union of two sets of keys, from the normalised outputs O and the log-sum-exps L
+over each:
 
-    M = max(L, L'),  w = exp(L' - M) / (exp(L - M) + exp(L' - M)),  O <- O + w (O' - O),  L <- M + log(sum)
+    M = max(L, L'),  w = exp(L' - M) / (exp(L - M) + exp(L' - M)),  O <- O + w (O' - O),  L <- M +
+    log(sum)
 
-(Dao et al., "FlashAttention", 2022, section 3.1.) A set without keys has O = 0 and L = -inf, and so has the union of
-two such sets. The operation is associative up to rounding, so blocks may come in any order.
+(Dao et al., "FlashAttention", 2022, section 3.1.) A set without keys has O = 0 and L = -inf, and so
+has the union of two such sets. The operation is associative up to rounding, so blocks may come in
+any order.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ def merge(out: np.ndarray, lse: np.ndarray, block_out: np.ndarray, block_lse: np
     """
     high = np.maximum(lse, block_lse)
     np.copyto(high, 0, where=np.isneginf(high))  # nothing on both sides: weights 0, no NaN
-    old, new = np.exp(lse - high), np.exp(block_lse - high)
+    old = np.exp(lse - high)
+    new = np.exp(block_lse - high)
     total = old + new
     np.copyto(total, 1, where=total == 0)
     weight = (new / total)[..., None]

@@ -19,11 +19,12 @@ from mpipipe.text import counted
 class Ring(PlannedAttend):
     """Exact attention over a sequence that is sharded over the ranks of a communicator.
 
-    Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind of device on all
-    ranks, as for `Local`. Keys may be another sequence than queries, and a shard may be empty. The constructor and the
-    methods are collective: they raise the same ArgumentError or MismatchError on every rank if arguments do not fit,
-    shards do not cover the sequence, or ranks do different things. All rings on a communicator share private duplicates
-    of it, which are freed with it.
+    Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind
+    of device on all ranks, as for `Local`. Keys may be another sequence than queries, and a shard
+    may be empty. The constructor and the methods are collective: they raise the same ArgumentError
+    or MismatchError on every rank if arguments do not fit, shards do not cover the sequence, or
+    ranks do different things. All rings on a communicator share private duplicates of it, which are
+    freed with it.
 
     Parameters
     ----------
@@ -32,15 +33,17 @@ class Ring(PlannedAttend):
     causal : bool
         A query sees no later position.
     layout : Layout or str
-        How the sequence is cut: best the `Layout` that cut it, since then its length and the positions of layers are
-        compared with it. Or the name alone, "contiguous", "zigzag" or "striped".
+        How the sequence is cut: best the `Layout` that cut it, since then its length and the
+        positions of layers are compared with it. Or the name alone, "contiguous", "zigzag" or
+        "striped".
     window, segments, scale : int, array_like of int, float, optional
         As for `Local`; segments are those of the whole sequence.
     seq_len : int, optional
-        Length of the whole sequence of queries; default: that of the Layout, or the sum of what the ranks bring.
+        Length of the whole sequence of queries; default: that of the Layout, or the sum of what the
+        ranks bring.
     rotation : str
-        "overlap": messages travel while tiles are computed. "sendrecv": one exchange before each step. The results
-        have the same bits.
+        "overlap": messages travel while tiles are computed. "sendrecv": one exchange before each
+        step. The results have the same bits.
 
     Attributes
     ----------
@@ -74,8 +77,10 @@ class Ring(PlannedAttend):
     agreement: RingAgreement
 
     # the pages of the API list what a class itself has
-    forward, with_window = PlannedAttend.forward, PlannedAttend.with_window
-    backward, backward_into = PlannedAttend.backward, PlannedAttend.backward_into
+    forward = PlannedAttend.forward
+    with_window = PlannedAttend.with_window
+    backward = PlannedAttend.backward
+    backward_into = PlannedAttend.backward_into
 
     def __init__(
         self,
@@ -89,36 +94,47 @@ class Ring(PlannedAttend):
         rotation: str = "overlap",
     ) -> None:
         self._comm = runtime.resolve(comm)
-        agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))  # of all its rings
+        agreement = cached(
+            self._comm, "ring agreement", lambda: RingAgreement(self._comm)
+        )  # of all its rings
         options = RingOptions(causal, layout, window, segments, scale, seq_len, rotation)
         super().__init__(agreement, options)
         self.group = agreement.group
         self.seq_len = length = self.options.seq_len
-        rank, size = self.group.rank, self.group.size
-        self._positions = None if length is None else self.options.whole(size, length).positions(rank)
+        rank = self.group.rank
+        size = self.group.size
+        self._positions = (
+            None if length is None else self.options.whole(size, length).positions(rank)
+        )
 
     def _forget(self) -> None:
         super()._forget()
-        self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
+        self._expected: np.ndarray | None = (
+            None  # what a layer takes for the positions of the next forward
+        )
 
     def positions(self, rows: int) -> np.ndarray | None:
         if self.group.size == 1:
             return None
-        options, rank = self.options, self.group.rank
+        options = self.options
+        rank = self.group.rank
         if self._positions is None:
             raise ArgumentError(
-                "a layer asks a ring for positions, and the ring does not know how long the sequence is",
+                "a layer asks a ring for positions, and the ring does not know how long the "
+                "sequence is",
                 rank=rank,
                 found=f"layout={options.layout!r}",
                 expected="a Layout, which has a length",
-                remedy="Ring(comm, layout=attention.Layout(...)), or positions=layout.positions(rank) for the layer",
+                remedy="Ring(comm, layout=attention.Layout(...)), or "
+                "positions=layout.positions(rank) for the layer",
             )
         if len(self._positions) != rows:
             raise ArgumentError(
                 "the rows of a rank are not its shard of the sequence",
                 rank=rank,
                 found=counted(rows, "row"),
-                expected=f"{len(self._positions)}, the {options.layout} shard of {options.seq_len} positions",
+                expected=f"{len(self._positions)}, the {options.layout} shard of "
+                f"{options.seq_len} positions",
                 remedy="cut the sequence with attention.Layout(...).shard",
             )
         return self._positions
@@ -132,7 +148,8 @@ class Ring(PlannedAttend):
             self._compare(positions, self._positions)
 
     def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
-        expected, self._expected = self._expected, None
+        expected = self._expected
+        self._expected = None
         if expected is not None and segments is None:
             self._compare(expected, plan.layout.positions(plan.rank))
 
@@ -142,17 +159,24 @@ class Ring(PlannedAttend):
                 "a layer and its ring differ in the positions of this rank's rows",
                 rank=self.group.rank,
                 found=_listed(found),
-                expected=f"{_listed(expected)}, the {self.options.layout} shard that the ring attends by",
+                expected=f"{_listed(expected)}, the {self.options.layout} shard that the ring "
+                "attends by",
                 remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), "
                 "layout.positions(rank)",
             )
 
     def _exchange(self, plan: RingPlan) -> RingExchange | None:
-        # all rings on the communicator with arrays on one kind of device share one; collective the first time
-        comm, device = self._comm, plan.message.shapes.device
+        # all rings on the communicator with arrays on one kind of device share one; collective the
+        # first time
+        comm = self._comm
+        device = plan.message.shapes.device
         if plan.steps == 1:
             return None
-        return cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.text == "1", device))
+        return cached(
+            comm,
+            ("ring", device),
+            lambda: RingExchange(comm, settings.SYNC_SENDS.text == "1", device),
+        )
 
 
 def _listed(positions: np.ndarray) -> str:
@@ -162,7 +186,7 @@ def _listed(positions: np.ndarray) -> str:
     return " ".join(map(str, numbers[:8].tolist())) + more
 
 
-# -- Ring attention as two functions, forward and backward ------------------------------------------------------------
+# -- Ring attention as two functions, forward and backward -----------------------------------------
 
 
 def ring_attention(
@@ -210,13 +234,16 @@ def ring_attention(
     >>> inprocess.run(2, on_each_rank)
     [(1, 64, 4, 16), (1, 64, 4, 16)]
     """
-    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
+    ring = Ring(
+        comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation
+    )
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 
 
 def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradients:
-    """Return the gradients (dq, dk, dv) of the inputs of `ring_attention`, like these; collective over its ring.
+    """Return the gradients (dq, dk, dv) of the inputs of `ring_attention`, like these; collective
+    over its ring.
 
     Parameters
     ----------

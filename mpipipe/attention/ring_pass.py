@@ -1,7 +1,8 @@
 """Ring attention: exact attention over a sequence that is spread over the ranks of a communicator.
 
-Every rank keeps its queries. Blocks of keys and values travel around the ring, and each rank merges what it finds with
-each block (Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", 2023).
+Every rank keeps its queries. Blocks of keys and values travel around the ring, and each rank merges
+what it finds with each block (Liu, Zaharia and Abbeel, "Ring attention with blockwise
+transformers", 2023).
 
     forward, N = 4, rank r               backward
     step 0  own block                    step 0  block r+1 (kept from the forward's end)
@@ -9,13 +10,15 @@ each block (Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers
     step 2  block r-2                    step 2  block r+3
     step 3  block r-3 = r+1              step 3  own block: its gradients arrive here, complete
 
-The forward has N - 1 exchanges of one packed message (K, V). The backward goes the other way round with the own block
-last, so the gradients of a block are at home after N - 1 exchanges and need no way back. The message of step i is (dK
-and dV of the block of step i, K and V of the block of step i + 1). K and V take N - 2 hops, since the own ones are
-there already. Behind a window, steps that no rank needs are left out: N is then the number of steps.
+The forward has N - 1 exchanges of one packed message (K, V). The backward goes the other way round
+with the own block last, so the gradients of a block are at home after N - 1 exchanges and need no
+way back. The message of step i is (dK and dV of the block of step i, K and V of the block of step i
++ 1). K and V take N - 2 hops, since the own ones are there already. Behind a window, steps that no
+rank needs are left out: N is then the number of steps.
 
-In half precision, K and V travel in their dtype, dK and dV in float32, in which all sums are. Each result is rounded
-once. On a GPU the host only queues the kernels of a step; they run while messages travel.
+In half precision, K and V travel in their dtype, dK and dV in float32, in which all sums are. Each
+result is rounded once. On a GPU the host only queues the kernels of a step; they run while messages
+travel.
 """
 
 from __future__ import annotations
@@ -54,12 +57,15 @@ class RingPass:
     """One forward or backward: of a rank alone, or of a ring of several steps by an exchange."""
 
     def __init__(self, attend: PlannedAttend, plan: RingPlan, kernel: AttentionKernel) -> None:
-        self.attend, self.kernel, self.exchange = attend, kernel, attend._exchange(plan)
+        self.attend = attend
+        self.kernel = kernel
+        self.exchange = attend._exchange(plan)
         self.plan = plan
 
     def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:
         """Return the output, and what the backward needs."""
-        shape, scale = (*q.shape[:3], v.shape[3]), self.attend.options.scale
+        shape = (*q.shape[:3], v.shape[3])
+        scale = self.attend.options.scale
         scale = q.shape[3] ** -0.5 if scale is None else scale
         q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
         message = None
@@ -67,24 +73,38 @@ class RingPass:
             out, lse = attend_once(self.kernel, self.block(scale, q, k, v), self.plan.overwrite)
         else:
             (out, lse), message = self._around(self.exchange, scale, q, k, v)
-        return out.reshape(shape), RingSaved(self.plan, call, scale, q, k, v, out=out, lse=lse, message=message)
+        return out.reshape(shape), RingSaved(
+            self.plan, call, scale, q, k, v, out=out, lse=lse, message=message
+        )
 
-    def backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
-        """Return the gradients in the dtype of `dout`: in `room`, where there is a single step and they fit."""
-        batch, inputs = len(dout), (saved.q, saved.k, saved.v)
+    def backward(
+        self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None
+    ) -> Gradients:
+        """Return the gradients in the dtype of `dout`: in `room`, where there is a single step and
+        they fit.
+        """
+        batch = len(dout)
+        inputs = (saved.q, saved.k, saved.v)
         if self.exchange is not None:
-            return Gradients(*(with_batch(arrays.cast(x, dout.dtype), batch) for x in self.sums(dout, saved)))
+            return Gradients(
+                *(with_batch(arrays.cast(x, dout.dtype), batch) for x in self.sums(dout, saved))
+            )
         if room is None or not all(is_view(x, len(saved.q)) for x in room):
             room = Gradients(*(with_batch(arrays.empty_like(x), batch) for x in inputs))
         targets = Gradients(*(with_batch(x, len(saved.q)) for x in room))
-        block, result = self.block(saved.scale, *inputs), OutLse(saved.out, saved.lse)
+        block = self.block(saved.scale, *inputs)
+        result = OutLse(saved.out, saved.lse)
         self.kernel.backward(block, like(dout, saved.out), result, targets, overwrite=True)
         return Gradients(*room)
 
     def sums(self, dout: Array, saved: RingSaved) -> Gradients:
-        """Return the gradients as sums, as what was saved; dk and dv of a single step may be of another dtype."""
-        block, result = self.block(saved.scale, saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
-        dout, packing = like(dout, saved.out), self.plan.message
+        """Return the gradients as sums, as what was saved; dk and dv of a single step may be of
+        another dtype.
+        """
+        block = self.block(saved.scale, saved.q, saved.k, saved.v)
+        result = OutLse(saved.out, saved.lse)
+        dout = like(dout, saved.out)
+        packing = self.plan.message
         dq = arrays.zeros(saved.q.shape, packing.sum_dtype, packing.shapes.device)
         if self.exchange is None:
             return Gradients(dq, *block_gradients(self.kernel, block, dout, result, dq))
@@ -95,9 +115,12 @@ class RingPass:
         """Return the work of a step."""
         return KVBlock(q, k, v, scale, self.plan.slices[step], self._poll)
 
-    def _around(self, exchange: RingExchange, scale: float, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
+    def _around(
+        self, exchange: RingExchange, scale: float, q: Array, k: Array, v: Array
+    ) -> tuple[OutLse, Array]:
         """Return the result, and the message with the keys and values of the last step."""
-        plan, packing = self.plan, self.plan.message
+        plan = self.plan
+        packing = self.plan.message
         result = new_result(q, v, packing.sum_dtype, plan.overwrite)
         message = packing.pack(k, v, plan.rank)
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps):
@@ -113,28 +136,48 @@ class RingPass:
         return result._replace(out=arrays.cast(result.out, q.dtype)), message
 
     def _back_around(
-        self, exchange: RingExchange, own: KVBlock, dout: Array, result: OutLse, dq: Array, message: Array
+        self,
+        exchange: RingExchange,
+        own: KVBlock,
+        dout: Array,
+        result: OutLse,
+        dq: Array,
+        message: Array,
     ) -> Gradients:
-        """Add to `dq`; return it and the gradients of the keys and values of `own`, in the dtype in which they travel.
+        """Add to `dq`; return it and the gradients of the keys and values of `own`, in the dtype in
+        which they travel.
 
-        `message` is what the forward returned. From the second step on it also has gradients, before keys and values.
+        `message` is what the forward returned. From the second step on it also has gradients,
+        before keys and values.
         """
-        plan, packing = self.plan, self.plan.message
+        plan = self.plan
+        packing = self.plan.message
         behind = 0  # bytes of gradients at the front of the message
-        for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps, backward=True):
-            ahead = step < plan.steps - 2  # the next block is not our own, so its keys and values must come
+        for step, dest, source, owner in ring_hops(
+            plan.rank, plan.layout.ranks, plan.steps, backward=True
+        ):
+            ahead = (
+                step < plan.steps - 2
+            )  # the next block is not our own, so its keys and values must come
             split = packing.nbytes(owner, packing.sum_dtype)
-            incoming = packing.empty(split + (packing.nbytes(owner + 1) if ahead else 0))  # the next step's message
+            incoming = packing.empty(
+                split + (packing.nbytes(owner + 1) if ahead else 0)
+            )  # the next step's message
             if dest is not None:
                 outgoing = message if ahead else message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
-            k, v = (own.k, own.v) if step == plan.steps - 1 else packing.unpack(message[behind:], owner)
+            k, v = (
+                (own.k, own.v)
+                if step == plan.steps - 1
+                else packing.unpack(message[behind:], owner)
+            )
             block = self.block(own.scale, own.q, k, v, plan.steps - 1 - step)
             parts = block_gradients(self.kernel, block, dout, result, dq)
             exchange.finish()
             for sums, part in zip(packing.unpack(incoming, owner, packing.sum_dtype), parts):
                 arrays.strided_copy(part, sums, add=step > 0)
-            message, behind = incoming, split
+            message = incoming
+            behind = split
         return Gradients(dq, *packing.unpack(message, plan.rank, packing.sum_dtype))
 
     def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
@@ -148,7 +191,7 @@ class RingPass:
         self.attend.poll()
 
 
-# -- What `Local` and `Ring` have in common ---------------------------------------------------------------------------
+# -- What `Local` and `Ring` have in common --------------------------------------------------------
 
 
 Kind = TypeVar("Kind", bound="PlannedAttend")
@@ -173,7 +216,9 @@ class PlannedAttend(Attend):
         self._others: dict[int, Any] = {}  # by their windows
         self._packed: tuple[tuple, RingOptions] | None = None  # of the last segments by row
 
-    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
+    def forward(
+        self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None
+    ) -> tuple[Array, RingSaved]:
         """Attend; over a ring collective, with the local rows and keys.
 
         Parameters
@@ -181,20 +226,23 @@ class PlannedAttend(Attend):
         q : array
             (batch, seq, heads, head_dim), with any strides.
         k : array
-            (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
+            (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h //
+            g.
         v : array
             (batch, keys, kv_heads, value_dim).
         segments : array of int, optional
-            (batch, seq) of the whole sequences: the document of each position of each row, equal numbers together. They
-            stand in place of those of the constructor.
+            (batch, seq) of the whole sequences: the document of each position of each row, equal
+            numbers together. They stand in place of those of the constructor.
 
         Returns
         -------
         out : array
-            (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
+            (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no
+            key.
         saved : RingSaved
-            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
-            stand one after the other as one sequence in it, as in all arrays of `saved`.
+            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with
+            `segments` the rows stand one after the other as one sequence in it, as in all arrays of
+            `saved`.
         """
         plan, kernel, call = self._agreed(q, k, v, segments)
         with self.agreement.failing("the forward of a ring"):
@@ -202,27 +250,36 @@ class PlannedAttend(Attend):
             return RingPass(self, plan, kernel).forward(q, k, v, call)
 
     def backward(self, dout: Array, saved: RingSaved) -> Gradients:
-        """Return the gradients (dq, dk, dv), in the shapes and dtype of q, k and v; over a ring collective.
+        """Return the gradients (dq, dk, dv), in the shapes and dtype of q, k and v; over a ring
+        collective.
 
-        `dout` is the gradient of `out`, in its shape and dtype; `saved` is from `forward`, and may be used again.
+        `dout` is the gradient of `out`, in its shape and dtype; `saved` is from `forward`, and may
+        be used again.
         """
         return self._backward(dout, saved, None)
 
-    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]) -> Gradients:
+    def backward_into(
+        self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]
+    ) -> Gradients:
         return self._backward(dout, saved, room)
 
     def with_window(self: Kind, window: int) -> Kind:
         # over a ring the first time for each window is collective
         if window not in self._others:
-            other, options = copy(self), replace(self.options, window=window)
+            other = copy(self)
+            options = replace(self.options, window=window)
             other.options = self.agreement.agree_on_options(lambda: options)
             other.bytes_sent = 0
             other._forget()
             self._others[window] = other
         return self._others[window]
 
-    def _agreed(self, q: Array, k: Array, v: Array, segments: np.ndarray | None, more: str = "") -> Agreed:
-        return self.agreement.agree_on_forward(lambda: (self._options_for(segments, q), q, k, v), more)
+    def _agreed(
+        self, q: Array, k: Array, v: Array, segments: np.ndarray | None, more: str = ""
+    ) -> Agreed:
+        return self.agreement.agree_on_forward(
+            lambda: (self._options_for(segments, q), q, k, v), more
+        )
 
     def _options_for(self, segments: np.ndarray | None, q: Array) -> RingOptions:
         if segments is None:
@@ -230,17 +287,24 @@ class PlannedAttend(Attend):
         numbers = np.asarray(segments)
         key = numbers.tobytes(), numbers.dtype, numbers.shape, len(q)
         if self._packed is None or self._packed[0] != key:
-            self._packed = key, replace(self.options, segments=None, rows=documents_of_rows(numbers, len(q)))
+            self._packed = (
+                key,
+                replace(self.options, segments=None, rows=documents_of_rows(numbers, len(q))),
+            )
         return self._packed[1]
 
     def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
-        """Compare the positions that a layer has named with those of the plan, where they were not known before."""
+        """Compare the positions that a layer has named with those of the plan, where they were not
+        known before.
+        """
 
     def _exchange(self, plan: RingPlan) -> RingExchange | None:
         """Return what sends the messages of a plan; None where it has a single step."""
         return None
 
-    def _backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
+    def _backward(
+        self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None
+    ) -> Gradients:
         self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
         with self.agreement.failing("the backward of a ring"):
             kernel = kernels.chosen(saved.q, saved.k, saved.v)

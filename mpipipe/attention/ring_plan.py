@@ -1,4 +1,5 @@
-"""What a rank does in one pass of attention, and how blocks of keys and values are packed into messages.
+"""What a rank does in one pass of attention, and how blocks of keys and values are packed into
+messages.
 
 A rank alone is a ring of one step.
 """
@@ -34,7 +35,9 @@ BYTES = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class RingOptions:
-    """The options of a ring: as a user gives them, then `checked`, in plain types, so that equal ones compare equal."""
+    """The options of a ring: as a user gives them, then `checked`, in plain types, so that equal
+    ones compare equal.
+    """
 
     causal: bool
     layout: Any  # a Layout; when checked, its kind
@@ -44,35 +47,60 @@ class RingOptions:
     seq_len: int | None = None
     rotation: str = "overlap"
     slice_lengths: tuple[int, ...] | None = None  # those of the Layout
-    rows: tuple[tuple[int, ...], ...] | None = None  # in one forward, offsets of the documents of each row
-    part: int | None = None  # in one forward, the slice whose queries see its keys and those of earlier slices
+    rows: tuple[tuple[int, ...], ...] | None = (
+        None  # in one forward, offsets of the documents of each row
+    )
+    part: int | None = (
+        None  # in one forward, the slice whose queries see its keys and those of earlier slices
+    )
 
     def checked(self, ranks: int) -> RingOptions:
-        """The options as the user gave them, in plain types; raises ArgumentError for one without sense."""
-        layout, seq_len, segments, lengths = self.layout, self.seq_len, self.segments, self.slice_lengths
+        """The options as the user gave them, in plain types; raises ArgumentError for one without
+        sense.
+        """
+        layout = self.layout
+        seq_len = self.seq_len
+        segments = self.segments
+        lengths = self.slice_lengths
         if isinstance(layout, Layout):
             given = ranks, layout.seq_len if seq_len is None else seq_len
             if given != (layout.ranks, layout.seq_len):
                 raise ArgumentError(
                     "the layout of a ring has another number of ranks, or another length",
-                    found=f"a Layout of {counted(layout.ranks, 'rank')} and seq_len {layout.seq_len}",
-                    expected=f"{counted(ranks, 'rank')}, as in the communicator, and seq_len {given[1]}",
+                    found=f"a Layout of {counted(layout.ranks, 'rank')} and seq_len "
+                    f"{layout.seq_len}",
+                    expected=f"{counted(ranks, 'rank')}, as in the communicator, and seq_len "
+                    f"{given[1]}",
                     remedy="give Ring the Layout that cuts its data, and no seq_len",
                 )
             lengths = layout.slice_lengths or lengths
-            seq_len, layout = layout.seq_len, layout.kind
+            seq_len = layout.seq_len
+            layout = layout.kind
         check_window(self.causal, self.window)
         check_scale(self.scale)
-        for name, value, known in (("layout", layout, KINDS), ("rotation", self.rotation, ROTATIONS)):
+        for name, value, known in (
+            ("layout", layout, KINDS),
+            ("rotation", self.rotation, ROTATIONS),
+        ):
             if not isinstance(value, str) or value not in known:
-                raise ArgumentError(f"unknown {name}", found=repr(value), expected=" or ".join(known))
+                raise ArgumentError(
+                    f"unknown {name}", found=repr(value), expected=" or ".join(known)
+                )
         if segments is not None:
             segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
-            if not isinstance(segments, tuple) or not all(isinstance(number, int) for number in segments):
-                raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
-        window, seq_len = (None if value is None else int(value) for value in (self.window, seq_len))
+            if not isinstance(segments, tuple) or not all(
+                isinstance(number, int) for number in segments
+            ):
+                raise ArgumentError(
+                    "segments", found=repr(segments)[:80], expected="one axis of integers"
+                )
+        window, seq_len = (
+            None if value is None else int(value) for value in (self.window, seq_len)
+        )
         scale = None if self.scale is None else float(self.scale)
-        options = RingOptions(bool(self.causal), layout, window, segments, scale, seq_len, self.rotation)
+        options = RingOptions(
+            bool(self.causal), layout, window, segments, scale, seq_len, self.rotation
+        )
         return replace(options, slice_lengths=lengths)
 
     def whole(self, ranks: int, seq_len: int) -> Layout:
@@ -110,8 +138,8 @@ def shapes_of(q: Array, k: Array, v: Array) -> RingShapes:
 class KVMessage:
     """How the keys and values of a rank, and their gradients, are packed.
 
-    A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
-    one array after the other, all C-contiguous. Either half may be missing.
+    A message is an array of bytes: the gradients of a block of keys and of values, then the keys
+    and values of a block, one array after the other, all C-contiguous. Either half may be missing.
     """
 
     shapes: RingShapes
@@ -135,12 +163,19 @@ class KVMessage:
             arrays.strided_copy(x, place)
         return message
 
-    def unpack(self, message: Array, rank: int, dtype: np.dtype | None = None) -> tuple[Array, Array]:
-        """Views of the keys and values of a rank at the front of a buffer; in the dtype of sums, of their gradients."""
+    def unpack(
+        self, message: Array, rank: int, dtype: np.dtype | None = None
+    ) -> tuple[Array, Array]:
+        """Views of the keys and values of a rank at the front of a buffer; in the dtype of sums, of
+        their gradients.
+        """
         flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
-        shape, shapes = self._shape(rank), self.shapes
+        shape = self._shape(rank)
+        shapes = self.shapes
         middle = prod(shape) * shapes.head_dim
-        return flat[:middle].reshape(*shape, shapes.head_dim), flat[middle:].reshape(*shape, shapes.value_dim)
+        return flat[:middle].reshape(*shape, shapes.head_dim), flat[middle:].reshape(
+            *shape, shapes.value_dim
+        )
 
     def _shape(self, rank: int) -> tuple[int, int, int]:
         return self.shapes.batch, self.lengths[rank % len(self.lengths)], self.shapes.kv_heads
@@ -150,7 +185,9 @@ class RingPlan(NamedTuple):
     """What one rank does in a forward or backward."""
 
     steps: int  # of the ring
-    slices: tuple[list[Slice], ...]  # for each step t, what this rank's queries need of the keys of rank r - t
+    slices: tuple[
+        list[Slice], ...
+    ]  # for each step t, what this rank's queries need of the keys of rank r - t
     overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
     message: KVMessage  # how keys, values and their gradients travel
     layout: Layout  # of the queries
@@ -176,11 +213,15 @@ class RingSaved(NamedTuple):
 def make_plan(
     options: RingOptions, shapes: RingShapes, rank: int, rows: Sequence[int], keys: Sequence[int]
 ) -> RingPlan:
-    """The plan of a rank, from the numbers of rows and keys of all ranks; raises ArgumentError if they do not fit."""
+    """The plan of a rank, from the numbers of rows and keys of all ranks; raises ArgumentError if
+    they do not fit.
+    """
     size = len(rows)
     if options.part is None:
         queries = _layout(options, rows, "queries", options.seq_len)
-        others = queries if keys == rows else _layout(replace(options, slice_lengths=None), keys, "keys")
+        others = (
+            queries if keys == rows else _layout(replace(options, slice_lengths=None), keys, "keys")
+        )
     else:
         pairs, steps = slice_layouts(replace(options, segments=None, rows=None, part=None), size)
         queries, others = pairs[options.part]
@@ -189,32 +230,51 @@ def make_plan(
         raise ArgumentError(
             "segments that may be one document, or documents of one position each",
             found=f"{seq_len} times the number 1, for {seq_len} positions",
-            remedy=f"segments=[{seq_len}] is one document; segments=range({seq_len}) are documents of one position",
+            remedy=f"segments=[{seq_len}] is one document; segments=range({seq_len}) are "
+            "documents of one position",
         )
     whole = document_offsets(options.segments, seq_len)
     documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
-    if (whole is not None or options.rows is not None) and others is not queries and options.part is None:
-        raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {[*rows]}, keys {[*keys]}")
+    if (
+        (whole is not None or options.rows is not None)
+        and others is not queries
+        and options.part is None
+    ):
+        raise ArgumentError(
+            "segments need queries and keys of one sequence",
+            found=f"rows {[*rows]}, keys {[*keys]}",
+        )
     if options.rows is not None and any(offsets[-1] != seq_len for offsets in options.rows):
-        raise ArgumentError("segments of another sequence", found=options.rows[0][-1], expected=seq_len)
-    views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
+        raise ArgumentError(
+            "segments of another sequence", found=options.rows[0][-1], expected=seq_len
+        )
+    views = [
+        (options.causal, options.window, each, None if others is queries else others)
+        for each in documents
+    ]
     if options.part is None:
         steps = max((queries.steps(*view) for view in views), default=1)  # a batch may be empty
     slices: tuple[list[Slice], ...] = tuple([] for _ in range(steps))
     for parts, (*_, owner) in zip(slices, ring_hops(rank, size, steps)):
         for number, view in enumerate(views):
-            row, key = number * rows[rank], number * keys[owner]  # where a later row of the batch begins
+            # where a later row of the batch begins
+            row = number * rows[rank]
+            key = number * keys[owner]
             for q0, q1, k0, k1, low, high in queries.needs(rank, owner, *view):
                 parts.append(Slice(q0 + row, q1 + row, k0 + key, k1 + key, low, high))
     dtype = arrays.dtype(shapes.dtype)
     if options.rows is not None:  # the rows of the batch are one sequence
         shapes = shapes._replace(batch=1)
-    message = KVMessage(shapes, tuple(len(views) * count for count in keys), dtype, arrays.accumulator(dtype))
+    message = KVMessage(
+        shapes, tuple(len(views) * count for count in keys), dtype, arrays.accumulator(dtype)
+    )
     overwrite = each_row_once(slices[0], len(views) * rows[rank])
     return RingPlan(steps, slices, overwrite, message, queries, others, rank)
 
 
-def _layout(options: RingOptions, rows: Sequence[int], name: str, seq_len: int | None = None) -> Layout:
+def _layout(
+    options: RingOptions, rows: Sequence[int], name: str, seq_len: int | None = None
+) -> Layout:
     """The layout with these numbers of rows."""
     layout = options.whole(len(rows), sum(rows) if seq_len is None else seq_len)
     expected = [layout.length(rank) for rank in range(layout.ranks)]
@@ -228,24 +288,30 @@ def _layout(options: RingOptions, rows: Sequence[int], name: str, seq_len: int |
     return layout
 
 
-# -- Slices of a sequence: the queries of one see the keys of its own and of earlier ones (see sliced.py) --------------
+# -- Slices of a sequence: the queries of one see the keys of its own and of earlier ones (see sliced.py) --
 
 
 @lru_cache(maxsize=64)
 def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, Layout]], int]:
-    """Return the layouts of the queries of each slice and of the keys that they may see, and the number of ring steps.
+    """Return the layouts of the queries of each slice and of the keys that they may see, and the
+    number of ring steps.
 
     It is the same for all slices, so that the last step of each has the keys of one rank.
     """
-    lengths, window, pairs = options.slice_lengths or (), options.window, []
-    whole, ends = options.whole(ranks, sum(lengths)), [*accumulate(lengths)]
+    lengths = options.slice_lengths or ()
+    window = options.window
+    pairs = []
+    whole = options.whole(ranks, sum(lengths))
+    ends = [*accumulate(lengths)]
     for part, length in enumerate(lengths):
-        first = 0 if window is None else bisect_right(ends, max(0, ends[part] - length - window + 1))
+        first = (
+            0 if window is None else bisect_right(ends, max(0, ends[part] - length - window + 1))
+        )
         pairs.append((whole.part(part, part + 1), whole.part(first, part + 1)))
     return pairs, max(queries.steps(True, window, None, keys) for queries, keys in pairs)
 
 
-# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row after row ------------
+# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row after row --
 #
 #     row 0   a a a b b b b b        as one sequence   a a a b b b b b|c c c c c c d d
 #     row 1   c c c c c c d d
@@ -254,9 +320,11 @@ def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, 
 
 
 def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Return, for each row of `segments`, where its documents begin, rising from 0, and its length at the end.
+    """Return, for each row of `segments`, where its documents begin, rising from 0, and its length
+    at the end.
 
-    `segments` (batch, seq) are integers, the document of each position; equal numbers of a row stand together.
+    `segments` (batch, seq) are integers, the document of each position; equal numbers of a row
+    stand together.
     """
     numbers = np.asarray(segments)
     if numbers.ndim != 2 or len(numbers) != batch or numbers.dtype.kind not in "iu":
@@ -269,7 +337,9 @@ def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...]
 
 
 def with_batch(x: Array, batch: int) -> Array:
-    """Return rows of a batch as one sequence (1, rows, heads, dim), or the reverse: a view where strides allow it."""
+    """Return rows of a batch as one sequence (1, rows, heads, dim), or the reverse: a view where
+    strides allow it.
+    """
     if len(x) == batch:
         return x
     if arrays.is_device(x) and not is_view(x, batch):
@@ -283,35 +353,53 @@ def is_view(x: Array, batch: int) -> bool:
 
 
 def like(dout: Array, out: Array) -> Array:
-    """Return a gradient as the output that a forward has saved, whose rows of a batch may be one sequence."""
-    fits = len(out) == 1 and arrays.is_array(dout) and dout.shape[2:] == out.shape[2:] and dout.size == out.size
+    """Return a gradient as the output that a forward has saved, whose rows of a batch may be one
+    sequence.
+    """
+    fits = (
+        len(out) == 1
+        and arrays.is_array(dout)
+        and dout.shape[2:] == out.shape[2:]
+        and dout.size == out.size
+    )
     return with_batch(dout, 1) if fits else dout
 
 
-# -- The ranks of a ring agree on what they do: one small all-gather before each forward and each backward ------------
+# -- The ranks of a ring agree on what they do: one small all-gather before each forward and each backward --
 
 
-REMEDY = "give the same options and arrays of the same kind on all ranks, and make the same calls in the same order"
-Given: TypeAlias = "tuple[RingOptions, Array, Array, Array]"  # of a forward: its options, q, k and v
-Agreed: TypeAlias = (
-    "tuple[RingPlan, AttentionKernel, int]"  # the plan of a rank, its kernel, and the number of the call
+REMEDY = (
+    "give the same options and arrays of the same kind on all ranks, and make the same calls "
+    "in the same order"
 )
+Given: TypeAlias = (
+    "tuple[RingOptions, Array, Array, Array]"  # of a forward: its options, q, k and v
+)
+# The plan of a rank, its kernel, and the number of the call.
+Agreed: TypeAlias = "tuple[RingPlan, AttentionKernel, int]"
 
 
 class RingAgreement:
     """The agreements of all rings on one communicator.
 
-    Every method is collective, and raises the same error on every rank if the ranks differ or one of them has an error.
+    Every method is collective, and raises the same error on every rank if the ranks differ or one
+    of them has an error.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.group = group_of(comm)
-        self.rank, self.size, self.failing = self.group.rank, self.group.size, self.group.failing
+        self.rank = self.group.rank
+        self.size = self.group.size
+        self.failing = self.group.failing
         self.calls = 0  # number of forwards so far
-        self.settle: Callable[[], object] = lambda: None  # ends calls of other threads that are due before
+        self.settle: Callable[[], object] = lambda: (
+            None
+        )  # ends calls of other threads that are due before
 
     def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
-        """Check the options of a ring that `given` returns or refuses, and that all ranks have the same."""
+        """Check the options of a ring that `given` returns or refuses, and that all ranks have the
+        same.
+        """
         error: Exception | None = None
         facts: tuple = ()
         try:
@@ -323,23 +411,26 @@ class RingAgreement:
         return options
 
     def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
-        """Compare options, shapes and dtype of what `given` returns or refuses, and `more`, a fact about the call."""
+        """Compare options, shapes and dtype of what `given` returns or refuses, and `more`, a fact
+        about the call.
+        """
         self.settle()
         self.calls += 1
         facts: tuple = ()
-        lengths, error = (0, 0), None
+        lengths = (0, 0)
+        error = None
         try:
             options, q, k, v = given()
             check_arrays(q, k, v)
             kernel = kernels.chosen(q, k, v)  # a rank without it must not leave the others waiting
             shapes = shapes_of(q, k, v)
-            facts, lengths = (
-                (*zip(shapes._fields, shapes), ("options", options.digest + more)),
-                (q.shape[1], k.shape[1]),
-            )
+            facts = (*zip(shapes._fields, shapes), ("options", options.digest + more))
+            lengths = (q.shape[1], k.shape[1])
         except Exception as caught:
             error = caught
-        ballot = Ballot("forward", facts, error, None, REMEDY, number=self.calls, where=" of a ring")
+        ballot = Ballot(
+            "forward", facts, error, None, REMEDY, number=self.calls, where=" of a ring"
+        )
         rows, keys = ballot.cast(self.group, lengths).T.tolist()
         ballot.decide()
         try:
@@ -348,8 +439,12 @@ class RingAgreement:
             raise_on_all(0, found, self.group)
         return plan, kernel, self.calls
 
-    def agree_on_backward(self, call: int, dout: Array, out: str, *, error: Exception | None = None) -> None:
-        """Check that all ranks begin the backward of the same forward, with gradients of outputs so `described`."""
+    def agree_on_backward(
+        self, call: int, dout: Array, out: str, *, error: Exception | None = None
+    ) -> None:
+        """Check that all ranks begin the backward of the same forward, with gradients of outputs so
+        `described`.
+        """
         self.settle()
         error = error or misfit(dout, out)
         ballot = Ballot("backward", (), error, None, REMEDY, number=call, where=" of a ring")
@@ -363,7 +458,8 @@ class RingAgreement:
 class Alone:
     """What a `RingAgreement` is, for a rank without others."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
         return given().checked(1)
@@ -374,7 +470,9 @@ class Alone:
         plan = make_plan(options, shapes_of(q, k, v), 0, (q.shape[1],), (k.shape[1],))
         return plan, kernels.chosen(q, k, v), 0
 
-    def agree_on_backward(self, call: int, dout: Array, out: str, *, error: Exception | None = None) -> None:
+    def agree_on_backward(
+        self, call: int, dout: Array, out: str, *, error: Exception | None = None
+    ) -> None:
         if error := error or misfit(dout, out):
             raise error
 
@@ -386,9 +484,15 @@ def misfit(dout: Array, out: str) -> ArgumentError | None:
     """Return an error where the gradient of an output is not as the output is `described`."""
     if described(dout) == out:
         return None
-    return ArgumentError("the gradient of the output does not fit the output", found=described(dout), expected=out)
+    return ArgumentError(
+        "the gradient of the output does not fit the output", found=described(dout), expected=out
+    )
 
 
 def described(x: Any) -> str:
     """Return the dtype, the shape and the device of an array as text."""
-    return f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}" if arrays.is_array(x) else type(x).__name__
+    return (
+        f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}"
+        if arrays.is_array(x)
+        else type(x).__name__
+    )

@@ -1,7 +1,8 @@
 """Exact causal attention to a sequence that comes in slices, one after the other.
 
-A pipeline whose units are slices runs forwards of a sequence in rising order and backwards in falling order (Sun et
-al., "Seq1F1B", 2024, arXiv:2406.03488). Queries of a slice see the keys of their own slice and of all before it:
+A pipeline whose units are slices runs forwards of a sequence in rising order and backwards in
+falling order (Sun et al., "Seq1F1B", 2024, arXiv:2406.03488). Queries of a slice see the keys of
+their own slice and of all before it:
 
     keys of slice   0  1  2  3        forward of s: its keys and values join those of slices 0 ... s - 1 in one buffer
     queries of 0    c                 of the sequence, and its queries attend to the front of that (c: causal)
@@ -9,11 +10,13 @@ al., "Seq1F1B", 2024, arXiv:2406.03488). Queries of a slice see the keys of thei
                2    #  #  c           sums like the buffer; those of slice s are whole then, since the backwards of
                3    #  #  #  c        s + 1 ... n - 1 have been before
 
-The buffers are dropped after the backward of slice 0, and where no backward follows, after the last forward.
+The buffers are dropped after the backward of slice 0, and where no backward follows, after the last
+forward.
 
-In a ring each slice is cut into shards as a sequence of its own. A rank's block is then its keys and values of all the
-slices so far, and goes around once for each slice: n slices send (n + 1) / 2 times the bytes of one. Between forward
-and backward a rank keeps the keys and values of one other rank besides its own, as a ring without slices does.
+In a ring each slice is cut into shards as a sequence of its own. A rank's block is then its keys
+and values of all the slices so far, and goes around once for each slice: n slices send (n + 1) / 2
+times the bytes of one. Between forward and backward a rank keeps the keys and values of one other
+rank besides its own, as a ring without slices does.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ from mpipipe.text import counted
 class _SlicedSequence:
     """Keys and values of the slices of a sequence so far, and the sums of their gradients.
 
-    Arrays are views (batch, rows, kv_heads, dim) of memory in which the rows of a head lie together.
+    Arrays are views (batch, rows, kv_heads, dim) of memory in which the rows of a head lie
+    together.
     """
 
     grows: ClassVar = True  # with each slice
@@ -64,7 +68,9 @@ class _SlicedSequence:
     due: int  # the slice whose backward comes next
     done: int = 0  # slices that have come
     sums: list[Array] = field(default_factory=list)
-    far: list[Array] = field(default_factory=list)  # keys and values of the rank whose block comes last in a ring
+    far: list[Array] = field(
+        default_factory=list
+    )  # keys and values of the rank whose block comes last in a ring
 
 
 class SlicedSaved(NamedTuple):
@@ -76,20 +82,23 @@ class SlicedSaved(NamedTuple):
 
 
 class Sliced(Attend):
-    """Exact causal attention for sequences in slices, the units of a pipeline; forward and backward.
+    """Exact causal attention for sequences in slices, the units of a pipeline; forward and
+    backward.
 
-    `begin` names the slice and its sequence: unit u is slice u mod n of sequence u // n. Slices of several
-    sequences may alternate. In each, forwards come in rising order, backwards in falling order, and a forward may be
-    run again before its backward. One object holds the keys of one layer: `nn.SelfAttention` makes its own of it.
+    `begin` names the slice and its sequence: unit u is slice u mod n of sequence u // n. Slices of
+    several sequences may alternate. In each, forwards come in rising order, backwards in falling
+    order, and a forward may be run again before its backward. One object holds the keys of one
+    layer: `nn.SelfAttention` makes its own of it.
 
-    Arrays are those of `inner`, but with the rows of one slice: (batch, local rows of the slice, heads, head_dim).
-    Their results and gradients are those of `inner` for the whole sequence, up to rounding.
+    Arrays are those of `inner`, but with the rows of one slice: (batch, local rows of the slice,
+    heads, head_dim). Their results and gradients are those of `inner` for the whole sequence, up to
+    rounding.
 
     Parameters
     ----------
     inner : Local or Ring
-        How the whole sequence is attended to: with its window, segments, scale, ranks and layout kind. It must be
-        causal. Over a ring all methods are collective, as its own are.
+        How the whole sequence is attended to: with its window, segments, scale, ranks and layout
+        kind. It must be causal. Over a ring all methods are collective, as its own are.
     lengths : sequence of int
         Lengths of the n slices in the whole sequence; see `slice_lengths`.
 
@@ -98,7 +107,8 @@ class Sliced(Attend):
     inner, lengths : Local or Ring, tuple of int
         The arguments.
     layout : Layout
-        What cuts arrays for the ranks of `inner`: a shard has the rows of slice 0, then those of slice 1, ...
+        What cuts arrays for the ranks of `inner`: a shard has the rows of slice 0, then those of
+        slice 1, ...
     slice_rows : tuple of int
         Rows of each slice on this rank; `lengths` on a rank alone.
     seq_len : int
@@ -107,8 +117,8 @@ class Sliced(Attend):
     Raises
     ------
     ArgumentError
-        `inner` is not causal or of another kind, lengths are no positive integers or do not add up to its sequence;
-        of methods: a slice comes out of order, or with other rows than its own.
+        `inner` is not causal or of another kind, lengths are no positive integers or do not add up
+        to its sequence; of methods: a slice comes out of order, or with other rows than its own.
 
     Examples
     --------
@@ -139,18 +149,24 @@ class Sliced(Attend):
                 expected="an attention.Local or an attention.Ring",
                 remedy="slices=1 for models that attend otherwise",
             )
-        self.inner, self._agreement = inner, inner.agreement
+        self.inner = inner
+        self._agreement = inner.agreement
         options = self._agreement.agree_on_options(lambda: _with_slices(inner.options, lengths))
-        self.lengths, self.seq_len = options.slice_lengths or (), sum(options.slice_lengths or ())
-        rank, size = self._agreement.rank, self._agreement.size
+        self.lengths = options.slice_lengths or ()
+        self.seq_len = sum(options.slice_lengths or ())
+        rank = self._agreement.rank
+        size = self._agreement.size
         self.layout = options.whole(size, self.seq_len)
-        self._views, _ = slice_layouts(options, size)  # of queries, and of the keys that they may see
+        self._views, _ = slice_layouts(
+            options, size
+        )  # of queries, and of the keys that they may see
         self._positions = [queries.positions(rank) for queries, _ in self._views]
         self.slice_rows = tuple(map(len, self._positions))
         rows = [[queries.length(other) for queries, _ in self._views] for other in range(size)]
         self._starts = [[0, *accumulate(of_slices)] for of_slices in rows]
         self._options = [replace(options, part=part) for part in range(len(self.lengths))]
-        self._rank, self._others = rank, dict[int, Sliced]()
+        self._rank = rank
+        self._others = dict[int, Sliced]()
         self._forget()
 
     def _forget(self) -> None:
@@ -158,7 +174,9 @@ class Sliced(Attend):
         self._now: Position | None = None
 
     def begin(self, position: Position) -> None:
-        """Take the number of a unit for the next forward; a new step drops what another one has left half way."""
+        """Take the number of a unit for the next forward; a new step drops what another one has
+        left half way.
+        """
         now = self._now
         if now is not None and position._replace(microbatch=0, recompute="") != now._replace(
             microbatch=0, recompute=""
@@ -219,10 +237,14 @@ class Sliced(Attend):
         saved : SlicedSaved or None
             For `backward`; None where no backward follows (`Position.keeps`).
         """
-        plan, kernel, call = self._agreement.agree_on_forward(lambda: self._append(q, k, v, segments))
+        plan, kernel, call = self._agreement.agree_on_forward(
+            lambda: self._append(q, k, v, segments)
+        )
         (number, part), keeps = self._unit(), self._keeps()
         sequence = self._sequences[number]
-        if keeps and not q.flags.c_contiguous:  # a view of an array with keys and values, which are kept elsewhere
+        if (
+            keeps and not q.flags.c_contiguous
+        ):  # a view of an array with keys and values, which are kept elsewhere
             q = arrays.copied(q) if arrays.is_device(q) else np.ascontiguousarray(q)
         with self._agreement.failing("the forward of a slice"):
             keys, values = self._seen(sequence.kept, part, self._rank)
@@ -236,10 +258,14 @@ class Sliced(Attend):
         return out, SlicedSaved(sequence, part, own._replace(k=None, v=None, message=None))
 
     def backward(self, dout: Array, saved: SlicedSaved) -> Gradients:
-        """Return the gradients of a slice of q, k and v, after those of all later slices of its sequence."""
+        """Return the gradients of a slice of q, k and v, after those of all later slices of its
+        sequence.
+        """
         return Sliced.backward_into(self, dout, saved, None)
 
-    def backward_into(self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
+    def backward_into(
+        self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None
+    ) -> Gradients:
         (sequence, part, own), error = saved, None
         if part != sequence.due:
             error = ArgumentError(
@@ -250,9 +276,12 @@ class Sliced(Attend):
                 else "no backward, since that of slice 0 has been",
                 remedy="run the backwards of a sequence once each, in falling order of its slices",
             )
-        dout, plan, q = like(dout, own.out), own.plan, own.q
+        dout = like(dout, own.out)
+        plan = own.plan
+        q = own.q
         self._agreement.agree_on_backward(own.call, dout, described(own.out), error=error)
-        device, dtype = arrays.device_of(q), arrays.accumulator(q.dtype)
+        device = arrays.device_of(q)
+        dtype = arrays.accumulator(q.dtype)
         if not sequence.sums:
             sequence.sums = [_rows_like(x, x.shape[1], dtype) for x in sequence.kept]
             for x in sequence.sums:
@@ -283,29 +312,42 @@ class Sliced(Attend):
     def _unit(self) -> tuple[int, int]:
         """The numbers of the sequence and of the slice that come next."""
         if self._now is None:
-            remedy = "call begin(nn.Position(microbatch=unit)) before each forward, as nn.SelfAttention does"
-            raise ArgumentError("Sliced attends to a slice without having been told which", remedy=remedy)
+            remedy = (
+                "call begin(nn.Position(microbatch=unit)) before each forward, as "
+                "nn.SelfAttention does"
+            )
+            raise ArgumentError(
+                "Sliced attends to a slice without having been told which", remedy=remedy
+            )
         return divmod(self._now.microbatch, len(self.lengths))
 
     def _keeps(self) -> bool:
         return self._now is not None and self._now.keeps
 
     def _append(self, q: Array, k: Array, v: Array, segments: np.ndarray | None) -> Given:
-        """Keep the keys and values of a slice; return its options, and q, k and v of all that it sees."""
+        """Keep the keys and values of a slice; return its options, and q, k and v of all that it
+        sees.
+        """
         check_arrays(q, k, v)
         (number, part), keeps = self._unit(), self._keeps()
         if any(x.shape[1] != self.slice_rows[part] for x in (q, k)):
-            raise self._wrong_rows(part, q.shape[1] if q.shape[1] != self.slice_rows[part] else k.shape[1])
+            raise self._wrong_rows(
+                part, q.shape[1] if q.shape[1] != self.slice_rows[part] else k.shape[1]
+            )
         sequence = self._sequences.get(number)
         if part == 0 and (sequence is None or not keeps):
             kept = [_rows_like(x, sum(self.slice_rows), x.dtype) for x in (k, v)]
-            sequence = self._sequences[number] = _SlicedSequence(number, kept, len(self.lengths) - 1)
+            sequence = self._sequences[number] = _SlicedSequence(
+                number, kept, len(self.lengths) - 1
+            )
         done = 0 if sequence is None else sequence.done
         if sequence is None or part > done or (part < done and not keeps):
             raise ArgumentError(
                 "forwards of slices are out of order",
-                found=f"slice {part} of sequence {number} (unit {part + number * len(self.lengths)})",
-                expected=f"slice {done % len(self.lengths)}: {counted(done, 'slice')} of it came before",
+                found=f"slice {part} of sequence {number} (unit "
+                f"{part + number * len(self.lengths)})",
+                expected=f"slice {done % len(self.lengths)}: {counted(done, 'slice')} of it came "
+                "before",
                 remedy="run the forwards of a sequence in rising order of its slices",
             )
         for x, place in zip((k, v), self._own(sequence.kept, part, self._rank)):
@@ -333,10 +375,13 @@ class Sliced(Attend):
         stop = self._starts[rank][part + 1]
         return [x[:, stop - self._views[part][1].length(rank) : stop] for x in both]
 
-    # In the last step of a ring a rank has the block of another one, with which its backward begins. The rows of each
-    # slice are taken from there as they come, and packed again with those before them.
+    # In the last step of a ring a rank has the block of another one, with which its backward
+    # begins. The rows of each slice are taken from there as they come, and packed again with those
+    # before them.
 
-    def _keep_far(self, sequence: _SlicedSequence, part: int, plan: RingPlan, message: Array) -> None:
+    def _keep_far(
+        self, sequence: _SlicedSequence, part: int, plan: RingPlan, message: Array
+    ) -> None:
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
         blocks = [with_batch(x, len(sequence.kept[0])) for x in plan.message.unpack(message, other)]
         if not sequence.far:
@@ -348,7 +393,9 @@ class Sliced(Attend):
         if plan.steps == 1:
             return None
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
-        k, v = (with_batch(x, plan.message.shapes.batch) for x in self._seen(sequence.far, part, other))
+        k, v = (
+            with_batch(x, plan.message.shapes.batch) for x in self._seen(sequence.far, part, other)
+        )
         return plan.message.pack(k, v, other)
 
     def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
@@ -357,7 +404,8 @@ class Sliced(Attend):
             "the rows are not those of the slice",
             found=counted(rows, "row"),
             expected=f"{self.slice_rows[part]}, slice {part} of {list(self.slice_rows)}{of_ring}",
-            remedy="cut sequences into slices of the lengths that Sliced was given, and then into shards",
+            remedy="cut sequences into slices of the lengths that Sliced was given, and then into "
+            "shards",
         )
 
 
@@ -380,6 +428,8 @@ def _with_slices(options: RingOptions, lengths: Sequence[int]) -> RingOptions:
 
 
 def _rows_like(x: Array, rows: int, dtype: np.dtype) -> Array:
-    """Memory for some rows like those of x (batch, rows, heads, dim), in which the rows of a head lie together."""
+    """Memory for some rows like those of x (batch, rows, heads, dim), in which the rows of a head
+    lie together.
+    """
     batch, _, heads, dim = x.shape
     return arrays.empty((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)

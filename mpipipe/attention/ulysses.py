@@ -1,11 +1,13 @@
-"""Attention over a sequence that is spread over ranks, by all-to-all: each rank sees the whole sequence for some heads.
+"""Attention over a sequence that is spread over ranks, by all-to-all: each rank sees the whole
+sequence for some heads.
 
     rank 0   rows 0 1, heads a b                       rank 0   rows 0 1 2 3, head a
     rank 1   rows 2 3, heads a b    <- all-to-all ->   rank 1   rows 0 1 2 3, head b
 
-Jacobs et al., "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence transformer
-models", arXiv:2309.14509. A rank sends (q + k + v + out) (N - 1) / N of its shards in a forward, a ring of N ranks
-(k + v) (N - 1): the fewer the heads of keys, the better the ring.
+Jacobs et al., "DeepSpeed Ulysses: system optimizations for enabling training of extreme long
+sequence transformer models", arXiv:2309.14509. A rank sends (q + k + v + out) (N - 1) / N of its
+shards in a forward, a ring of N ranks (k + v) (N - 1): the fewer the heads of keys, the better the
+ring.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ class UlyssesSaved(NamedTuple):
 
 
 class Ulysses(Ring):
-    """Exact attention over a sequence that is sharded over ranks, which divide its heads; in place of `Ring`.
+    """Exact attention over a sequence that is sharded over ranks, which divide its heads; in place
+    of `Ring`.
 
-    It takes what `Ring` takes, and gives the same to rounding; errors say "a ring" for its ranks. The ranks must divide
-    the heads of queries and those of keys. Work does not depend on the layout.
+    It takes what `Ring` takes, and gives the same to rounding; errors say "a ring" for its ranks.
+    The ranks must divide the heads of queries and those of keys. Work does not depend on the
+    layout.
 
     Parameters
     ----------
@@ -76,10 +80,13 @@ class Ulysses(Ring):
     ) -> tuple[Array, UlyssesSaved]:
         # a Ring with the same options is another call
         plan, _, call = self._agreed(q, k, v, segments, " all-to-all")
-        size, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
+        size = self.group.size
+        heads = q.shape[2]
+        kv_heads = k.shape[2]
         if kv_heads % size:
             problem = ArgumentError(
-                "Ulysses divides heads over ranks, and the heads of keys are not a multiple of the ranks",
+                "Ulysses divides heads over ranks, and the heads of keys are not a multiple of "
+                "the ranks",
                 found=f"{counted(kv_heads, 'head')} of keys, {counted(size, 'rank')}",
                 expected=f"a multiple of {size}",
                 remedy="use Ring, or other ranks of seq",
@@ -97,7 +104,9 @@ class Ulysses(Ring):
             out, kept = self._attend().forward(wholes[0], wholes[1], wholes[2], segments)
             mine = _empty((*q.shape[:3], v.shape[3]), q)
             self._transfer((out, mine, of_q), transposed=True)
-            return mine, UlyssesSaved(kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine))
+            return mine, UlyssesSaved(
+                kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine)
+            )
 
     def _backward(  # type: ignore[override]
         self, dout: Array, saved: UlyssesSaved, room: tuple[Array, Array, Array] | None
@@ -121,23 +130,33 @@ class Ulysses(Ring):
         return self._local
 
     def _moves(self, layout: Layout, heads: int) -> list[PartMove]:
-        """The moves from a shard of all heads to the whole sequence of this rank's heads, `heads` of them."""
-        everything, rank = slice(None), self.group.rank
+        """The moves from a shard of all heads to the whole sequence of this rank's heads, `heads`
+        of them.
+        """
+        everything = slice(None)
+        rank = self.group.rank
         rows = [slice(part.start, part.start + part.rows) for part in layout._ranges[rank]]
         gives = [
             [(everything, each, slice(other * heads, (other + 1) * heads)) for each in rows]
             for other in range(layout.ranks)
         ]
         takes = [
-            [(everything, slice(each.first, each.first + each.stride * each.rows, each.stride)) for each in ranges]
+            [
+                (everything, slice(each.first, each.first + each.stride * each.rows, each.stride))
+                for each in ranges
+            ]
             for ranges in layout._ranges
         ]
         return all_to_all(rank, gives, takes)
 
-    def _transfer(self, *parts: tuple[Array, Array, list[PartMove]], transposed: bool = False) -> None:
+    def _transfer(
+        self, *parts: tuple[Array, Array, list[PartMove]], transposed: bool = False
+    ) -> None:
         """Run transfers (x, y, moves) at the same time, or one after the other."""
         exchange = exchange_on(self._comm, arrays.device_of(parts[0][0]))
-        transfers = (Transfer(exchange, moves, x, y, transposed=transposed) for x, y, moves in parts)
+        transfers = (
+            Transfer(exchange, moves, x, y, transposed=transposed) for x, y, moves in parts
+        )
         for transfer in transfers if self.options.rotation == "sendrecv" else [*transfers]:
             transfer.finish()
             self.bytes_sent += transfer.bytes_sent

@@ -1,10 +1,12 @@
-"""`bench attention`: the kernels on one rank next to PyTorch's, and a ring of all ranks next to one rank alone.
+"""`bench attention`: the kernels on one rank next to PyTorch's, and a ring of all ranks next to one
+rank alone.
 
 PyTorch has one thread, as BLAS has.
 
-Rates count 4 pairs heads dim operations in a forward and 2.5 times as many in a backward, S^2 / 2 pairs under the
-causal mask. The efficiency of a ring of N is T1 / (N TN): the time that one rank takes for the whole problem while the
-others wait, over N times that of the slowest rank of the ring.
+Rates count 4 pairs heads dim operations in a forward and 2.5 times as many in a backward, S^2 / 2
+pairs under the causal mask. The efficiency of a ring of N is T1 / (N TN): the time that one rank
+takes for the whole problem while the others wait, over N times that of the slowest rank of the
+ring.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def run(
     heads: int = 4,
     head_dim: int = 64,
 ) -> None:
-    """Attention kernels next to PyTorch, on several ranks a ring next to one (python -m mpipipe bench attention)."""
+    """Attention kernels next to PyTorch, on several ranks a ring next to one (python -m mpipipe
+    bench attention).
+    """
     comm = runtime.world()
     if comm.size == 1:
         _kernels(comm, repeats, seq_len, heads, head_dim)
@@ -69,7 +73,8 @@ def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: in
 def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
     """Return forward and backward of a kernel, as attention.Local calls it."""
     q, k, v, dout = _random_arrays(seq_len, heads, dim)
-    slices, scale = attention.Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
+    slices = attention.Layout("contiguous", 1, seq_len).needs(0, 0)
+    scale = dim**-0.5
     block = KVBlock(q, k, v, scale, slices)
     result = OutLse(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
     forward = partial(kernel.forward, block, result, True)
@@ -86,10 +91,15 @@ def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
 
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in _random_arrays(seq_len, heads, dim))
+    q, k, v, dout = (
+        torch.from_numpy(x).transpose(1, 2).contiguous()
+        for x in _random_arrays(seq_len, heads, dim)
+    )
     out, lse = flash(q, k, v, 0.0, True)
     block = q, k, v
-    return partial(flash, *block, 0.0, True), partial(flash_backward, dout, *block, out, lse, 0.0, True)
+    return partial(flash, *block, 0.0, True), partial(
+        flash_backward, dout, *block, out, lse, 0.0, True
+    )
 
 
 def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
@@ -106,14 +116,17 @@ def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) 
             report(
                 comm,
                 f"attention {direction}, ring of {comm.size}, {rotation}, sequence {seq_len}",
-                f"{_rate(direction, seq_len, heads, dim, seconds, comm.size)} a rank, one rank alone "
+                f"{_rate(direction, seq_len, heads, dim, seconds, comm.size)} a rank, one rank "
+                "alone "
                 f"{_rate(direction, seq_len, heads, dim, single)}",
                 single / (comm.size * seconds),
                 "efficiency; at least 0.93",
             )
 
 
-def _calls(attend: attention.Local | attention.Ring, arrays: Sequence[np.ndarray]) -> tuple[Call, Call]:
+def _calls(
+    attend: attention.Local | attention.Ring, arrays: Sequence[np.ndarray]
+) -> tuple[Call, Call]:
     """Return forward, and the backward of the latest forward."""
     *inputs, dout = arrays
     latest: list[Any] = []
@@ -124,6 +137,10 @@ def _calls(attend: attention.Local | attention.Ring, arrays: Sequence[np.ndarray
     return forward, lambda: attend.backward(dout, latest[1])
 
 
-def _rate(direction: str, seq_len: int, heads: int, dim: int, seconds: float, ranks: int = 1) -> str:
-    flops = cost.attention_flops(seq_len**2 / 2, heads, dim) * (cost.BACKWARD_WORK if direction == "backward" else 1)
+def _rate(
+    direction: str, seq_len: int, heads: int, dim: int, seconds: float, ranks: int = 1
+) -> str:
+    flops = cost.attention_flops(seq_len**2 / 2, heads, dim) * (
+        cost.BACKWARD_WORK if direction == "backward" else 1
+    )
     return f"{flops / seconds / ranks / 1e9:.1f} GF/s"

@@ -1,6 +1,8 @@
-"""`bench peers`: a pipelined GPT, compared with `torch.distributed.pipelining` over gloo: same model, cut and threads.
+"""`bench peers`: a pipelined GPT, compared with `torch.distributed.pipelining` over gloo: same
+model, cut and threads.
 
-Both sides run in one process on each rank, in turns. Gradients are compared before anything is measured.
+Both sides run in one process on each rank, in turns. Gradients are compared before anything is
+measured.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ except ImportError:  # said where the command begins
     torch = dist = F = None
 
 WARMUP = 2
-NEAR = {"float32": 1e-4, "bfloat16": 5e-2}  # relative, in the norm: the same numbers in another order of sums
+NEAR = {
+    "float32": 1e-4,
+    "bfloat16": 5e-2,
+}  # relative, in the norm: the same numbers in another order of sums
 
 
 @on_ranks
@@ -48,12 +53,18 @@ def peers(
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
     dtype: Annotated[str, Option("of the pipelined GPT", choices=tuple(NEAR))] = "float32",
 ) -> None:
-    """Compare a pipelined GPT with PyTorch's over gloo (mpiexec -n 2 python -m mpipipe bench peers)."""
+    """Compare a pipelined GPT with PyTorch's over gloo (mpiexec -n 2 python -m mpipipe bench
+    peers).
+    """
     if torch is None:
-        raise BackendError("bench peers needs PyTorch, which is not installed", remedy=how_to_install("torch"))
+        raise BackendError(
+            "bench peers needs PyTorch, which is not installed", remedy=how_to_install("torch")
+        )
     comm = runtime.world()
     if comm.size == 1:
-        raise BackendError("bench peers measures messages", found="1 rank", remedy="start it by mpiexec -n 2")
+        raise BackendError(
+            "bench peers measures messages", found="1 rank", remedy="start it by mpiexec -n 2"
+        )
     torch.set_num_threads(processor.chosen_threads() or 1)
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     with _gloo(comm):
@@ -72,10 +83,13 @@ def _gloo(comm: Communicator) -> Iterator[None]:
         mine = socket.gethostname(), free.getsockname()[1]
     everyone = group.gather("bench: the hosts", mine)
     alone = len({host for host, _ in everyone}) == 1
-    host, port = "127.0.0.1" if alone else everyone[0][0], everyone[0][1]
+    host = "127.0.0.1" if alone else everyone[0][0]
+    port = everyone[0][1]
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size
+    )
     try:
         yield
     finally:
@@ -83,17 +97,27 @@ def _gloo(comm: Communicator) -> Iterator[None]:
 
 
 def _check(
-    comm: Communicator, what: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], near: float
+    comm: Communicator,
+    what: str,
+    found: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+    near: float,
 ) -> None:
     """Raise on all ranks unless both sides have computed the same."""
-    pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(found, expected, strict=True)]
+    pairs = [
+        (a.astype(np.float64), b.astype(np.float64)) for a, b in zip(found, expected, strict=True)
+    ]
     apart = max((np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs), default=0.0)
     with group_of(comm).raise_together("bench: both sides compute the same"):
         if not apart <= near:
-            raise BackendError(f"{what} differs from PyTorch's", found=f"{apart:.2g}", expected=f"at most {near:g}")
+            raise BackendError(
+                f"{what} differs from PyTorch's", found=f"{apart:.2g}", expected=f"at most {near:g}"
+            )
 
 
-def _pipelines(comm: Communicator, model: GPT, microbatches: int, rows: int, dtype: str, repeats: int) -> None:
+def _pipelines(
+    comm: Communicator, model: GPT, microbatches: int, rows: int, dtype: str, repeats: int
+) -> None:
     """Compare one_f_one_b with Schedule1F1B: forward, loss and backward of all micro-batches."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -101,23 +125,32 @@ def _pipelines(comm: Communicator, model: GPT, microbatches: int, rows: int, dty
 
     costs = model.costs()
     units = [costs[0], *(sum(costs[i : i + 2]) for i in range(1, len(costs) - 1, 2)), costs[-1]]
-    start, stop = schedules.partition(units, comm.size)[comm.rank]  # a block is two layers here, and one module there
+    start, stop = schedules.partition(units, comm.size)[
+        comm.rank
+    ]  # a block is two layers here, and one module there
     own = slice(max(0, 2 * start - 1), 2 * stop - 1)
     stage = nn.Stage(model.build(attention.Local(causal=True))[own], dtype=dtype, first=own.start)
     last = comm.rank == comm.size - 1
     modules = list(sequential(model))
-    theirs = torch.nn.Sequential(*modules[start : stop + 1 if last else stop]).to(getattr(torch, dtype))
-    names, trained = _of_blocks(list(stage.parameters)), list(theirs.parameters())
+    theirs = torch.nn.Sequential(*modules[start : stop + 1 if last else stop]).to(
+        getattr(torch, dtype)
+    )
+    names = _of_blocks(list(stage.parameters))
+    trained = list(theirs.parameters())
     for name, parameter in zip(names, trained, strict=True):
         parameter.data.copy_(tensor_of(_as_pytorch(model, name, stage.parameters[name])))
-    tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, microbatches * rows, model.seq))
+    tokens = np.random.default_rng(0).integers(
+        0, model.vocab, size=(2, microbatches * rows, model.seq)
+    )
     first = [torch.from_numpy(tokens[0])] if comm.rank == 0 else []
     target = {"target": torch.from_numpy(tokens[1])} if last else {}
 
     def loss(output: Any, wanted: Any) -> Any:
         return F.cross_entropy(output.reshape(-1, model.vocab).float(), wanted.reshape(-1))
 
-    peer = Schedule1F1B(PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, loss)
+    peer = Schedule1F1B(
+        PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, loss
+    )
 
     def their_step() -> None:
         theirs.zero_grad()
@@ -125,32 +158,51 @@ def _pipelines(comm: Communicator, model: GPT, microbatches: int, rows: int, dty
 
     schedule = schedules.one_f_one_b(comm.size, microbatches)
     with Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
-        step = partial(pipeline.step, tokens[0] if comm.rank == 0 else None, tokens[1] if last else None)
+        step = partial(
+            pipeline.step, tokens[0] if comm.rank == 0 else None, tokens[1] if last else None
+        )
         step()
         their_step()
         found = [_as_pytorch(model, name, stage.gradients[name]) for name in names]
-        _check(comm, "the gradient of the pipeline", found, [array_of(p.grad) for p in trained], NEAR[dtype])
+        _check(
+            comm,
+            "the gradient of the pipeline",
+            found,
+            [array_of(p.grad) for p in trained],
+            NEAR[dtype],
+        )
         ours, other = compare(comm, [step, their_step], repeats, WARMUP)
     count = microbatches * rows * model.seq
     report(
         comm,
-        f"pipeline 1F1B, {comm.size} ranks, {microbatches} micro-batches, {model.parameters:,} parameters, {dtype}",
+        f"pipeline 1F1B, {comm.size} ranks, {microbatches} micro-batches, {model.parameters:,} "
+        f"parameters, {dtype}",
         f"{ours:.3f} s a step ({count / ours:.0f} tokens/s), PyTorch over gloo {other:.3f} s",
         ours / other,
         "at most 0.9",
     )
 
 
-def _same_modules(comm: Communicator, model: GPT, microbatches: int, rows: int, repeats: int) -> None:
-    """Compare torch_stage with Schedule1F1B, of the same modules: the blocks of a Llama of transformers."""
+def _same_modules(
+    comm: Communicator, model: GPT, microbatches: int, rows: int, repeats: int
+) -> None:
+    """Compare torch_stage with Schedule1F1B, of the same modules: the blocks of a Llama of
+    transformers.
+    """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     start, stop = schedules.partition([1] * model.layers, comm.size)[comm.rank]
     blocks = _llama_blocks(model, start, stop)
-    ours, theirs = blocks, copy.deepcopy(blocks)
-    first, last = comm.rank == 0, comm.rank == comm.size - 1
-    batch = np.random.default_rng(0).standard_normal((2, microbatches * rows, model.seq, model.dim), dtype=np.float32)
-    peer = Schedule1F1B(PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, F.mse_loss)
+    ours = blocks
+    theirs = copy.deepcopy(blocks)
+    first = comm.rank == 0
+    last = comm.rank == comm.size - 1
+    batch = np.random.default_rng(0).standard_normal(
+        (2, microbatches * rows, model.seq, model.dim), dtype=np.float32
+    )
+    peer = Schedule1F1B(
+        PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, F.mse_loss
+    )
     inputs = [torch.from_numpy(batch[0])] if first else []
     target = {"target": torch.from_numpy(batch[1])} if last else {}
 
@@ -158,18 +210,24 @@ def _same_modules(comm: Communicator, model: GPT, microbatches: int, rows: int, 
         theirs.zero_grad()
         peer.step(*inputs, **target, return_outputs=False)
 
-    stage, loss = adapters.torch_stage(ours), adapters.torch_loss(F.mse_loss)
-    with Pipeline([stage], schedules.one_f_one_b(comm.size, microbatches), comm, loss=loss) as pipeline:
+    stage = adapters.torch_stage(ours)
+    loss = adapters.torch_loss(F.mse_loss)
+    with Pipeline(
+        [stage], schedules.one_f_one_b(comm.size, microbatches), comm, loss=loss
+    ) as pipeline:
         step = partial(pipeline.step, batch[0] if first else None, batch[1] if last else None)
         step()
         their_step()
         pairs = zip(ours.parameters(), theirs.parameters())
-        found, expected = zip(*((array_of(one.grad).copy(), array_of(other.grad)) for one, other in pairs))
+        found, expected = zip(
+            *((array_of(one.grad).copy(), array_of(other.grad)) for one, other in pairs)
+        )
         _check(comm, "the gradient of torch_stage", found, expected, NEAR["float32"])
         took, other = compare(comm, [step, their_step], repeats, WARMUP)
     report(
         comm,
-        f"torch_stage 1F1B, {comm.size} ranks, {microbatches} micro-batches, {model.layers} blocks of a Llama",
+        f"torch_stage 1F1B, {comm.size} ranks, {microbatches} micro-batches, {model.layers} "
+        "blocks of a Llama",
         f"{took:.3f} s a step, PyTorch over gloo {other:.3f} s",
         took / other,
         "at most 0.95",
@@ -181,14 +239,19 @@ def _llama_blocks(model: GPT, start: int, stop: int) -> Any:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaModel
 
-    sizes = {"hidden_size": model.dim, "intermediate_size": 2 * model.dim, "num_attention_heads": model.heads}
+    sizes = {
+        "hidden_size": model.dim,
+        "intermediate_size": 2 * model.dim,
+        "num_attention_heads": model.heads,
+    }
     torch.manual_seed(0)
     llama = LlamaModel(LlamaConfig(**sizes, vocab_size=8, num_hidden_layers=model.layers))
 
     class Blocks(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rotary, self.blocks = llama.rotary_emb, llama.layers[start:stop]
+            self.rotary = llama.rotary_emb
+            self.blocks = llama.layers[start:stop]
 
         def forward(self, x: Any) -> Any:
             angles = self.rotary(x, torch.arange(x.shape[1])[None])
@@ -201,7 +264,9 @@ def _llama_blocks(model: GPT, start: int, stop: int) -> Any:
 
 
 def _memory(comm: Communicator, model: GPT, rows: int) -> None:
-    """Compare the peak of resident memory of a step of a GPT on one rank, with parameters and gradients."""
+    """Compare the peak of resident memory of a step of a GPT on one rank, with parameters and
+    gradients.
+    """
     from mpipipe.bench.torch_gpt import micro_batch
 
     tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
@@ -241,7 +306,9 @@ def _of_blocks(names: list[str]) -> list[str]:
 
 
 def _as_pytorch(model: GPT, name: str, array: np.ndarray) -> np.ndarray:
-    """Let the two elements that are turned together be neighbours no more, but half a head apart, as in its model."""
+    """Let the two elements that are turned together be neighbours no more, but half a head apart,
+    as in its model.
+    """
     if not name.endswith("qkv"):
         return array
     dim = model.dim // model.heads

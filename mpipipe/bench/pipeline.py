@@ -18,22 +18,28 @@ try:
 except ImportError:  # then one row is left out
     torch = None
 
-# -- `bench pipeline`: what the machinery costs, on stages so small that nothing else counts ---------------------------
+# -- `bench pipeline`: what the machinery costs, on stages so small that nothing else counts -------
 #
-# Two ranks, one 64-wide float32 linear stage per chunk, 32 micro-batches of 4 rows. The peer is the same order of work
-# written by hand with mpi4py calls and nothing around them, in the same run.
+# Two ranks, one 64-wide float32 linear stage per chunk, 32 micro-batches of 4 rows. The peer is the
+# same order of work written by hand with mpi4py calls and nothing around them, in the same run.
 
 
-WIDTH, ROWS, MICROBATCHES = 64, 4, 32
+WIDTH = 64
+ROWS = 4
+MICROBATCHES = 32
 
 
 @on_ranks
 def pipeline(repeats: Repeats = 100) -> None:
     """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
     comm = _two_ranks("pipeline")
-    for schedule in (schedules.one_f_one_b(2, MICROBATCHES), schedules.interleaved_1f1b(2, 2, MICROBATCHES)):
+    for schedule in (
+        schedules.one_f_one_b(2, MICROBATCHES),
+        schedules.interleaved_1f1b(2, 2, MICROBATCHES),
+    ):
         linear = _Linears(comm, schedule)
-        hand, scale = _HandWrittenStep(comm, schedule, linear.batch), 1e6 / MICROBATCHES
+        hand = _HandWrittenStep(comm, schedule, linear.batch)
+        scale = 1e6 / MICROBATCHES
         ours, by_hand = compare(comm, [linear.step, hand], repeats)
         linear.pipeline.close()
         report(
@@ -48,7 +54,9 @@ def pipeline(repeats: Repeats = 100) -> None:
 
 
 def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
-    """Compare stages of one module of PyTorch with autograd and messages that are written by hand."""
+    """Compare stages of one module of PyTorch with autograd and messages that are written by
+    hand.
+    """
     schedule = schedules.one_f_one_b(2, MICROBATCHES)
     torch.set_num_threads(1)
     modules = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
@@ -71,14 +79,18 @@ def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
 class _HandWrittenTorch:
     """The actions of 1F1B on two ranks with a bare module, autograd and mpi4py."""
 
-    def __init__(self, comm: MpiCommunicator, schedule: schedules.Schedule, module: Any, batch: np.ndarray) -> None:
-        self.comm, self.module = comm, module
+    def __init__(
+        self, comm: MpiCommunicator, schedule: schedules.Schedule, module: Any, batch: np.ndarray
+    ) -> None:
+        self.comm = comm
+        self.module = module
         self.parts = [torch.from_numpy(part) for part in np.split(batch, MICROBATCHES)]
         self.activations, self.gradients = np.empty((2, MICROBATCHES, ROWS, WIDTH), np.float32)
         self.actions = [(op, m) for _, op, m in schedule.orders[comm.rank]]
 
     def __call__(self) -> None:
-        comm, forward = self.comm, {}
+        comm = self.comm
+        forward = {}
         sends: list[tuple[Any, np.ndarray]] = []
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -116,9 +128,13 @@ class _Linears:
     """A pipeline in which each chunk is one linear stage."""
 
     def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
-        stages = [nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)]
+        stages = [
+            nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)
+        ]
         self.pipeline = Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
-        self.batch = np.random.default_rng(0).standard_normal((ROWS * schedule.microbatches, WIDTH), dtype=np.float32)
+        self.batch = np.random.default_rng(0).standard_normal(
+            (ROWS * schedule.microbatches, WIDTH), dtype=np.float32
+        )
         ends = schedule.placement[0], schedule.placement[-1]
         self.inputs, self.targets = (self.batch if rank == comm.rank else None for rank in ends)
 
@@ -128,15 +144,28 @@ class _Linears:
 
 
 class _HandWrittenStep:
-    """The same actions with bare mpi4py: receive, multiply, send. Buffers and tags are laid out beforehand."""
+    """The same actions with bare mpi4py: receive, multiply, send. Buffers and tags are laid out
+    beforehand.
+    """
 
-    def __init__(self, comm: MpiCommunicator, schedule: schedules.Schedule, batch: np.ndarray) -> None:
-        self.comm, chunks = comm, schedule.chunks
-        weights = np.random.default_rng(comm.rank).standard_normal((chunks, WIDTH, WIDTH), dtype=np.float32) / 8
-        self.weights, self.dweights = list(weights), list(np.zeros_like(weights))
+    def __init__(
+        self, comm: MpiCommunicator, schedule: schedules.Schedule, batch: np.ndarray
+    ) -> None:
+        self.comm = comm
+        chunks = schedule.chunks
+        weights = (
+            np.random.default_rng(comm.rank).standard_normal(
+                (chunks, WIDTH, WIDTH), dtype=np.float32
+            )
+            / 8
+        )
+        self.weights = list(weights)
+        self.dweights = list(np.zeros_like(weights))
         self.biases, self.dbiases = (list(np.zeros((chunks, WIDTH), np.float32)) for _ in range(2))
         self.inputs = self.targets = np.split(batch, MICROBATCHES)
-        self.activations, self.gradients = np.empty((2, chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
+        self.activations, self.gradients = np.empty(
+            (2, chunks, MICROBATCHES, ROWS, WIDTH), np.float32
+        )
         last = schedule.stages - 1
         self.actions = [
             (op == "F", stage // 2, m, stage == 0, stage == last, stage * MICROBATCHES + m)
@@ -145,7 +174,8 @@ class _HandWrittenStep:
         self.tag_shift = schedule.stages * MICROBATCHES
 
     def __call__(self) -> None:
-        comm, peer = self.comm, 1 - self.comm.rank
+        comm = self.comm
+        peer = 1 - self.comm.rank
         sends: list[tuple[Any, np.ndarray]] = []
         loss_gradients: dict[int, np.ndarray] = {}
         arrived: dict[tuple[int, int], np.ndarray] = {}
@@ -184,10 +214,11 @@ class _HandWrittenStep:
             request.Wait()
 
 
-# -- `bench transport`: messages through the mailbox against bare Isend and Irecv, over a range of sizes ---------------
+# -- `bench transport`: messages through the mailbox against bare Isend and Irecv, over a range of sizes --
 #
-# Two ranks play ping-pong. The bare candidate posts a receive, sends, and waits, with buffers laid out beforehand: two
-# for receiving, in turn, since a pipeline still reads one array while the next arrives.
+# Two ranks play ping-pong. The bare candidate posts a receive, sends, and waits, with buffers laid
+# out beforehand: two for receiving, in turn, since a pipeline still reads one array while the next
+# arrives.
 
 
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
@@ -200,9 +231,14 @@ def transport(repeats: Repeats = 50) -> None:
     host = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
-        ours, bare = _PingPong(comm, host, np.ones(size // 8), count), _Bare(comm, size, count)
-        ours_took, bare_took = (seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats))
-        rates = (f"{took * 1e6:9.2f} us {size / took / 1e9:6.2f} GB/s" for took in (ours_took, bare_took))
+        ours = _PingPong(comm, host, np.ones(size // 8), count)
+        bare = _Bare(comm, size, count)
+        ours_took, bare_took = (
+            seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats)
+        )
+        rates = (
+            f"{took * 1e6:9.2f} us {size / took / 1e9:6.2f} GB/s" for took in (ours_took, bare_took)
+        )
         report(
             comm,
             f"transport {size:>9} B",
@@ -216,14 +252,20 @@ def transport(repeats: Repeats = 50) -> None:
 class _PingPong:
     """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox."""
 
-    def __init__(self, comm: Communicator, transport: HostTransport, array: np.ndarray, count: int) -> None:
-        self.rank, self.mailbox = comm.rank, Mailbox(transport)
+    def __init__(
+        self, comm: Communicator, transport: HostTransport, array: np.ndarray, count: int
+    ) -> None:
+        self.rank = comm.rank
+        self.mailbox = Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = array
-        self.schedule = self.mailbox.receive_schedule(self.envelopes, [[(array.shape, array.dtype)]] * count)
+        self.schedule = self.mailbox.receive_schedule(
+            self.envelopes, [[(array.shape, array.dtype)]] * count
+        )
 
     def __call__(self) -> None:
-        mailbox, array = self.mailbox, self.array
+        mailbox = self.mailbox
+        array = self.array
         mailbox.begin_call(self.schedule, 1)
         for envelope in self.envelopes:
             if self.rank == 0:
@@ -238,11 +280,16 @@ class _Bare:
     """The same turns with bare mpi4py."""
 
     def __init__(self, comm: MpiCommunicator, size: int, count: int) -> None:
-        self.comm, self.count = comm, count
-        self.sent, self.received = np.ones(size // 8), [np.empty(size // 8), np.empty(size // 8)]
+        self.comm = comm
+        self.count = count
+        self.sent = np.ones(size // 8)
+        self.received = [np.empty(size // 8), np.empty(size // 8)]
 
     def __call__(self) -> None:
-        comm, peer, sent, received = self.comm, 1 - self.comm.rank, self.sent, self.received
+        comm = self.comm
+        peer = 1 - self.comm.rank
+        sent = self.sent
+        received = self.received
         for turn in range(self.count):
             arriving = comm.Irecv(received[turn % 2], peer, 1)
             if comm.rank == 0:

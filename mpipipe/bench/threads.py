@@ -1,7 +1,7 @@
 """`bench threads`: a rank with several threads next to the same rank with one.
 
-Candidates take turns in one run. A copy of an array by as many threads shows the memory's rate: what kernels can gain
-that do little with each number.
+Candidates take turns in one run. A copy of an array by as many threads shows the memory's rate:
+what kernels can gain that do little with each number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def run(
     most = share_of_cores() if threads is None else threads
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     _kernels(comm, repeats, most, megabytes)
-    _steps(comm, repeats, most, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8")
+    _steps(
+        comm, repeats, most, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8"
+    )
     if find_spec("torch"):
         beside_torch(comm, model, rows, repeats, most)
     small = GPT(dim=64, layers=4, heads=4, seq=64)
@@ -62,20 +64,39 @@ def _with(threads: int, call: Call) -> Call:
     return work
 
 
-def _gain(comm: Communicator, repeats: int, threads: int, what: str, call: Call, goal: str) -> float:
+def _gain(
+    comm: Communicator, repeats: int, threads: int, what: str, call: Call, goal: str
+) -> float:
     """Report how much faster `call` is with threads than with one; return the ratio."""
     one, many = compare(comm, [_with(1, call), _with(threads, call)], repeats, WARMUP)
-    report(comm, f"{what}, {threads} threads", f"{1e3 * many:.1f} ms, one thread {1e3 * one:.1f} ms", one / many, goal)
+    report(
+        comm,
+        f"{what}, {threads} threads",
+        f"{1e3 * many:.1f} ms, one thread {1e3 * one:.1f} ms",
+        one / many,
+        goal,
+    )
     return one / many
 
 
 def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> None:
-    host, size = kernels.of("cpu", np.dtype(np.float32)), megabytes * 1_000_000 // 4
+    host = kernels.of("cpu", np.dtype(np.float32))
+    size = megabytes * 1_000_000 // 4
     draw = np.random.default_rng(0).standard_normal
     p, g, m, v = (np.abs(draw(size, np.float32)) for _ in range(4))
     width = 1000
-    x, y, gain, ids = p.reshape(-1, width), g.reshape(-1, width), m[:width], np.arange(size // width) % width
-    limit = _gain(comm, repeats, threads, f"copy of {megabytes} MB", partial(host.copy, x, y), "the memory's rate")
+    x = p.reshape(-1, width)
+    y = g.reshape(-1, width)
+    gain = m[:width]
+    ids = np.arange(size // width) % width
+    limit = _gain(
+        comm,
+        repeats,
+        threads,
+        f"copy of {megabytes} MB",
+        partial(host.copy, x, y),
+        "the memory's rate",
+    )
     goal = f"at least 1.7, or {limit:.2f} of the copy"
     calls: dict[str, Call] = {
         "AdamW": partial(host.adamw, p, g, m, v, NUMBERS),
@@ -87,10 +108,14 @@ def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> 
         _gain(comm, repeats, threads, f"{what} of {megabytes} MB", call, goal)
 
 
-def _steps(comm: Communicator, repeats: int, threads: int, what: str, model: GPT, rows: int, goal: str) -> None:
+def _steps(
+    comm: Communicator, repeats: int, threads: int, what: str, model: GPT, rows: int, goal: str
+) -> None:
     """Report a step of a GPT with its optimizer."""
     stage = nn.Stage(model.build(Local(causal=True)))
-    tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, MICROBATCHES * rows, model.seq))
+    tokens, targets = np.random.default_rng(0).integers(
+        0, model.vocab, size=(2, MICROBATCHES * rows, model.seq)
+    )
     optimizer = optim.AdamW([stage], lr=1e-3)
     schedule = schedules.one_f_one_b(1, MICROBATCHES)
     with Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:

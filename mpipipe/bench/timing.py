@@ -26,9 +26,15 @@ def on_ranks(measure: Callable[..., None]) -> Callable[..., int]:
 
 
 def compare(
-    comm: Communicator, candidates: Sequence[Call], repeats: int, warmup: int = 3, before: Call | None = None
+    comm: Communicator,
+    candidates: Sequence[Call],
+    repeats: int,
+    warmup: int = 3,
+    before: Call | None = None,
 ) -> list[float]:
-    """Return the median seconds of each candidate on the slowest rank, without what is called before each turn."""
+    """Return the median seconds of each candidate on the slowest rank, without what is called
+    before each turn.
+    """
     group = group_of(comm)
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(warmup + repeats):
@@ -44,14 +50,16 @@ def compare(
     return [median(measured) for measured in times]
 
 
-def report(comm: Communicator, name: str, measured: str, ratio: float | None = None, goal: str = "") -> None:
+def report(
+    comm: Communicator, name: str, measured: str, ratio: float | None = None, goal: str = ""
+) -> None:
     """Print a line on rank 0: what was measured, and its ratio to its peer."""
     if comm.rank == 0:
         tail = "" if ratio is None else f"; ratio {ratio:.2f} ({goal})"
         show(f"{name}: {measured}{tail}\n")
 
 
-# -- A number that was measured, next to its peer: as a table for people, and as JSON for programs ---------------------
+# -- A number that was measured, next to its peer: as a table for people, and as JSON for programs --
 
 
 @dataclass(frozen=True)
@@ -73,11 +81,19 @@ class Row:
         return {**asdict(self), "ratio": self.ratio}
 
     def __str__(self) -> str:
-        beside = "" if self.ratio is None else f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
-        return f"{self.what}: {self.value:.4g} {self.unit}".rstrip() + beside + (f" ({self.goal})" if self.goal else "")
+        beside = (
+            ""
+            if self.ratio is None
+            else f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
+        )
+        return (
+            f"{self.what}: {self.value:.4g} {self.unit}".rstrip()
+            + beside
+            + (f" ({self.goal})" if self.goal else "")
+        )
 
 
-# -- Times on the device, between events ------------------------------------------------------------------------------
+# -- Times on the device, between events -----------------------------------------------------------
 
 
 WARMUP = 2
@@ -85,7 +101,9 @@ BLOCK = 1 << 20
 
 
 def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
-    """Return the median device time of `call()` on the current stream. The first `warmup` calls do not count."""
+    """Return the median device time of `call()` on the current stream. The first `warmup` calls do
+    not count.
+    """
     for _ in range(warmup):
         call()
     marks = []
@@ -99,7 +117,8 @@ def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
 
 def normal(shape: Shape, dtype: str, seed: int = 0) -> DeviceArray:
     """Return a device array of random values. Those of a long array repeat after 2^20."""
-    count, kind = int(np.prod(shape)), arrays.dtype(dtype)
+    count = int(np.prod(shape))
+    kind = arrays.dtype(dtype)
     values = np.random.default_rng(seed).standard_normal(min(count, BLOCK), np.float32)
     flat = arrays.empty((count,), kind, "cuda")
     arrays.upload(values.astype(kind), flat[: values.size])

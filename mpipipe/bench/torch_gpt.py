@@ -11,7 +11,8 @@ from torch import nn
 
 from mpipipe.language.models import GPT
 
-# name -> (whether weights are bfloat16 with float32 masters, instead of float32 under autocast; whether compiled)
+# name -> (whether weights are bfloat16 with float32 masters, instead of float32 under autocast;
+# whether compiled)
 PEERS = {
     "eager, autocast": (False, False),
     "eager, bfloat16 weights": (True, False),
@@ -19,11 +20,16 @@ PEERS = {
 }
 
 
-def micro_batch(model: GPT, tokens: np.ndarray, targets: np.ndarray, threads: int = 1) -> Callable[[], None]:
-    """Return a function that runs forward, loss and backward of one micro-batch on threads of the host."""
+def micro_batch(
+    model: GPT, tokens: np.ndarray, targets: np.ndarray, threads: int = 1
+) -> Callable[[], None]:
+    """Return a function that runs forward, loss and backward of one micro-batch on threads of the
+    host.
+    """
     torch.set_num_threads(threads)
     gpt = sequential(model)
-    inputs, wanted = torch.from_numpy(tokens), torch.from_numpy(targets).reshape(-1)
+    inputs = torch.from_numpy(tokens)
+    wanted = torch.from_numpy(targets).reshape(-1)
 
     def run() -> None:
         F.cross_entropy(gpt(inputs).view(-1, model.vocab), wanted).backward()
@@ -42,9 +48,8 @@ def training_step(
 ) -> Callable[[], float]:
     """Return a function that makes a step: all micro-batches, clipping by the norm, AdamW.
 
-    tokens : int64 (2, rows, seq): inputs and targets
-    dtype : of the products
-    masters : weights of `dtype` with float32 ones that the optimizer changes; otherwise float32 under autocast
+    tokens : int64 (2, rows, seq): inputs and targets dtype : of the products masters : weights of
+    `dtype` with float32 ones that the optimizer changes; otherwise float32 under autocast
     """
     gpt = sequential(model).to(device)
     if masters:
@@ -101,7 +106,8 @@ class _Block(nn.Module):
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.heads, self.size = model.heads, model.dim // model.heads
-        self.before_attention, self.before_mlp = nn.RMSNorm(model.dim, model.eps), nn.RMSNorm(model.dim, model.eps)
+        self.before_attention = nn.RMSNorm(model.dim, model.eps)
+        self.before_mlp = nn.RMSNorm(model.dim, model.eps)
         self.qkv = nn.Linear(model.dim, 3 * model.dim, bias=False)
         self.out = nn.Linear(model.dim, model.dim, bias=False)
         self.gate_up = nn.Linear(model.dim, 2 * model.hidden, bias=False)
@@ -115,7 +121,9 @@ class _Block(nn.Module):
         batch, seq, dim = x.shape
         qkv = self.qkv(self.before_attention(x)).view(batch, seq, 3, self.heads, self.size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(self.apply_rope(q), self.apply_rope(k), v, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            self.apply_rope(q), self.apply_rope(k), v, is_causal=True
+        )
         x = x + self.out(y.transpose(1, 2).reshape(batch, seq, dim))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -123,5 +131,6 @@ class _Block(nn.Module):
     def apply_rope(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate pairs of elements by the angles of their positions."""
         first, second = x.chunk(2, -1)
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        cos = self.cos.to(x.dtype)
+        sin = self.sin.to(x.dtype)
         return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)

@@ -19,9 +19,10 @@ from mpipipe.language.models import GPT
 from mpipipe.options import Option
 from mpipipe.text import counted
 
-# -- `bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules ------
+# -- `bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules --
 #
-# Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank are measured too.
+# Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank
+# are measured too.
 
 
 WARMUP = 1
@@ -39,28 +40,39 @@ def step(
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
     slices: Annotated[int, Option("of one sequence, as long as those of all micro-batches")] = 8,
 ) -> None:
-    """A GPT's step against its simulation, and in slices (mpiexec -n 2 python -m mpipipe bench train)."""
-    comm, tokens = runtime.world(), microbatches * rows * seq_len
+    """A GPT's step against its simulation, and in slices (mpiexec -n 2 python -m mpipipe bench
+    train).
+    """
+    comm = runtime.world()
+    tokens = microbatches * rows * seq_len
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     for name, chunks in (("one_f_one_b", 1), ("interleaved_1f1b", 2)):
-        schedule = schedules.by_name(name, ranks=comm.size, chunks=chunks, microbatches=microbatches)
+        schedule = schedules.by_name(
+            name, ranks=comm.size, chunks=chunks, microbatches=microbatches
+        )
         ((seconds, predicted),) = _measure(comm, [(model, schedule)], microbatches * rows, repeats)
         report(
             comm,
-            f"train {name} x {chunks}, {counted(comm.size, 'rank')}, {model.parameters:,} parameters",
+            f"train {name} x {chunks}, {counted(comm.size, 'rank')}, {model.parameters:,} "
+            "parameters",
             f"{seconds:.3f} s a step, {tokens / seconds:.0f} tokens/s, simulated {predicted:.3f} s",
             seconds / predicted,
             "at most 1.05",
         )
     long = replace(model, seq=2 * tokens // rows, layers=-(-layers // 2))
-    in_slices = [schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices) for name in SLICED]
+    in_slices = [
+        schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices) for name in SLICED
+    ]
     plans = [schedules.one_f_one_b(comm.size, 1), *in_slices]
     whole, *sliced = _measure(comm, [(long, schedule) for schedule in plans], 1, repeats)
     for schedule, (seconds, predicted) in zip(in_slices, sliced):
-        even = schedules.simulate(plans[0]).makespan * slices / schedules.simulate(schedule).makespan
+        even = (
+            schedules.simulate(plans[0]).makespan * slices / schedules.simulate(schedule).makespan
+        )
         report(
             comm,
-            f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, {schedule.name}, "
+            f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, "
+            f"{schedule.name}, "
             f"{counted(comm.size, 'rank')}",
             f"{seconds:.3f} s a step, simulated {predicted:.3f} s, whole by 1F1B {whole[0]:.3f} s",
             whole[0] / seconds,
@@ -85,7 +97,9 @@ def beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int, thread
     group = group_of(comm)
     alone = group.split(comm.rank, 0, "bench")
     if comm.rank == 0:
-        times = compare(alone, [ours, micro_batch(model, tokens, targets, threads)], repeats, WARMUP)
+        times = compare(
+            alone, [ours, micro_batch(model, tokens, targets, threads)], repeats, WARMUP
+        )
         measured = f"{times[0]:.3f} s, PyTorch {times[1]:.3f} s"
         what = f"train, one micro-batch on one rank, {counted(threads, 'thread')}"
         report(comm, what, measured, times[0] / times[1], "below 1")
@@ -96,7 +110,9 @@ def beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int, thread
 def _measure(
     comm: Communicator, plans: Sequence[tuple[GPT, schedules.Schedule]], rows: int, repeats: int
 ) -> list[tuple[float, float]]:
-    """Return the median seconds of a step on the slowest rank, and of its simulation, for each plan, in turns."""
+    """Return the median seconds of a step on the slowest rank, and of its simulation, for each
+    plan, in turns.
+    """
     group = group_of(comm)
     with ExitStack() as pipelines:
         made = [_pipeline(comm, model, schedule, rows, pipelines) for model, schedule in plans]
@@ -109,7 +125,10 @@ def _measure(
                 group.agree("bench: the start of a step")
                 pipeline.step(*batch)
                 own.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
-        simulated = [schedules.simulate(pipeline.schedule, pipeline.durations()).makespan for pipeline, _ in made]
+        simulated = [
+            schedules.simulate(pipeline.schedule, pipeline.durations()).makespan
+            for pipeline, _ in made
+        ]
     return [(median(own[WARMUP:]), span) for own, span in zip(times, simulated)]
 
 
@@ -117,10 +136,16 @@ def _pipeline(
     comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, pipelines: ExitStack
 ) -> tuple[Pipeline, tuple[Any, Any]]:
     """Return a pipeline, and its batch on this rank."""
-    lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32) if schedule.slices > 1 else None
+    lengths = (
+        slice_lengths(model.seq, schedule.slices, model.dim, unit=32)
+        if schedule.slices > 1
+        else None
+    )
     attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
     stages = cut(model.build(attend), schedule, comm.rank, costs=model.costs())
     inputs, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
-    pipeline = Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths)
+    pipeline = Pipeline(
+        stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths
+    )
     batch = inputs if stages.is_first else None, targets if stages.is_last else None
     return pipelines.enter_context(pipeline), batch

@@ -4,8 +4,8 @@
                                   part-1.safetensors
                                   manifest.json         step, state, sizes and checksums; written last
 
-A folder with a manifest is whole: each file is written under another name, forced to the disk, and then renamed, and
-the manifest comes last.
+A folder with a manifest is whole: each file is written under another name, forced to the disk, and
+then renamed, and the manifest comes last.
 
     tensor_files   arrays in a file of the safetensors format; folders and models of every kind use it
     contents       what a checkpoint holds of a rank, by name          folders        its folder, and the manifest
@@ -39,4 +39,13 @@ from mpipipe.checkpoint.whole_folder import (
     standing_folder,
 )
 
-__all__ = ["Checkpoint", "Saver", "check_replicas", "load", "newest", "prune", "read", "save"]  # the rest is internal
+__all__ = [
+    "Checkpoint",
+    "Saver",
+    "check_replicas",
+    "load",
+    "newest",
+    "prune",
+    "read",
+    "save",
+]  # the rest is internal

@@ -1,4 +1,6 @@
-"""What a checkpoint holds of a rank: parameters and the state of an optimizer, by their names in the whole model."""
+"""What a checkpoint holds of a rank: parameters and the state of an optimizer, by their names in
+the whole model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from mpipipe.optim import StateShard, duplicate_name_error
 from mpipipe.stages import StageAdapter
 
 PARAMETERS = "parameters"
-Announcements: TypeAlias = "list[Callable[[], object]]"  # called before anything is written to the arrays
+Announcements: TypeAlias = (
+    "list[Callable[[], object]]"  # called before anything is written to the arrays
+)
 
 
 class Optimizer(Protocol):
@@ -29,10 +33,11 @@ class Optimizer(Protocol):
 
 
 def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...; StateShards stay what they are.
+    """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...; StateShards
+    stay what they are.
 
-    Complex ones are pairs of real ones, (..., 2). Raises ArgumentError for two of one name, and for arrays that cannot
-    be stored.
+    Complex ones are pairs of real ones, (..., 2). Raises ArgumentError for two of one name, and for
+    arrays that cannot be stored.
     """
     contents: dict[str, Any] = {}
     for stage in StageAdapter.of(stages):
@@ -52,16 +57,21 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
 
 
 def state_names(stages: Sequence[Any]) -> set[str]:
-    """Return the names in the contents of what each replica has for itself, such as statistics of batch norm."""
+    """Return the names in the contents of what each replica has for itself, such as statistics of
+    batch norm.
+    """
     models = [model for stage in StageAdapter.of(stages) for model in stage.models]
     return {f"{PARAMETERS}/{name}" for model in models for name in model.state}
 
 
-def share_of(contents: Mapping[str, Any], replicas: Communicator, state: Collection[str] = ()) -> dict[str, Array]:
-    """Return the arrays that this replica writes, for about equal bytes; collective where there are StateShards.
+def share_of(
+    contents: Mapping[str, Any], replicas: Communicator, state: Collection[str] = ()
+) -> dict[str, Array]:
+    """Return the arrays that this replica writes, for about equal bytes; collective where there are
+    StateShards.
 
-    Each array goes to the replica that has fewest bytes, the largest first. `state` goes to replica 0, as a copy: the
-    next forward changes it, while a thread writes.
+    Each array goes to the replica that has fewest bytes, the largest first. `state` goes to replica
+    0, as a copy: the next forward changes it, while a thread writes.
     """
     share = {}
     heap = [(0, writer) for writer in range(replicas.size)]
@@ -78,7 +88,9 @@ def share_of(contents: Mapping[str, Any], replicas: Communicator, state: Collect
 
 def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:
     """Raise ArgumentError where an optimizer is sharded over other ranks than these."""
-    members = next((array.group.members for array in contents.values() if isinstance(array, StateShard)), None)
+    members = next(
+        (array.group.members for array in contents.values() if isinstance(array, StateShard)), None
+    )
     if members is not None and members != world_ranks(replicas):
         raise ArgumentError(
             "the optimizer is sharded over other ranks than the replicas of the mesh",
@@ -89,7 +101,9 @@ def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:
 
 
 def state_of(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the caller's plain state. Raises ArgumentError for what JSON would not give back as it is."""
+    """Return a copy of the caller's plain state. Raises ArgumentError for what JSON would not give
+    back as it is.
+    """
     copied = dict(state or {})
     _check_plain(copied)
     result: dict[str, Any] = json.loads(json.dumps(copied))
@@ -117,13 +131,17 @@ def _check_plain(value: Any, place: str = "state") -> None:
 def announcements_of(stages: Sequence[Any], optimizer: Any) -> tuple[list[Announcements], bool]:
     """Return the lists `before_write` of all that have one, and whether no write goes unannounced.
 
-    Stages with something to train that the optimizer does not have are stepped by something else: an optimizer of
-    PyTorch, for example, which announces nothing.
+    Stages with something to train that the optimizer does not have are stepped by something else:
+    an optimizer of PyTorch, for example, which announces nothing.
     """
     things = [*stages, *([] if optimizer is None else [optimizer])]
     lists = [getattr(thing, "before_write", None) for thing in things]
     known = getattr(optimizer, "stages", stages)
     rest = [stage for stage in stages if not any(stage is each for each in known)]
-    trained = [stage for stage in rest if getattr(stage, "gradients", None) is not None and stage.gradients.flat.size]
+    trained = [
+        stage
+        for stage in rest
+        if getattr(stage, "gradients", None) is not None and stage.gradients.flat.size
+    ]
     announced = optimizer is not None and None not in lists and not trained
     return [each for each in lists if each is not None], announced

@@ -4,8 +4,8 @@
                   manifest.json          written last, so a checkpoint is whole or absent
     step-00000200/...
 
-A manifest may come from anywhere, so nothing in it is taken on trust: types, numbers, and the names of files, which
-must stay inside the folder. It is JSON, and nothing in a checkpoint is code.
+A manifest may come from anywhere, so nothing in it is taken on trust: types, numbers, and the names
+of files, which must stay inside the folder. It is JSON, and nothing in a checkpoint is code.
 """
 
 from __future__ import annotations
@@ -34,30 +34,38 @@ COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another 
 
 
 def find(root: Path) -> list[Path]:
-    """List the checkpoints in `root` that have a manifest, by rising step; none if there is no such folder."""
+    """List the checkpoints in `root` that have a manifest, by rising step; none if there is no such
+    folder.
+    """
     return [path for path in _folders(root) if (path / MANIFEST).is_file()]
 
 
 def newest(root: str | Path) -> Path | None:
-    """Return the newest whole checkpoint in a folder given to `save`, or in the output folder of a training."""
+    """Return the newest whole checkpoint in a folder given to `save`, or in the output folder of a
+    training.
+    """
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
 
 
 def clear(folder: Path) -> bool:
-    """Remove a checkpoint, its manifest first: without it the rest is no checkpoint. Other files stay. Raises OSError.
+    """Remove a checkpoint, its manifest first: without it the rest is no checkpoint. Other files
+    stay. Raises OSError.
 
     Returns whether there was anything to remove.
     """
     names = {path.name: path.name.removesuffix(files.PARTIAL) for path in folder.iterdir()}
-    ours = sorted(name for name, whole in names.items() if whole == MANIFEST or FILE.fullmatch(whole))
+    ours = sorted(
+        name for name, whole in names.items() if whole == MANIFEST or FILE.fullmatch(whole)
+    )
     for name in [MANIFEST, *ours]:
         (folder / name).unlink(missing_ok=True)
     return bool(ours)
 
 
 def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
-    """Remove all but the newest checkpoints in a folder, and what saves that were cut short have left before them.
+    """Remove all but the newest checkpoints in a folder, and what saves that were cut short have
+    left before them.
 
     Parameters
     ----------
@@ -66,7 +74,8 @@ def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
     keep : int
         How many stay, at least 1.
     just_saved : Path, optional
-        A checkpoint after which others may be under way: later folders that are no checkpoints yet stay.
+        A checkpoint after which others may be under way: later folders that are no checkpoints yet
+        stay.
 
     Raises
     ------
@@ -87,19 +96,27 @@ def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
                 path.rmdir()
         except OSError as error:
             raise ArgumentError(
-                f"an old checkpoint cannot be removed: {error.strerror}", found=str(error.filename or path)
+                f"an old checkpoint cannot be removed: {error.strerror}",
+                found=str(error.filename or path),
             ) from error
 
 
 def check_keep(keep: int | None) -> None:
     """Raise ArgumentError unless `keep` is None or at least 1."""
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ArgumentError("keep", found=repr(keep), expected="at least 1: the newest checkpoint always stays")
+        raise ArgumentError(
+            "keep", found=repr(keep), expected="at least 1: the newest checkpoint always stays"
+        )
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that it is not found as one of its folder any more; return what it is called now."""
-    names = (path.with_name(f"aside-{path.name}{tail}") for tail in ("", *(f"-{n}" for n in range(2, 1000))))
+    """Rename a checkpoint, so that it is not found as one of its folder any more; return what it is
+    called now.
+    """
+    names = (
+        path.with_name(f"aside-{path.name}{tail}")
+        for tail in ("", *(f"-{n}" for n in range(2, 1000)))
+    )
     target = next(name for name in names if not name.exists())
     path.rename(target)
     return target
@@ -122,11 +139,13 @@ def _place(path: Path) -> tuple[int, str]:
     return step_of(path), path.name
 
 
-# -- One folder: made, cleaned up, and what its errors say ------------------------------------------------------------
+# -- One folder: made, cleaned up, and what its errors say -----------------------------------------
 
 
 def open_folder(root: Path, step: int) -> Path:
-    """Make the folder of the checkpoint of a step, without what an earlier save has left in it. Raises StorageError."""
+    """Make the folder of the checkpoint of a step, without what an earlier save has left in it.
+    Raises StorageError.
+    """
     folder = root / f"step-{step:08d}"
     owner.check_owned(folder)
     with explained(folder):
@@ -137,7 +156,9 @@ def open_folder(root: Path, step: int) -> Path:
 
 
 def drop(folder: Path, name: str) -> None:
-    """Remove a file, finished or not. A thread that still writes it cannot give it a name that is gone."""
+    """Remove a file, finished or not. A thread that still writes it cannot give it a name that is
+    gone.
+    """
     for each in (name + files.PARTIAL, name):  # in this order: it may be renamed between the two
         with suppress(OSError):
             (folder / each).unlink()
@@ -158,7 +179,7 @@ def explained(folder: Path) -> Iterator[None]:
         ) from error
 
 
-# -- The manifest -----------------------------------------------------------------------------------------------------
+# -- The manifest ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -196,19 +217,25 @@ def write(checkpoint: Checkpoint, before_naming: Callable[[], object] | None = N
     write_facts(checkpoint.path / MANIFEST, facts, before_naming)
 
 
-def write_facts(path: Path, facts: Mapping[str, Any], before_naming: Callable[[], object] | None = None) -> None:
+def write_facts(
+    path: Path, facts: Mapping[str, Any], before_naming: Callable[[], object] | None = None
+) -> None:
     """Write plain facts as JSON, with their checksum. Raises OSError."""
     content = json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n"
     files.write_whole(path, content.encode(), before_naming)
 
 
 def checksum_of(facts: Mapping[str, Any]) -> str:
-    """Return the CRC-32 of plain facts, as eight hexadecimal digits. It finds damage, no forgery."""
+    """Return the CRC-32 of plain facts, as eight hexadecimal digits. It finds damage, no
+    forgery.
+    """
     return f"{crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read a manifest. Raises ArgumentError, with the file's name, where it is missing, damaged, foreign or newer."""
+    """Read a manifest. Raises ArgumentError, with the file's name, where it is missing, damaged,
+    foreign or newer.
+    """
     path = folder / MANIFEST
     try:
         facts = json.loads(files.read_text(path, MOST_BYTES))
@@ -258,17 +285,22 @@ def _wrong(path: Path, text: str) -> ArgumentError:
 def _content(name: str, facts: Any) -> Content:
     if FILE.fullmatch(name) is None:
         raise ValueError(f"{name!r:.80} is no name of a file of a checkpoint")
-    size, header = _count(facts["bytes"]), _count(facts["header"])
+    size = _count(facts["bytes"])
+    header = _count(facts["header"])
     if not 8 <= header <= min(size, MOST_BYTES):
         raise ValueError(f"{name} with {size} bytes has a header of {header}")
     entries = {}
     for array, each in facts["arrays"].items():
-        dtype, shape = each["dtype"], tuple(map(_count, each["shape"]))
+        dtype = each["dtype"]
+        shape = tuple(map(_count, each["shape"]))
         if dtype not in NAMES:
             raise ValueError(f"{array} has the dtype {dtype!r:.40}")
         entry = entries[array] = TensorEntry(dtype, shape, _count(each["start"]), each["checksum"])
         if entry.start < header or entry.start + entry.nbytes > size:
-            raise ValueError(f"{array} would begin at byte {entry.start} and end after its file, which has {size}")
+            raise ValueError(
+                f"{array} would begin at byte {entry.start} and end after its file, which has "
+                f"{size}"
+            )
     return Content(size, header, facts["checksum"], entries)
 
 

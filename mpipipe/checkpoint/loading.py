@@ -1,4 +1,6 @@
-"""Loading: rank 0 reads the manifest, and each rank the arrays that it has, wherever they were when they were saved."""
+"""Loading: rank 0 reads the manifest, and each rank the arrays that it has, wherever they were when
+they were saved.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,25 @@ from mpipipe.nn import announce_write
 from mpipipe.optim import StateShard
 from mpipipe.stages import StageAdapter
 
-OTHER_MODEL = "build the model with the sizes and the dtype that it had when the checkpoint was saved"
+OTHER_MODEL = (
+    "build the model with the sizes and the dtype that it had when the checkpoint was saved"
+)
 
 
-def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None) -> Checkpoint:
+def load(
+    path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None
+) -> Checkpoint:
     """Set parameters and the state of an optimizer from a checkpoint; collective over the mesh.
 
-    The mesh and the cut into stages may be others than those that saved it: arrays are found by their names, and each
-    rank reads those that it has. Checksums are compared. Nothing in a checkpoint is code, and nothing is unpickled.
+    The mesh and the cut into stages may be others than those that saved it: arrays are found by
+    their names, and each rank reads those that it has. Checksums are compared. Nothing in a
+    checkpoint is code, and nothing is unpickled.
 
     Parameters
     ----------
     path : str or Path
-        A checkpoint, or a folder with some: then the newest is taken. A relative path begins in the working folder of
-        rank 0.
+        A checkpoint, or a folder with some: then the newest is taken. A relative path begins in the
+        working folder of rank 0.
     mesh, stages : see `save`
         In half precision stages also renew the copy that they compute with.
     optimizer : AdamW, SGD or alike, optional
@@ -43,26 +50,36 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     Raises
     ------
     ArgumentError
-        On every rank, with the name of the file: there is none, it is damaged or of a newer format, or its arrays are
-        not those of the model or of the optimizer. After an error the stages hold values of no use.
+        On every rank, with the name of the file: there is none, it is damaged or of a newer format,
+        or its arrays are not those of the model or of the optimizer. After an error the stages hold
+        values of no use.
     """
-    group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
+    group = group_of(mesh.comm)
+    adapters = StageAdapter.of(stages)
     with group.raise_together("checkpoint.load: the arrays to set"):
         held = contents_of(adapters, optimizer)
         check_shards(held, mesh.replicas)
         # a new array where a stage hands out what must not be written to
         wanted = {
-            name: np.empty_like(array) if isinstance(array, np.ndarray) and not array.flags.writeable else array
+            name: np.empty_like(array)
+            if isinstance(array, np.ndarray) and not array.flags.writeable
+            else array
             for name, array in held.items()
             if not isinstance(array, StateShard) or array.part.size or array.copy is not None
         }
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(held) if mesh.replicas.rank == 0 else []
-    names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
+    names = {
+        name
+        for part in group.gather("checkpoint.load: the names of all ranks", own)
+        for name in part
+    }
     with group.raise_together("checkpoint.load: the arrays"):
         _check_names(saved, names, kinds, optimizer)
-        writers: list[Any] = [each for each in (*adapters, optimizer) if hasattr(each, "before_write")]
+        writers: list[Any] = [
+            each for each in (*adapters, optimizer) if hasattr(each, "before_write")
+        ]
         announce_write(*writers)  # a save that still reads these arrays finishes first
         read_arrays(saved, wanted)
         if optimizer is not None:
@@ -74,7 +91,8 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Read what a checkpoint is, without its arrays; of a folder with several, the newest. One rank calls this.
+    """Read what a checkpoint is, without its arrays; of a folder with several, the newest. One rank
+    calls this.
 
     Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
@@ -85,13 +103,18 @@ def read(path: str | Path) -> Checkpoint:
             "no checkpoint is here",
             found=str(path),
             expected=f"a folder step-... with {MANIFEST}, or a folder with some of these",
-            remedy="name another folder; a save that was cut short leaves no manifest, and cannot be read",
+            remedy="name another folder; a save that was cut short leaves no manifest, and cannot "
+            "be read",
         )
     return folders.read(folder)
 
 
-def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None) -> None:
-    """Raise ArgumentError unless the checkpoint has exactly what all ranks want, of the kinds that they want."""
+def _check_names(
+    saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None
+) -> None:
+    """Raise ArgumentError unless the checkpoint has exactly what all ranks want, of the kinds that
+    they want.
+    """
     held = {name for content in saved.files.values() for name in content.arrays}
     states = sorted({name.split("/", 1)[0] for name in held} - {PARAMETERS})
     if optimizer is not None and (saved.optimizer_steps is None or {PARAMETERS, *states} != kinds):
@@ -99,9 +122,13 @@ def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer
             "the checkpoint has no state for this optimizer",
             found=f"state {' and '.join(states) or 'of none'} in {saved.path / MANIFEST}",
             expected=f"{' and '.join(sorted(kinds - {PARAMETERS})) or 'an optimizer without state'}",
-            remedy="take the optimizer that was saved, with the same options, or load parameters alone",
+            remedy="take the optimizer that was saved, with the same options, or load parameters "
+            "alone",
         )
-    for names, text in ((wanted - held, "has no array"), (held - wanted, "has an array that the model does not:")):
+    for names, text in (
+        (wanted - held, "has no array"),
+        (held - wanted, "has an array that the model does not:"),
+    ):
         of_interest = sorted(name for name in names if name.split("/", 1)[0] in kinds)
         if of_interest:
             raise ArgumentError(
@@ -113,11 +140,17 @@ def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer
 
 
 def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array | StateShard]) -> None:
-    """Set arrays, by their names in a checkpoint. Shapes and dtypes are compared before anything is read.
+    """Set arrays, by their names in a checkpoint. Shapes and dtypes are compared before anything is
+    read.
 
     Raises ArgumentError, with the name of the file. One rank may call this.
     """
-    places = {name: file for file, content in saved.files.items() for name in content.arrays if name in wanted}
+    places = {
+        name: file
+        for file, content in saved.files.items()
+        for name in content.arrays
+        if name in wanted
+    }
     for name, array in wanted.items():
         entry = saved.files[places[name]].arrays[name]
         if (entry.dtype, entry.shape) != (DTYPES[array.dtype.name], array.shape):
@@ -128,12 +161,16 @@ def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array | StateShard]) -> 
                 remedy=OTHER_MODEL,
             )
     for file in dict.fromkeys(places.values()):
-        what, says = "a file of the checkpoint", f"what {MANIFEST} says"
+        what = "a file of the checkpoint"
+        says = f"what {MANIFEST} says"
         with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
             for name in (name for name, place in places.items() if place == file):
                 array = wanted[name]
-                values = np.empty(array.shape, array.dtype) if isinstance(array, StateShard) else array
-                checksum, expected = reader.read_summed(name, values), reader.arrays[name].checksum
+                values = (
+                    np.empty(array.shape, array.dtype) if isinstance(array, StateShard) else array
+                )
+                checksum = reader.read_summed(name, values)
+                expected = reader.arrays[name].checksum
                 if checksum != expected:
                     raise ValueError(f"{name} has the checksum {checksum} and not {expected}")
                 if isinstance(array, StateShard):

@@ -1,15 +1,17 @@
 """One owner of a folder: the file owner.json in it names the job that writes there.
 
-The first job creates the file (O_EXCL). Where there is one, a job looks whether its owner lives, which can be known on
-the owner's own host alone, by the id and start time of the process that leads it:
+The first job creates the file (O_EXCL). Where there is one, a job looks whether its owner lives,
+which can be known on the owner's own host alone, by the id and start time of the process that leads
+it:
 
     lives, or may live on another host          wait some seconds for it to leave, then OwnerError
     has died, or its host has started anew      replace it
     an earlier start of the same job of SLURM   replace it: SLURM ends the one before it starts the next
 
-An owner is replaced by a claim with its token in the name, which one job alone can create. It is renamed to owner.json,
-and the job whose token is found there has won. A claim whose job has died is removed by the same rules. A job that has
-lost its folder, as one whose owner.json was removed, finds another token before it gives a file its name.
+An owner is replaced by a claim with its token in the name, which one job alone can create. It is
+renamed to owner.json, and the job whose token is found there has won. A claim whose job has died is
+removed by the same rules. A job that has lost its folder, as one whose owner.json was removed,
+finds another token before it gives a file its name.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ from mpipipe import files
 from mpipipe.errors import OwnerError
 from mpipipe.job import RankGroup, current_rank, is_rank, wait_locally, write
 
-Explain = Callable[[Path], AbstractContextManager[None]]  # turns an OSError of a folder into an error of this package
-NAME, CLAIM = "owner.json", "owner.json.after-"
+Explain = Callable[
+    [Path], AbstractContextManager[None]
+]  # turns an OSError of a folder into an error of this package
+NAME = "owner.json"
+CLAIM = "owner.json.after-"
 MOST_BYTES = 1 << 20
 LIVING_SECONDS = 10.0  # that a job waits for an owner that lives: it may be about to leave
 # the id of a batch job, and the variable that counts its starts, where there is one
@@ -42,19 +47,24 @@ JOBS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "PBS_JOBID": ""}
 class Owner:
     """What one rank knows of a folder that its job owns by `token`; one rank `holds` the file.
 
-    A folder that was `made` for it goes at the release if it is empty. The last of `users`, who share the ownership,
-    releases it.
+    A folder that was `made` for it goes at the release if it is empty. The last of `users`, who
+    share the ownership, releases it.
     """
 
     def __init__(self, folder: Path, token: str, made: bool = False, holds: bool = False) -> None:
-        self.folder, self.token, self.made, self.holds = folder, token, made, holds
+        self.folder = folder
+        self.token = token
+        self.made = made
+        self.holds = holds
         self.users = 1
         current_rank().owners.append(self)
         if holds:
             atexit.register(self._release_all)  # in a program that ends without closing its saver
 
     def check(self) -> None:
-        """Raise OwnerError if the folder is not this job's any more; to be called before a write."""
+        """Raise OwnerError if the folder is not this job's any more; to be called before a
+        write.
+        """
         try:
             owner = read(self.folder / NAME)
         except FileNotFoundError:
@@ -66,11 +76,14 @@ class Owner:
                 "another job has taken the folder from this one",
                 found=str(owner or "no owner.json"),
                 expected=f"the token {self.token} of this job in {self.folder / NAME}",
-                remedy="let one job at a time write there; this one was stopped, or its owner.json was removed",
+                remedy="let one job at a time write there; this one was stopped, or its "
+                "owner.json was removed",
             )
 
     def is_taken(self) -> bool:
-        """Whether another job has the folder. Where no job has it, this one may have released it on another rank."""
+        """Whether another job has the folder. Where no job has it, this one may have released it on
+        another rank.
+        """
         try:
             record = read(self.folder / NAME)
         except OSError:
@@ -99,7 +112,9 @@ class Owner:
 
 @contextmanager
 def released_at_end(owner: Owner, group: RankGroup) -> Iterator[None]:
-    """Release a folder at the end of the block. Where the group comes to it alike, each rank knows that it is free."""
+    """Release a folder at the end of the block. Where the group comes to it alike, each rank knows
+    that it is free.
+    """
     together = True
     try:
         yield
@@ -113,7 +128,9 @@ def released_at_end(owner: Owner, group: RankGroup) -> Iterator[None]:
 
 
 def owner_of(path: Path) -> Owner | None:
-    """Return what this rank knows of the ownership of `path`, or of a folder above it; None if its job has none."""
+    """Return what this rank knows of the ownership of `path`, or of a folder above it; None if its
+    job has none.
+    """
     for owner in current_rank().owners:
         if owner.folder == path or owner.folder in path.parents:
             return owner
@@ -133,7 +150,9 @@ def is_owner_file(name: str) -> bool:
 
 
 def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
-    """Take part in the ownership of a folder that this job has already, or take it; collective. See `take_folder`."""
+    """Take part in the ownership of a folder that this job has already, or take it; collective. See
+    `take_folder`.
+    """
     place = None
     if group.rank == 0:
         known = owner_of(folder.absolute())
@@ -151,7 +170,8 @@ def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
 def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     """Make the folder that rank 0 names this job's, and make it where it is missing; collective.
 
-    Raises, on every rank, OwnerError where another job keeps it, and what `explained` makes of an OSError.
+    Raises, on every rank, OwnerError where another job keeps it, and what `explained` makes of an
+    OSError.
     """
 
     def take() -> tuple[Path, str, bool]:
@@ -168,15 +188,20 @@ def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
 
 
 class Taking:
-    """A try to become the owner of a folder by the file `path`, which goes on until it has `ended`."""
+    """A try to become the owner of a folder by the file `path`, which goes on until it has
+    `ended`.
+    """
 
     def __init__(self, path: Path, record: OwnerRecord) -> None:
-        self.path, self.record = path, record
+        self.path = path
+        self.record = record
         self._begin = time.monotonic()
         self._told = False
 
     def ended(self, seconds: float) -> bool:
-        """Look once more, and return whether the folder is this job's. Raises OSError and OwnerError."""
+        """Look once more, and return whether the folder is this job's. Raises OSError and
+        OwnerError.
+        """
         if _create(self.path, self.record):
             return True
         with suppress(FileNotFoundError):  # it was released, or another job was faster
@@ -189,7 +214,9 @@ class Taking:
         return False
 
     def _is_left(self, path: Path, owner: OwnerRecord | None) -> bool:
-        """Whether the job that a file names writes no more. Raises OwnerError for one that lives on after all."""
+        """Whether the job that a file names writes no more. Raises OwnerError for one that lives on
+        after all.
+        """
         late = time.monotonic() - self._begin > LIVING_SECONDS
         # a file that stays cut short is of a job that died while it wrote it
         if late if owner is None else owner.has_ended(self.record):
@@ -199,17 +226,23 @@ class Taking:
                 "another job owns the folder",
                 found=f"{owner}, in {path}",
                 expected="a folder that no other job writes to",
-                remedy="wait for the end of that job, or choose another folder; if it hangs, end its processes; if it "
+                remedy="wait for the end of that job, or choose another folder; if it hangs, end "
+                "its processes; if it "
                 f"has died on another host, remove {path}",
             )
         if not self._told:
             self._told = True
             owns = owner or "a job that has not said who it is"
-            write(f"mpipipe: {path.parent} is owned by {owns}; waits {LIVING_SECONDS:g} s for it to leave\n")
+            write(
+                f"mpipipe: {path.parent} is owned by {owns}; waits {LIVING_SECONDS:g} s for it to "
+                "leave\n"
+            )
         return False
 
     def _replace(self, owner: OwnerRecord | None) -> None:
-        """Put this job in the place of a dead owner, unless another job does that at the same time."""
+        """Put this job in the place of a dead owner, unless another job does that at the same
+        time.
+        """
         token = "none" if owner is None else owner.token
         claim = self.path.with_name(f"{CLAIM}{token}")
         if not _create(claim, self.record):
@@ -219,7 +252,10 @@ class Taking:
         try:
             if read(self.path) == owner:
                 claim.rename(self.path)
-                write(f"mpipipe: {self.path.parent} was owned by {owner or 'a job'}, which is dead: taken over\n")
+                write(
+                    f"mpipipe: {self.path.parent} was owned by {owner or 'a job'}, which is dead: "
+                    "taken over\n"
+                )
         finally:
             claim.unlink(missing_ok=True)
 
@@ -227,7 +263,9 @@ class Taking:
 def _create(path: Path, record: OwnerRecord) -> bool:
     """Create a file with a record; return False where there is one. Raises OSError."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
     except FileExistsError:
         return False
     try:
@@ -277,12 +315,24 @@ class OwnerRecord:
     @classmethod
     def of_this_job(cls) -> OwnerRecord:
         """Describe the job that this process leads."""
-        own, since = os.getpid(), f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+        own = os.getpid()
+        since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         host, (job, starts) = socket.gethostname(), _job(os.environ)
-        return cls(secrets.token_hex(8), host, this_machine(), own, _start_of(own) or "", job, starts, since)
+        return cls(
+            secrets.token_hex(8),
+            host,
+            this_machine(),
+            own,
+            _start_of(own) or "",
+            job,
+            starts,
+            since,
+        )
 
     def has_ended(self, other: OwnerRecord) -> bool:
-        """Whether this owner writes no more, as far as the job of `other`, on this machine, can know."""
+        """Whether this owner writes no more, as far as the job of `other`, on this machine, can
+        know.
+        """
         if self.machine == other.machine:
             return _start_of(self.process) not in (self.start, HIDDEN)
         boot, own_boot = (record.machine.rpartition(" ")[0] for record in (self, other))
@@ -295,11 +345,14 @@ class OwnerRecord:
         return f"{job}process {self.process} on {self.host}, since {self.since}"
 
 
-HIDDEN = "hidden"  # in place of the start time of a process that another user has, where the system hides it
+# In place of the start time of a process that another user has, where the system hides it.
+HIDDEN = "hidden"
 
 
 def _start_of(number: int) -> str | None:
-    """Return when a process of this machine began, in ticks since the boot; None if it has ended."""
+    """Return when a process of this machine began, in ticks since the boot; None if it has
+    ended.
+    """
     with suppress(OSError):
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -322,7 +375,9 @@ def this_machine() -> str:
 
 
 def _job(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the number of the batch job with its variable, and how often it was started again; "" without one."""
+    """Return the number of the batch job with its variable, and how often it was started again; ""
+    without one.
+    """
     for name, count in JOBS.items():
         if environment.get(name):
             return f"{name} {environment[name]}", environment.get(count) or "0"

@@ -1,11 +1,12 @@
-"""A comparison of what must be equal: parameters and optimizer state, over replicas and over places of tied ones.
+"""A comparison of what must be equal: parameters and optimizer state, over replicas and over places
+of tied ones.
 
     rank 0   hash of each array  ->  one number  |                 all alike: go on
     rank 1   hash of each array  ->  one number  |  one exchange
     rank 2   hash of each array  ->  one number  |                 else: hashes by name, and an error with names
 
-A hash is BLAKE2b of 64 bits over the bytes of an array, with its dtype and shape, computed on the host: copying arrays
-of a GPU there takes less time than hashing.
+A hash is BLAKE2b of 64 bits over the bytes of an array, with its dtype and shape, computed on the
+host: copying arrays of a GPU there takes less time than hashing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ ABSENT = "absent"
 
 
 class Hashes(NamedTuple):
-    """What one rank, at the place `pipe` along the pipe, holds: hashes by name, and which are one tied parameter."""
+    """What one rank, at the place `pipe` along the pipe, holds: hashes by name, and which are one
+    tied parameter.
+    """
 
     pipe: int
     host: str
@@ -55,33 +58,40 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         sides = sorted(self.ranks.items(), key=lambda side: (len(side[1]), side[1]))
-        return f"{self.name} is " + ", ".join(f"{value} on {rank_list.named(ranks)}" for value, ranks in sides)
+        return f"{self.name} is " + ", ".join(
+            f"{value} on {rank_list.named(ranks)}" for value, ranks in sides
+        )
 
 
 def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None) -> None:
-    """Compare parameters and optimizer state over all ranks that must have the same; collective over the mesh.
+    """Compare parameters and optimizer state over all ranks that must have the same; collective
+    over the mesh.
 
-    Equal they are, to the bit, as long as nothing has gone wrong: replicas start equal, get the same sums of gradients
-    and make the same steps. So do the places of a tied parameter. A bit that flipped in the memory of one rank, a
-    faulty unit of a processor or a parameter that one rank has changed by itself is found here, and by nothing else.
+    Equal they are, to the bit, as long as nothing has gone wrong: replicas start equal, get the
+    same sums of gradients and make the same steps. So do the places of a tied parameter. A bit that
+    flipped in the memory of one rank, a faulty unit of a processor or a parameter that one rank has
+    changed by itself is found here, and by nothing else.
 
     Parameters
     ----------
     mesh, stages, optimizer : see `save`
-        The ranks of `mesh.replicas` must have the same, but for what a sharded optimizer has shares of: its state, and
-        parameters in float32, whose copies in half precision are compared.
+        The ranks of `mesh.replicas` must have the same, but for what a sharded optimizer has shares
+        of: its state, and parameters in float32, whose copies in half precision are compared.
 
     Raises
     ------
     ReplicaError, MismatchError
-        On every rank: with the names of the arrays, the ranks that have each value, and the hosts of those that differ
-        from most others; or the optimizers have made different numbers of steps.
+        On every rank: with the names of the arrays, the ranks that have each value, and the hosts
+        of those that differ from most others; or the optimizers have made different numbers of
+        steps.
     """
     group = group_of(mesh.comm)
     with group.raise_together(f"{WHAT}: the hashes"):
         held = _held(mesh, stages, optimizer)
     steps = None if optimizer is None else optimizer.steps
-    table = group.agree(WHAT, (("steps of the optimizer", steps),), [_number(held.hashes), bool(held.ties)])
+    table = group.agree(
+        WHAT, (("steps of the optimizer", steps),), [_number(held.hashes), bool(held.ties)]
+    )
     numbers: dict[int, set[int]] = {}
     for rank, (number, _) in enumerate(table.tolist()):
         numbers.setdefault(mesh.coords_of(rank).pipe, set()).add(number)
@@ -90,7 +100,9 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
         return
     if held.pipe not in differ:
         tied = {name for some in held.ties.values() for name in some}
-        held = held._replace(hashes={name: value for name, value in held.hashes.items() if name in tied})
+        held = held._replace(
+            hashes={name: value for name, value in held.hashes.items() if name in tied}
+        )
     everyone = group.gather(f"{WHAT}: the names", held)
     differences = compare(everyone)
     if differences:
@@ -102,7 +114,9 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
     Those differences that name few ranks come first.
     """
-    values: dict[str, dict[int, set[str]]] = {}  # what each rank has, by the names of arrays that must be equal
+    values: dict[
+        str, dict[int, set[str]]
+    ] = {}  # what each rank has, by the names of arrays that must be equal
     for pipe in sorted({held.pipe for held in everyone}):
         same = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
         for name in sorted(set().union(*same.values())):
@@ -124,11 +138,19 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
 
 def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
-    everything, hashes = contents_of(stages, optimizer), {}
-    whole = {name: array.copy if isinstance(array, StateShard) else array for name, array in everything.items()}
+    everything = contents_of(stages, optimizer)
+    hashes = {}
+    whole = {
+        name: array.copy if isinstance(array, StateShard) else array
+        for name, array in everything.items()
+    }
     own = state_names(stages)  # of each replica for itself
-    contents = {name: array for name, array in whole.items() if array is not None and name not in own}
-    known: dict[tuple[int, str, Shape], str] = {}  # a tied parameter is one array for all its places on a rank
+    contents = {
+        name: array for name, array in whole.items() if array is not None and name not in own
+    }
+    known: dict[
+        tuple[int, str, Shape], str
+    ] = {}  # a tied parameter is one array for all its places on a rank
     for name, array in contents.items():
         place = arrays.address(array), array.dtype.name, array.shape
         hashes[name] = known[place] = known.get(place) or hash_of(array)
@@ -154,19 +176,28 @@ def hash_of(array: Array) -> str:
 def _number(hashes: Mapping[str, str]) -> int:
     """Return a number from 0 to 2^63 - 1 for all hashes of a rank."""
     text = "\n".join(f"{name} {value}" for name, value in sorted(hashes.items()))
-    return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(
+            blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big"
+        )
+        >> 1
+    )
 
 
 def _error(differences: Sequence[Difference], everyone: Sequence[Hashes]) -> ReplicaError:
-    first, odd = differences[0], differences[0].odd
-    others, more = len(differences) - 1, len(differences) - LISTED
+    first = differences[0]
+    odd = differences[0].odd
+    others = len(differences) - 1
+    more = len(differences) - LISTED
     texts = [*map(str, differences[:LISTED]), *([f"and {more} arrays more"] if more > 0 else [])]
     hosts = rank_list.grouped((rank, everyone[rank].host) for rank in odd)
     return ReplicaError(
         f"replicas differ in {first.name}" + (f" and {others} arrays more" if others else ""),
         rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
         found="; ".join(texts),
-        expected="the same bytes on all ranks with the same stages, and in all places of a tied parameter",
-        remedy="go on from a checkpoint of before, and change parameters on all ranks alike; where nothing in the "
+        expected="the same bytes on all ranks with the same stages, and in all places of a tied "
+        "parameter",
+        remedy="go on from a checkpoint of before, and change parameters on all ranks alike; "
+        "where nothing in the "
         f"program does, test the memory and the processor of {'; '.join(hosts)}",
     )

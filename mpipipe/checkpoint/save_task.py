@@ -1,4 +1,5 @@
-"""One checkpoint on its way to the disk, as one rank sees it: its file, and on rank 0 the manifest at the end.
+"""One checkpoint on its way to the disk, as one rank sees it: its file, and on rank 0 the manifest
+at the end.
 
     rank 0, replica 0   |part-0|                             |manifest.json|
     rank 1, replica 1   |part-1|     = all are on the disk =
@@ -40,7 +41,8 @@ class GivenUp(Exception):
 
 
 class SaveTask:
-    """A checkpoint on its way, whose files are not known yet: this rank writes the arrays of its `share`, in a thread.
+    """A checkpoint on its way, whose files are not known yet: this rank writes the arrays of its
+    `share`, in a thread.
 
     work : what the thread of this rank does, or did last
     read : set once no array is read any more: until then they must not change
@@ -55,13 +57,21 @@ class SaveTask:
         keep: int | None,
         beforehand: Callable[[], object] | None,
     ) -> None:
-        self.checkpoint, self.rank, self.keep, self.beforehand = checkpoint, rank, keep, beforehand
-        self.folder, self.part = checkpoint.path, f"part-{rank}.safetensors"  # the file that this rank writes
+        self.checkpoint = checkpoint
+        self.rank = rank
+        self.keep = keep
+        self.beforehand = beforehand
+        # the file that this rank writes
+        self.folder = checkpoint.path
+        self.part = f"part-{rank}.safetensors"
         self._owner = owner_of(self.folder)  # asked here: threads are no ranks
         self._check_owner = None if self._owner is None else self._owner.check
-        self.read, self.sealed = threading.Event(), False
-        self._given_up, self._seconds = False, 0.0
-        self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
+        self.read = threading.Event()
+        self.sealed = False
+        self._given_up = False
+        self._seconds = 0.0
+        self._bytes = 0
+        self._all_bytes = sum(array.nbytes for array in share.values())
         self._doing = "waits for its thread"
         device = any(map(arrays.is_device, share.values()))
         # after the step that the checkpoint is of
@@ -117,7 +127,9 @@ class SaveTask:
         return ENDED if self.work.problem is None else FAILED
 
     def write_manifest(self, written: Written, seconds: float) -> None:
-        """On rank 0, begin to write the manifest; all files have their names, the last one after `seconds`."""
+        """On rank 0, begin to write the manifest; all files have their names, the last one after
+        `seconds`.
+        """
         if self.rank == 0:
             self._seconds = seconds
             self.work = ThreadTask(lambda: self._seal(written), THREAD)
@@ -146,7 +158,8 @@ class SaveTask:
                 logger.warning("mpipipe: %s", error)
 
     def give_up(self) -> None:
-        """End the thread where that is possible soon, and remove what this rank has written. Never raises OSError.
+        """End the thread where that is possible soon, and remove what this rank has written. Never
+        raises OSError.
 
         A file whose manifest rank 0 may have written stays.
         """
@@ -170,7 +183,7 @@ class SaveTask:
         """Nothing needs to be given up any more."""
         atexit.unregister(self.give_up)
 
-    # -- for the report of a hang -------------------------------------------------------------------------------
+    # -- for the report of a hang ------------------------------------------------------------------
 
     def progress_token(self) -> object:
         """A disk that is slow makes progress."""

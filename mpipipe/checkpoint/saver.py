@@ -1,14 +1,16 @@
-"""Saving while a training goes on: a thread of each rank reads the arrays themselves while the next step computes.
+"""Saving while a training goes on: a thread of each rank reads the arrays themselves while the next
+step computes.
 
     rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | poll | step 9          | poll
     thread                |read, write ........| fsync, rename |            | manifest |
     rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | step 9
     thread                |read, write .........................:| fsync, rename |
 
-Parameters and moments change in an optimizer's step alone, so nothing is copied; but for what replicas of an optimizer
-have shares of: `save` puts together what this rank writes of it, on the host. An optimizer that comes before its own
-rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
-far all ranks are, and lets rank 0 write the manifest once all files have their names. One checkpoint is in flight.
+Parameters and moments change in an optimizer's step alone, so nothing is copied; but for what
+replicas of an optimizer have shares of: `save` puts together what this rank writes of it, on the
+host. An optimizer that comes before its own rank has read everything waits for that (`:`), and for
+nothing else. The threads make no call of MPI: `poll` learns how far all ranks are, and lets rank 0
+write the manifest once all files have their names. One checkpoint is in flight.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from mpipipe.optim import duplicate_name_error
 class Saver:
     """Saves checkpoints of one training while it goes on.
 
-    Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
-    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (the
-    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything is read.
+    Between `save` and the next step of the optimizer nothing else may write to parameters. The
+    optimizers of this package, `checkpoint.load` and `weights.load` wait for that by themselves.
+    Where a write could go unnoticed (the optimizer does not have a stage, or that has no list
+    `before_write`), `save` returns only once everything is read.
 
-    A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
-    ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.
+    A context manager, made on all ranks together. Its end finishes the save in flight; also after
+    an error that all ranks raise alike. After any other error that save is given up, and what this
+    rank has written of it is removed.
 
     Parameters
     ----------
@@ -46,7 +50,8 @@ class Saver:
     Attributes
     ----------
     waited, seconds : float
-        For how long this rank has waited until arrays were read. On rank 0: what the newest whole checkpoint took.
+        For how long this rank has waited until arrays were read. On rank 0: what the newest whole
+        checkpoint took.
     """
 
     def __init__(
@@ -59,8 +64,11 @@ class Saver:
         keep: int | None = None,
     ) -> None:
         folders.check_keep(keep)
-        self.root, self.mesh, self.keep = Path(root), mesh, keep
-        self.stages, self.optimizer = tuple(stages), optimizer
+        self.root = Path(root)
+        self.mesh = mesh
+        self.keep = keep
+        self.stages = tuple(stages)
+        self.optimizer = optimizer
         self._group = group_of(mesh.comm)
         self.waited = self.seconds = 0.0
         self._compared = False  # whether no two ranks have an array of one name
@@ -76,20 +84,24 @@ class Saver:
         return self._task is not None
 
     def save(
-        self, step: int, state: Mapping[str, Any] | None = None, *, beforehand: Callable[[], object] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        *,
+        beforehand: Callable[[], object] | None = None,
     ) -> Path:
         """Begin to save the training as it is now, and return the folder; collective over the mesh.
 
-        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits for an earlier save
-        that is still in flight.
+        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits
+        for an earlier save that is still in flight.
 
         Parameters
         ----------
         step, state : see `checkpoint.save`
             What the training has to remember. What that raises is raised here, too.
         beforehand : callable, optional
-            Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
-            than the checkpoint.
+            Called on rank 0, in a thread, before the manifest is written: to force to the disk what
+            must not be older than the checkpoint.
 
         """
         self.wait()
@@ -98,16 +110,21 @@ class Saver:
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.raise_together("checkpoint.save: what is to be saved"):
-            held, plain = contents.contents_of(self.stages, self.optimizer), contents.state_of(state)
+            held = contents.contents_of(self.stages, self.optimizer)
+            plain = contents.state_of(state)
             contents.check_shards(held, self.mesh.replicas)
             if type(step) is not int or step < 0:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(held)
         if not self._owners:
             self._owners.append(owner.share_folder(self.root, group, folders.explained))
-        path = group.from_one("checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step))
+        path = group.from_one(
+            "checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step)
+        )
         share = contents.share_of(held, self.mesh.replicas, contents.state_names(self.stages))
-        version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
+        version = str(
+            sys.modules["mpipipe"].__version__
+        )  # the package itself: above this room, so no import
         saved = folders.Checkpoint(path, step, plain, steps, version, {})
         self._task = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
         if not self._announced:
@@ -115,24 +132,31 @@ class Saver:
         return path
 
     def _compare_names(self, held: Mapping[str, Any]) -> None:
-        """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective."""
+        """Raise ArgumentError on all ranks where ranks with different stages have an array of one
+        name; collective.
+        """
         if self._compared:
             return
         own = sorted(held) if self.mesh.replicas.rank == 0 else []
         holders: dict[str, list[int]] = {}
-        for rank, names in enumerate(self._group.gather("checkpoint.save: the names of all ranks", own)):
+        for rank, names in enumerate(
+            self._group.gather("checkpoint.save: the names of all ranks", own)
+        ):
             for name in names:
                 holders.setdefault(name, []).append(rank)
         for name, ranks in sorted(holders.items()):
             if len(ranks) > 1:
-                raise_on_all(ranks[1], duplicate_name_error(name.split("/", 1)[1], ranks), self._group)
+                raise_on_all(
+                    ranks[1], duplicate_name_error(name.split("/", 1)[1], ranks), self._group
+                )
         self._compared = True
 
     def poll(self) -> Path | None:
-        """Return the checkpoint that is whole from now on, without waiting for a disk; collective, and cheap.
+        """Return the checkpoint that is whole from now on, without waiting for a disk; collective,
+        and cheap.
 
-        None is returned if none is in flight, or it is not whole yet. StorageError is raised on every rank where one of
-        them cannot write: its files are removed, and older ones stay.
+        None is returned if none is in flight, or it is not whole yet. StorageError is raised on
+        every rank where one of them cannot write: its files are removed, and older ones stay.
         """
         task = self._task
         if task is None:
@@ -152,25 +176,32 @@ class Saver:
             self._give_up()
             raise
         task.leave()
-        self._task, self.seconds = None, task.seconds
+        self._task = None
+        self.seconds = task.seconds
         return task.folder
 
     def _fail(self, task: SaveTask) -> None:
         """Raise on all ranks why it cannot be saved."""
         problem = task.work.problem
-        task.sealed, self._task = False, None  # rank 0 has written no manifest, and will not
+        # rank 0 has written no manifest, and will not
+        task.sealed = False
+        self._task = None
         task.give_up()
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, task: SaveTask) -> None:
         """Let rank 0 write the manifest; all files have their names."""
         task.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
-        parts = self._group.gather("checkpoint.poll: what was written", (task.work.result, task.work.seconds))
+        parts = self._group.gather(
+            "checkpoint.poll: what was written", (task.work.result, task.work.seconds)
+        )
         written = {name: content for part, _ in parts for name, content in part.items()}
         task.write_manifest(written, max(seconds for _, seconds in parts))
 
     def wait(self) -> Path | None:
-        """Wait until the checkpoint in flight is whole, and return it; collective. Raises as `poll` does."""
+        """Wait until the checkpoint in flight is whole, and return it; collective. Raises as `poll`
+        does.
+        """
         whole = None
         while (task := self._task) is not None:
             wait_locally(task.work.wait, task)
@@ -178,7 +209,9 @@ class Saver:
         return whole
 
     def wait_until_read(self) -> None:
-        """Return once this rank has read all arrays of the save in flight: optimizers call this before they write."""
+        """Return once this rank has read all arrays of the save in flight: optimizers call this
+        before they write.
+        """
         task = self._task
         if task is None or task.read.is_set():
             return
@@ -187,7 +220,9 @@ class Saver:
         self.waited += perf_counter() - start
 
     def close(self) -> None:
-        """Finish what is in flight, and let go of stages and optimizer; collective, may be called twice."""
+        """Finish what is in flight, and let go of stages and optimizer; collective, may be called
+        twice.
+        """
         try:
             self.wait()
         finally:
@@ -214,8 +249,12 @@ class Saver:
         try:
             if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
                 self.wait()
-            elif self.in_flight:  # others may wait for their disks, where they learn of nothing but failures
-                self._group.fail(error, f"{whoami()} failed while it saved: {type(error).__name__}: {error}")
+            elif (
+                self.in_flight
+            ):  # others may wait for their disks, where they learn of nothing but failures
+                self._group.fail(
+                    error, f"{whoami()} failed while it saved: {type(error).__name__}: {error}"
+                )
         except StorageError as problem:  # the error that is under way comes first
             if self.mesh.rank == 0:
                 logger.warning("mpipipe: %s", problem)
@@ -224,7 +263,7 @@ class Saver:
             self._let_go()
 
 
-# -- Saving at once: all ranks wait until the checkpoint is whole -----------------------------------------------------
+# -- Saving at once: all ranks wait until the checkpoint is whole ----------------------------------
 
 
 def save(
@@ -237,42 +276,46 @@ def save(
     state: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Save a training as the folder `root`/step-00000100; collective over the mesh. It returns once that is whole.
+    """Save a training as the folder `root`/step-00000100; collective over the mesh. It returns once
+    that is whole.
 
-    The folder has parameters and state of the optimizer by their names in the whole model, whatever the mesh: see
-    `load`. Each of the ranks with the same stages writes a share. The checkpoint is there as a whole or not at all.
-    An earlier one of the same step is replaced.
+    The folder has parameters and state of the optimizer by their names in the whole model, whatever
+    the mesh: see `load`. Each of the ranks with the same stages writes a share. The checkpoint is
+    there as a whole or not at all. An earlier one of the same step is replaced.
 
     Parameters
     ----------
     root : str or Path
-        Folder of the checkpoints of one training, made where it is missing; on a file system that all ranks share. A
-        relative path begins in the working folder of rank 0.
+        Folder of the checkpoints of one training, made where it is missing; on a file system that
+        all ranks share. A relative path begins in the working folder of rank 0.
     mesh : Mesh
         All ranks of the training.
     stages : sequence of stages
-        This rank's stages: each an nn.Stage, or an object whose `parameters` are C-contiguous arrays by name, or one
-        with `state_dict()`, which returns such arrays, and `load_state_dict(arrays)`, which takes them. Names are
-        those in the whole model: `nn.Stage(layers, first=...)`.
+        This rank's stages: each an nn.Stage, or an object whose `parameters` are C-contiguous
+        arrays by name, or one with `state_dict()`, which returns such arrays, and
+        `load_state_dict(arrays)`, which takes them. Names are those in the whole model:
+        `nn.Stage(layers, first=...)`.
     optimizer : AdamW, SGD or alike, optional
         Its `steps` and the arrays of its `named_state()`.
     step : int
         Number of steps made, the same on all ranks.
     state : dict, optional
-        What else the training has to remember, small and plain: strings, numbers, booleans, None, lists and dicts of
-        them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
+        What else the training has to remember, small and plain: strings, numbers, booleans, None,
+        lists and dicts of them. That of rank 0 is saved. For dropout it should have
+        `pipeline.steps_taken`.
     keep : int, optional
-        How many of the newest checkpoints in `root` stay, all by default. Old ones that cannot be removed are named in
-        a warning.
+        How many of the newest checkpoints in `root` stay, all by default. Old ones that cannot be
+        removed are named in a warning.
 
     Raises
     ------
     StorageError, OwnerError
-        On every rank: a file cannot be written, and older checkpoints stay as they are; another job saves into `root`,
-        or has taken it from this one.
+        On every rank: a file cannot be written, and older checkpoints stay as they are; another job
+        saves into `root`, or has taken it from this one.
     ArgumentError, MismatchError
-        On every rank: two stages, on whichever ranks, have a parameter of the same name; `state` is not plain; `keep`
-        is not at least 1; ranks differ in `step` or in the steps of the optimizer.
+        On every rank: two stages, on whichever ranks, have a parameter of the same name; `state` is
+        not plain; `keep` is not at least 1; ranks differ in `step` or in the steps of the
+        optimizer.
 
     Examples
     --------

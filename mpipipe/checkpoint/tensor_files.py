@@ -5,11 +5,13 @@
               filled up with spaces to a multiple of 8 bytes
     arrays    each between its two offsets, which count from the end of the header; together they leave no gap
 
-The library's own writer takes each array as one piece of host memory, and `save_file` forces nothing to the disk. Here
-an array is written in pieces, which are added to a checksum on their way. Reading is by position and into the memory
-that is to have the values: a file that is cut short raises an error, where a map of it would end the process by a
-signal. A header may come from anywhere, so the library checks it. All follows the format's description
-(github.com/huggingface/safetensors, "Format"); the library reads what is written here, and the other way round.
+The library's own writer takes each array as one piece of host memory, and `save_file` forces
+nothing to the disk. Here an array is written in pieces, which are added to a checksum on their way.
+Reading is by position and into the memory that is to have the values: a file that is cut short
+raises an error, where a map of it would end the process by a signal. A header may come from
+anywhere, so the library checks it. All follows the format's description
+(github.com/huggingface/safetensors, "Format"); the library reads what is written here, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 
 PIECE_BYTES = 8 << 20  # of an array, at once
-CACHED_BYTES = 256 << 10  # that are read at once: they are still in the cache of the core when they are summed up
+CACHED_BYTES = (
+    256 << 10
+)  # that are read at once: they are still in the cache of the core when they are summed up
 AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is looked at
 # safetensors' names of dtypes
 DTYPES = {
@@ -45,7 +49,9 @@ NAMES = {stored: name for name, stored in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One array in a file: `start` is the position of its bytes, `checksum` their CRC-32, "" where it is not known."""
+    """One array in a file: `start` is the position of its bytes, `checksum` their CRC-32, "" where
+    it is not known.
+    """
 
     dtype: str  # safetensors' name of it
     shape: Shape
@@ -68,7 +74,9 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds: its size, the size and CRC-32 of the header in front of the arrays, and these by name."""
+    """What a file holds: its size, the size and CRC-32 of the header in front of the arrays, and
+    these by name.
+    """
 
     bytes: int
     header: int
@@ -77,7 +85,9 @@ class Content:
 
 
 class Planned(NamedTuple):
-    """An array that is made when its turn to be written comes, so that not all have to be in memory at once."""
+    """An array that is made when its turn to be written comes, so that not all have to be in memory
+    at once.
+    """
 
     dtype: np.dtype
     shape: Shape
@@ -102,23 +112,34 @@ class Listener(Protocol):
         """Expect this number of bytes of the arrays to be read and written now."""
 
     def has_read(self) -> None:
-        """All arrays have been read, and are not looked at again: what is left is between the file and the disk."""
+        """All arrays have been read, and are not looked at again: what is left is between the file
+        and the disk.
+        """
 
 
 def header_of(
     content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return what a file with these arrays begins with, and where each of them lies: one after the other."""
+    """Return what a file with these arrays begins with, and where each of them lies: one after the
+    other.
+    """
     facts: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     for name, each in content.items():
         entry = entries[name] = TensorEntry(DTYPES[each.dtype.name], tuple(each.shape), end)
         end += entry.nbytes
-        facts[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.start, end)}
+        facts[name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": (entry.start, end),
+        }
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: replace(entry, start=len(header) + entry.start) for name, entry in entries.items()}
+    return header, {
+        name: replace(entry, start=len(header) + entry.start) for name, entry in entries.items()
+    }
 
 
 def write_tensors(
@@ -128,11 +149,14 @@ def write_tensors(
     before_naming: Callable[[], object] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Content:
-    """Write C-contiguous arrays, of the host or of a GPU, into a file that appears as a whole. Raises OSError."""
+    """Write C-contiguous arrays, of the host or of a GPU, into a file that appears as a whole.
+    Raises OSError.
+    """
     # the widest first, so each begins at a multiple of its size
     content = dict(sorted(content.items(), key=lambda entry: -entry[1].dtype.itemsize))
     header, entries = header_of(content, metadata)
-    sums, position = dict.fromkeys(content, 0), len(header)
+    sums = dict.fromkeys(content, 0)
+    position = len(header)
     with files.whole_file(path, before_naming) as file:
         file.write(header)
         for name, piece in _pieces(content):
@@ -149,7 +173,9 @@ def write_tensors(
 
 
 def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the bytes of all arrays in pieces, with their names; planned arrays are in memory one at a time."""
+    """Yield the bytes of all arrays in pieces, with their names; planned arrays are in memory one
+    at a time.
+    """
     planned = {name: each for name, each in content.items() if isinstance(each, Planned)}
     names = [name for name in content if name not in planned]
     for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
@@ -162,13 +188,15 @@ def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 class TensorFile:
     """A file open for reading, with `arrays`, {name: TensorEntry}; a context manager.
 
-    With the `content` that a manifest says, size and header are compared with it; else the header is read and checked.
-    Raises OSError if the file cannot be opened or is no regular file, and ValueError, which names the entry, where its
-    header is wrong or the file is shorter or longer than it says.
+    With the `content` that a manifest says, size and header are compared with it; else the header
+    is read and checked. Raises OSError if the file cannot be opened or is no regular file, and
+    ValueError, which names the entry, where its header is wrong or the file is shorter or longer
+    than it says.
     """
 
     def __init__(self, path: Path, content: Content | None = None) -> None:
-        self.path, self.bytes_read = path, 0
+        self.path = path
+        self.bytes_read = 0
         self._advised: dict[str, int] = {}  # bytes of an array that the system was asked to read
         self.descriptor = files.open_regular(path)
         try:
@@ -187,7 +215,9 @@ class TensorFile:
         return content.arrays
 
     def _header(self) -> dict[str, TensorEntry]:
-        """Return what the header says, once the library has checked it: all lies in the file, one after the other."""
+        """Return what the header says, once the library has checked it: all lies in the file, one
+        after the other.
+        """
         try:
             with safe_open(self.path, "numpy"):
                 pass
@@ -199,7 +229,10 @@ class TensorFile:
         entries = {}
         for name, entry in facts.items():
             if entry["dtype"] not in NAMES:
-                raise ValueError(f"{name!r:.100} has the dtype {entry['dtype']}, which is none of {', '.join(NAMES)}")
+                raise ValueError(
+                    f"{name!r:.100} has the dtype {entry['dtype']}, which is none of "
+                    f"{', '.join(NAMES)}"
+                )
             start = 8 + length + entry["data_offsets"][0]
             entries[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), start)
         return entries
@@ -210,24 +243,35 @@ class TensorFile:
         return content
 
     def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
-        """Set a contiguous host array to the bytes of the one called `name`, from its byte `first` on.
+        """Set a contiguous host array to the bytes of the one called `name`, from its byte `first`
+        on.
 
         Raises ValueError if the file ends before.
         """
-        entry, memory = self.arrays[name], array.reshape(-1).view(np.uint8).data
+        entry = self.arrays[name]
+        memory = array.reshape(-1).view(np.uint8).data
         advised = max(first, self._advised.get(name, 0))
         if advised < min(entry.nbytes, first + AHEAD_BYTES // 2):
             self._advised[name] = first + AHEAD_BYTES
-            files.will_read(self.descriptor, entry.start + advised, min(entry.nbytes, first + AHEAD_BYTES) - advised)
+            files.will_read(
+                self.descriptor,
+                entry.start + advised,
+                min(entry.nbytes, first + AHEAD_BYTES) - advised,
+            )
         count = files.read_into(self.descriptor, entry.start + first, memory)
         self.bytes_read += count
         if count < len(memory):
             raise ValueError(f"it ends at byte {entry.start + first + count}, within {name}")
 
     def read_summed(self, name: str, array: Array) -> str:
-        """Set an array of the host or of a GPU to the one called `name`, and return the checksum of what was read."""
-        device, flat = arrays.is_device(array), array.reshape(-1)
-        step = max(1, (PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)) // flat.dtype.itemsize)
+        """Set an array of the host or of a GPU to the one called `name`, and return the checksum of
+        what was read.
+        """
+        device = arrays.is_device(array)
+        flat = array.reshape(-1)
+        step = max(
+            1, (PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)) // flat.dtype.itemsize
+        )
         total = 0
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
@@ -253,7 +297,9 @@ class TensorFile:
 def open_tensors(
     path: Path, what: str, expected: str, remedy: str, content: Content | None = None
 ) -> Iterator[TensorFile]:
-    """Open a file for reading; errors within become ArgumentError with its name and what it is a file of."""
+    """Open a file for reading; errors within become ArgumentError with its name and what it is a
+    file of.
+    """
     try:
         with TensorFile(path, content) as file:
             yield file
@@ -267,4 +313,6 @@ def open_tensors(
     except ValueError as error:
         if isinstance(error, ArgumentError):
             raise
-        raise ArgumentError(f"{what} is damaged: {error}", found=str(path), expected=expected, remedy=remedy) from error
+        raise ArgumentError(
+            f"{what} is damaged: {error}", found=str(path), expected=expected, remedy=remedy
+        ) from error

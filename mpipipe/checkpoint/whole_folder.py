@@ -4,9 +4,9 @@
     NAME.mpipipe-former    the one that is replaced, from the moment it loses its name until the new one has it
     NAME                   whole at any time
 
-Between the two renames the former one is the model: `standing_folder` finds it for those who read, and
-`restore_folder` gives it its name again where a process was killed there. No call of the system swaps two folders on
-every file system.
+Between the two renames the former one is the model: `standing_folder` finds it for those who read,
+and `restore_folder` gives it its name again where a process was killed there. No call of the system
+swaps two folders on every file system.
 """
 
 from __future__ import annotations
@@ -24,26 +24,35 @@ from mpipipe.checkpoint import owner
 from mpipipe.errors import ArgumentError
 from mpipipe.job import RankGroup
 
-FORMER = ".mpipipe-former"  # after the name of a folder that is being replaced; no folder of a user ends in it
+# After the name of a folder that is being replaced; no folder of a user ends in it.
+FORMER = ".mpipipe-former"
 
 
 @contextmanager
-def replacing(target: Path, group: RankGroup | None, explained: owner.Explain, replaces: bool = True) -> Iterator[Path]:
-    """Give all ranks of a group, or one process, a folder to write into, which is called `target` at the end.
+def replacing(
+    target: Path, group: RankGroup | None, explained: owner.Explain, replaces: bool = True
+) -> Iterator[Path]:
+    """Give all ranks of a group, or one process, a folder to write into, which is called `target`
+    at the end.
 
-    Collective. Where anything is raised, a folder that was there stays, and nothing else is left. Within `explained` an
-    OSError of this folder becomes an error of this package. Unless it `replaces`, ArgumentError is raised for a folder
-    with files.
+    Collective. Where anything is raised, a folder that was there stays, and nothing else is left.
+    Within `explained` an OSError of this folder becomes an error of this package. Unless it
+    `replaces`, ArgumentError is raised for a folder with files.
     """
 
     def together(what: str) -> AbstractContextManager[None]:
-        return nullcontext() if group is None else group.raise_together(f"saving a model: its {what}")
+        return (
+            nullcontext() if group is None else group.raise_together(f"saving a model: its {what}")
+        )
 
-    leads, partial = group is None or group.rank == 0, target
+    leads = group is None or group.rank == 0
+    partial = target
     with together("place"), explained(target):
         if leads:
             partial = begin(target, replaces)
-    place: Path = partial if group is None else group.broadcast("saving a model: its place", partial)
+    place: Path = (
+        partial if group is None else group.broadcast("saving a model: its place", partial)
+    )
     try:
         yield place
         with together("name"), explained(target):
@@ -56,7 +65,9 @@ def replacing(target: Path, group: RankGroup | None, explained: owner.Explain, r
 
 
 def begin(target: Path, replaces: bool) -> Path:
-    """Make the folder that gets its name in the end, and clean up after saves that were killed. Raises OSError."""
+    """Make the folder that gets its name in the end, and clean up after saves that were killed.
+    Raises OSError.
+    """
     if target.name in ("", ".."):
         raise ArgumentError(
             "the folder for the model has no name that a new one could get",
@@ -79,7 +90,9 @@ def begin(target: Path, replaces: bool) -> Path:
 
 
 def give_name(partial: Path, target: Path) -> None:
-    """Give a whole folder its name; one that is there goes. Raises OSError, and OwnerError for another job's place."""
+    """Give a whole folder its name; one that is there goes. Raises OSError, and OwnerError for
+    another job's place.
+    """
     files.sync_folder(partial)
     owner.check_owned(target)
     target = _place(target)
@@ -91,13 +104,17 @@ def give_name(partial: Path, target: Path) -> None:
 
 
 def restore_folder(target: Path) -> None:
-    """Give a folder its name again that lost it to one that never came, and remove leftovers. Raises OSError."""
+    """Give a folder its name again that lost it to one that never came, and remove leftovers.
+    Raises OSError.
+    """
     owner.check_owned(target)
     target = _place(target)
     former = _former(target)
     if former.is_dir() and not target.exists():
         former.rename(target)
-    leftover = re.compile(rf"{re.escape(target.name)}({re.escape(FORMER)}|\.[0-9a-f]{{8}}{files.PARTIAL})")
+    leftover = re.compile(
+        rf"{re.escape(target.name)}({re.escape(FORMER)}|\.[0-9a-f]{{8}}{files.PARTIAL})"
+    )
     with suppress(FileNotFoundError):
         for path in target.parent.iterdir():
             if leftover.fullmatch(path.name):
@@ -113,7 +130,9 @@ def standing_folder(path: Path) -> Path:
 
 
 def folder_identity(path: Path) -> int:
-    """Return a number that the folder of this name has until it is replaced. Raises ArgumentError where it is gone."""
+    """Return a number that the folder of this name has until it is replaced. Raises ArgumentError
+    where it is gone.
+    """
     try:
         return path.stat().st_ino
     except OSError as error:
@@ -121,7 +140,9 @@ def folder_identity(path: Path) -> int:
 
 
 def check_same_folder(path: Path, before: int | None) -> None:
-    """Raise ArgumentError for a folder that was replaced since it had that identity; None stands for any."""
+    """Raise ArgumentError for a folder that was replaced since it had that identity; None stands
+    for any.
+    """
     if before is not None and folder_identity(path) != before:
         raise _replaced(path)
 
@@ -136,7 +157,9 @@ def _replaced(path: Path) -> ArgumentError:
 
 
 def _place(target: Path) -> Path:
-    """Return the folder to which a link leads: that is replaced, where it is, and the link stays."""
+    """Return the folder to which a link leads: that is replaced, where it is, and the link
+    stays.
+    """
     return target.resolve() if os.path.islink(target) else target
 
 

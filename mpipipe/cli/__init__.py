@@ -1,4 +1,6 @@
-"""The command line `python -m mpipipe`: its first line. What has to come at once comes before anything is imported."""
+"""The command line `python -m mpipipe`: its first line. What has to come at once comes before
+anything is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from mpipipe.cli.output import on_ranks, refusing, show
 
 
 def main() -> None:
-    """Run the command that sys.argv names, and exit with its code: 2 for wrong usage, which one rank reports."""
+    """Run the command that sys.argv names, and exit with its code: 2 for wrong usage, which one
+    rank reports.
+    """
     name, *words = sys.argv[1:] or [""]
     if name == "train" and "--dry-run" not in words:
         from mpipipe.job import stop_signals

@@ -1,6 +1,7 @@
 """Which command a command line names, and how the ranks of a job agree on it.
 
-ALL lists the commands. Each one is a function, whose parameters are its flags (flags.py). A `Parser` reads them.
+ALL lists the commands. Each one is a function, whose parameters are its flags (flags.py). A
+`Parser` reads them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ WIDTH = 12  # of the longest name of a command, and two spaces
 
 
 def run() -> int:
-    """Run the command that sys.argv names; return its exit code: 2 for wrong usage, which one rank reports."""
+    """Run the command that sys.argv names; return its exit code: 2 for wrong usage, which one rank
+    reports.
+    """
     if _is_job():
         return run_or_abort(_command_of_job)
     try:
@@ -48,12 +51,16 @@ def run() -> int:
 
 
 def execute(words: list[str]) -> int:
-    """Run a command in this process; return its exit code. Raises Stop for what is refused, SystemExit after a help."""
+    """Run a command in this process; return its exit code. Raises Stop for what is refused,
+    SystemExit after a help.
+    """
     return _chosen(words)()
 
 
 def _is_job() -> bool:
-    """Whether this process is one rank of several: then nothing may end it alone, not even wrong usage."""
+    """Whether this process is one rank of several: then nothing may end it alone, not even wrong
+    usage.
+    """
     try:
         return settings.launcher_size(os.environ) is not None and runtime.mpi().COMM_WORLD.size > 1
     except BackendError:
@@ -61,8 +68,11 @@ def _is_job() -> bool:
 
 
 def _command_of_job() -> None:
-    """Read the command line on rank 0, and run the command on all ranks. A rank with other words reads its own."""
-    words, group = sys.argv[1:], group_of()
+    """Read the command line on rank 0, and run the command on all ranks. A rank with other words
+    reads its own.
+    """
+    words = sys.argv[1:]
+    group = group_of()
     outcome = (words, _outcome(words)) if group.rank == 0 else None
     read, command = group.broadcast("reading the command line", outcome)
     if read != words:
@@ -73,7 +83,9 @@ def _command_of_job() -> None:
 
 
 def _outcome(words: list[str]) -> partial[int]:
-    """Return what a command line lets every rank call: a command, or the error that refuses it; 0 after a help."""
+    """Return what a command line lets every rank call: a command, or the error that refuses it; 0
+    after a help.
+    """
     try:
         return _chosen(words)
     except Stop as stop:
@@ -87,8 +99,11 @@ def _refuse(text: str, code: int) -> int:
 
 
 def _chosen(words: list[str]) -> partial[int]:
-    """Read the command line. Raises Stop for wrong usage, and SystemExit where help or version were asked for."""
-    prog, command = program(), ALL
+    """Read the command line. Raises Stop for wrong usage, and SystemExit where help or version were
+    asked for.
+    """
+    prog = program()
+    command = ALL
     while command.commands:
         if not words:
             raise Stop(_listing(prog, command), WRONG_USAGE)
@@ -104,7 +119,8 @@ def _chosen(words: list[str]) -> partial[int]:
             remedy = INSTEAD.get(f"{prog.removeprefix(program())} {name}".strip())
             likely = near(name, known) if remedy is None else ()
             raise wrong_usage(prog, f"there is no command {name}", likely, remedy)
-        prog, command = f"{prog} {name}", command.commands[name]
+        prog = f"{prog} {name}"
+        command = command.commands[name]
     return partial(_run, command, parser_of(prog, command.load()).parse(words))
 
 
@@ -114,7 +130,10 @@ def _listing(prog: str, group: Command) -> str:
     lines += [f"  {name:<{WIDTH}}{command.summary}" for name, command in group.commands.items()]
     lines += ["", f"`{prog} COMMAND --help` explains one."]
     if group is ALL:
-        lines += ["Start it with mpiexec or srun: mpiexec -n 4 python -m mpipipe train", "--version shows the version."]
+        lines += [
+            "Start it with mpiexec or srun: mpiexec -n 4 python -m mpipipe train",
+            "--version shows the version.",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -126,7 +145,7 @@ def _run(command: Command, given: dict[str, Any]) -> int:
     return int(command.load()(**given) or 0)
 
 
-# -- The list of all commands, and where each one is. Only the chosen one is imported ---------------------------------
+# -- The list of all commands, and where each one is. Only the chosen one is imported --------------
 
 
 @dataclass(frozen=True)
@@ -151,8 +170,12 @@ BENCH = {
     "pipeline": Command("Cost of the machinery on tiny stages", "bench.pipeline:pipeline"),
     "transport": Command("Mailbox against bare Isend and Irecv", "bench.pipeline:transport"),
     "train": Command("A GPT's step against its simulation", "bench.train:step"),
-    "attention": Command("Attention kernels beside PyTorch, a ring beside one rank", "bench.attention:run"),
-    "threads": Command("Threads in a rank beside one thread, and beside ranks", "bench.threads:run"),
+    "attention": Command(
+        "Attention kernels beside PyTorch, a ring beside one rank", "bench.attention:run"
+    ),
+    "threads": Command(
+        "Threads in a rank beside one thread, and beside ranks", "bench.threads:run"
+    ),
     "peers": Command("A pipeline and a ring beside PyTorch's over gloo", "bench.peers:peers"),
     "gpu": Command("Kernels, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
 }
@@ -171,17 +194,20 @@ COMMANDS = {
 }
 # commands that are gone, and what to use in their place
 INSTEAD = {
-    "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, train_preemptable.sbatch or train.pbs",
-    "launch": "start the job without it: `train` leaves a file `finished` in its folder once all ranks have ended well",
+    "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, "
+    "train_preemptable.sbatch or train.pbs",
+    "launch": "start the job without it: `train` leaves a file `finished` in its folder once all "
+    "ranks have ended well",
     "completion": "`mpipipe COMMAND --help` lists the options",
     "draw compare": "`mpipipe simulate` prints bubble and peak memory of a schedule",
-    "draw split": "`mpipipe train --trace DIR` prints where the time went, and DIR/summary.json has it",
+    "draw split": "`mpipipe train --trace DIR` prints where the time went, and DIR/summary.json "
+    "has it",
     "draw trace": "open the trace.json of `mpipipe train --trace DIR` in https://ui.perfetto.dev",
 }
 ALL = Command("Pipeline parallelism and ring attention over MPI.", commands=COMMANDS)
 
 
-# -- The parser of a command: argparse with our own error messages and layout of the help -----------------------------
+# -- The parser of a command: argparse with our own error messages and layout of the help ----------
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -194,7 +220,9 @@ def program() -> str:
     return "mpipipe" if Path(sys.argv[0]).name == "mpipipe" else "python -m mpipipe"
 
 
-def wrong_usage(prog: str, problem: str, near: Sequence[str] = (), remedy: str | None = None) -> Stop:
+def wrong_usage(
+    prog: str, problem: str, near: Sequence[str] = (), remedy: str | None = None
+) -> Stop:
     """Return the error that ends a program whose arguments cannot be understood."""
     hint = f"  did you mean: {' or '.join(near)}\n" if near else ""
     remedy = f"`{prog} --help` explains what there is" if remedy is None else remedy
@@ -205,14 +233,18 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises Stop for wrong usage, and knows what the user may have meant."""
 
     def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
+        super().__init__(
+            prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options
+        )
         self.headings: dict[str, Any] = {}
         self.after_dashes: str | None = None  # the parameter that takes what follows --
         self.instead: Mapping[str, str] = {}  # what has no flag here, and what to do instead
 
     def under(self, heading: str) -> Any:
         """Return argparse's group of the flags that the help lists under `heading`."""
-        return self.headings.get(heading) or self.headings.setdefault(heading, self.add_argument_group(heading))
+        return self.headings.get(heading) or self.headings.setdefault(
+            heading, self.add_argument_group(heading)
+        )
 
     def parse(self, words: list[str]) -> dict[str, Any]:
         """Return the arguments that were given, by parameter name."""
@@ -224,11 +256,18 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                file = [f"--config {name}"] if name.endswith(".toml") and self.near("--config") == ["--config"] else []
+                file = (
+                    [f"--config {name}"]
+                    if name.endswith(".toml") and self.near("--config") == ["--config"]
+                    else []
+                )
                 raise wrong_usage(self.prog, f"there is no place for {name}", file)
             place = "" if self.after_dashes is None else " before --"
-            problem, instead = f"there is no option {name}{place}", self.instead.get(as_word(name.lstrip("-")))
-            raise wrong_usage(self.prog, problem, self.near(name) if instead is None else (), instead)
+            problem = f"there is no option {name}{place}"
+            instead = self.instead.get(as_word(name.lstrip("-")))
+            raise wrong_usage(
+                self.prog, problem, self.near(name) if instead is None else (), instead
+            )
         return vars(given) | rest
 
     def near(self, name: str) -> list[str]:
@@ -238,11 +277,15 @@ class Parser(argparse.ArgumentParser):
         return [f"--{each}" for each in near(name.lstrip("-"), known)]
 
     def print_help(self, file: Any = None) -> None:
-        """Show the help, and end with an error where it cannot be written, which argparse passes over."""
+        """Show the help, and end with an error where it cannot be written, which argparse passes
+        over.
+        """
         show(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        given = re.sub("ignored explicit argument (.*)", r"it takes no value, but \1 is given", message)
+        given = re.sub(
+            "ignored explicit argument (.*)", r"it takes no value, but \1 is given", message
+        )
         raise wrong_usage(self.prog, given.removeprefix("argument "))
 
 
@@ -250,10 +293,14 @@ class _Help(argparse.HelpFormatter):
     """Help that keeps paragraphs, in lines of at most WIDEST columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=min(WIDEST, shutil.get_terminal_size().columns - 2))
+        super().__init__(
+            prog, max_help_position=28, width=min(WIDEST, shutil.get_terminal_size().columns - 2)
+        )
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
+        return "\n\n".join(
+            textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n")
+        )
 
 
 def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
@@ -273,18 +320,28 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
         if isinstance(entry.flag, Operand):
             if entry.flag.after_dashes:
                 parser.after_dashes = entry.name
-            operand = parser.under("arguments").add_argument(entry.name, **_operand(entry, entry.flag))
-            operand.required = entry.default is REQUIRED  # as Python < 3.12 does not say of argparse.REMAINDER
+            operand = parser.under("arguments").add_argument(
+                entry.name, **_operand(entry, entry.flag)
+            )
+            operand.required = (
+                entry.default is REQUIRED
+            )  # as Python < 3.12 does not say of argparse.REMAINDER
         else:
             names = entry.flag.names or (f"--{entry.name.rstrip('_').replace('_', '-')}",)
             parser.under(entry.flag.group).add_argument(*names, **_flag(entry, entry.flag))
     parser.under("general").add_argument("-h", "--help", action="help", help="show this and exit")
     level: dict[str, Any] = {"choices": LOG_LEVELS, "default": argparse.SUPPRESS}
-    parser.under("general").add_argument("--log-level", help="least severe messages to show", **level)
+    parser.under("general").add_argument(
+        "--log-level", help="least severe messages to show", **level
+    )
 
 
 def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
-    options: dict[str, Any] = {"help": _escaped(operand.text), "metavar": _name(entry), "type": _converter(entry)}
+    options: dict[str, Any] = {
+        "help": _escaped(operand.text),
+        "metavar": _name(entry),
+        "type": _converter(entry),
+    }
     if operand.after_dashes:
         options |= {"nargs": "*", "metavar": f"-- {_name(entry)} ...", "type": _before_dashes}
     elif operand.rest:
@@ -299,8 +356,13 @@ def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
 
 
 def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
-    parts, default = [flag.text, flag.range_words], entry.default
-    if default is not REQUIRED and default is not None and not isinstance(default, (bool, list, tuple)):
+    parts = [flag.text, flag.range_words]
+    default = entry.default
+    if (
+        default is not REQUIRED
+        and default is not None
+        and not isinstance(default, (bool, list, tuple))
+    ):
         parts.append(f"default: {default}")
     text = _escaped("; ".join(filter(None, parts)))
     options: dict[str, Any] = {"help": text, "dest": entry.name, "default": argparse.SUPPRESS}
@@ -322,7 +384,9 @@ def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
 def _converter(entry: Argument) -> Callable[[str], Any]:
     """Return a function that reads a value, and refuses it in plain words."""
     flag = entry.flag
-    empty = flag.empty if isinstance(flag, Option) else flag.rest  # the words for a script are its own
+    empty = (
+        flag.empty if isinstance(flag, Option) else flag.rest
+    )  # the words for a script are its own
 
     def read(text: str) -> Any:
         if not text and not empty and entry.kind not in NOUNS:
@@ -330,8 +394,15 @@ def _converter(entry: Argument) -> Callable[[str], Any]:
         try:
             value = entry.kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS.get(entry.kind, 'usable')}") from None
-        if isinstance(flag, Option) and not flag.key and entry.kind in NOUNS and not flag.has(value):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {NOUNS.get(entry.kind, 'usable')}"
+            ) from None
+        if (
+            isinstance(flag, Option)
+            and not flag.key
+            and entry.kind in NOUNS
+            and not flag.has(value)
+        ):
             raise argparse.ArgumentTypeError(f"{text} is out of range: expected {flag.range_words}")
         return value
 

@@ -15,25 +15,32 @@ from mpipipe.options import Option
 
 
 def convert(
-    source: Annotated[str, Operand("folder with a model, or the output folder of a task", metavar="FROM")],
-    target: Annotated[str, Operand("new or empty folder; of a task FILE.safetensors", metavar="TO")],
+    source: Annotated[
+        str, Operand("folder with a model, or the output folder of a task", metavar="FROM")
+    ],
+    target: Annotated[
+        str, Operand("new or empty folder; of a task FILE.safetensors", metavar="TO")
+    ],
     dtype: Annotated[
-        str | None, Option("float32, bfloat16, float16 or float64; default: as in FROM, float32 for halves")
+        str | None,
+        Option("float32, bfloat16, float16 or float64; default: as in FROM, float32 for halves"),
     ] = None,
     shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
     """Turn the weights of a training into a folder of Hugging Face; or export a task.
 
-    Where TO ends with .safetensors, FROM is the output folder of a task of your own, and TO one file with the weights
-    of its end, or of its newest checkpoint, by name.
+    Where TO ends with .safetensors, FROM is the output folder of a task of your own, and TO one
+    file with the weights of its end, or of its newest checkpoint, by name.
 
-    One process does it, without MPI (python -m mpipipe convert runs/first first-model). The tokenizer goes
-    along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
+    One process does it, without MPI (python -m mpipipe convert runs/first first-model). The
+    tokenizer goes along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
     with refusing("convert"):
         if target.endswith(".safetensors"):
             if dtype is not None or shard_bytes != SHARD_BYTES:
-                raise ConfigError("--dtype and --shard-bytes are for folders", found=target, expected="neither")
+                raise ConfigError(
+                    "--dtype and --shard-bytes are for folders", found=target, expected="neither"
+                )
             done = train.export(Path(source), Path(target))
         else:
             done = convert_folder(source, target, dtype, shard_bytes)

@@ -19,7 +19,8 @@ Out = Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE"
 def timeline(**options: Any) -> None:
     """Draw who computes what at which time.
 
-    An example: python -m mpipipe draw timeline --schedule gpipe --ranks 4 --microbatches 8 --out a.svg
+    An example: python -m mpipipe draw timeline --schedule gpipe --ranks 4 --microbatches 8 --out
+    a.svg
     """
     _of_schedule(tracing.draw_timeline, **options)
 
@@ -32,14 +33,17 @@ def memory(**options: Any) -> None:
 def _of_schedule(
     draw: Callable[[Timeline, str], object],
     schedule: Annotated[
-        str, Option("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")
+        str,
+        Option("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes"),
     ],
     out: Out,
     ranks: Annotated[int | None, Option("P, ranks of the pipeline")] = None,
     microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     slices: Annotated[int | None, Option("n, slices of each sequence; default: 1")] = None,
-    forward: Annotated[str, Option("time of F in a stage, or a,b,... with one for each stage")] = "1",
+    forward: Annotated[
+        str, Option("time of F in a stage, or a,b,... with one for each stage")
+    ] = "1",
     input_grad: Annotated[str, Option("time of I, likewise; B takes I and W")] = "1",
     weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
     transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
@@ -56,7 +60,9 @@ def _of_schedule(
                 found=f"--schedule {schedule}",
                 expected="--ranks and --microbatches, or --schedule FILE.csv",
             )
-        return schedules.simulate(schedules.by_name(schedule, **{"chunks": 1, **sizes}, costs=costs), costs)
+        return schedules.simulate(
+            schedules.by_name(schedule, **{"chunks": 1, **sizes}, costs=costs), costs
+        )
 
     _drawn(out, lambda: draw(simulated(), out))
 

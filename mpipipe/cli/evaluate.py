@@ -19,17 +19,29 @@ from mpipipe.train import SafeStream
 @on_ranks
 def evaluate(
     model: Annotated[str, Operand("folder with a model", metavar="MODEL")],
-    data: Annotated[list[str] | None, Option("file or folder of text, or file of tokens; repeatable")] = None,
-    seq_len: Annotated[int | None, Option("tokens of a window; default: the model's", least=1)] = None,
-    pipe: Annotated[int | None, Option("ranks of one pipeline; default: all that seq leaves", least=1)] = None,
+    data: Annotated[
+        list[str] | None, Option("file or folder of text, or file of tokens; repeatable")
+    ] = None,
+    seq_len: Annotated[
+        int | None, Option("tokens of a window; default: the model's", least=1)
+    ] = None,
+    pipe: Annotated[
+        int | None, Option("ranks of one pipeline; default: all that seq leaves", least=1)
+    ] = None,
     seq: Annotated[int, Option("ranks that share each window, by ring attention", least=1)] = 1,
-    batch: Annotated[int | None, Option("windows of a micro-batch; default: 4096 tokens", least=1)] = None,
+    batch: Annotated[
+        int | None, Option("windows of a micro-batch; default: 4096 tokens", least=1)
+    ] = None,
     dtype: Annotated[str | None, Option("to compute in; default: that of the model")] = None,
-    device: Annotated[str, Option("cpu, cuda, or auto: a GPU for each rank where all see one")] = "auto",
+    device: Annotated[
+        str, Option("cpu, cuda, or auto: a GPU for each rank where all see one")
+    ] = "auto",
 ) -> None:
-    """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt).
+    """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate
+    runs/first --data book.txt).
 
-    Windows follow each other, and each token but the first is predicted once. The ranks are pipe x data x seq.
+    Windows follow each other, and each token but the first is predicted once. The ranks are pipe x
+    data x seq.
     """
     comm = runtime.world()
     group = group_of(comm)
@@ -41,10 +53,17 @@ def evaluate(
             length = folder.model.seq if seq_len is None else seq_len
             windows = count_windows(tokens, length)
         options: Any = {"rows": batch, "dtype": dtype or folder.dtype, "device": place}
-        with arrays.own_stream(place), build_evaluator(folder, mesh, length, **options) as evaluator:
+        with (
+            arrays.own_stream(place),
+            build_evaluator(folder, mesh, length, **options) as evaluator,
+        ):
             result = evaluator.run(tokens, length, windows)
         if mesh.rank == 0:
-            bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.6f} bits per byte"
+            bits = (
+                ""
+                if result.bits_per_byte is None
+                else f", {result.bits_per_byte:.6f} bits per byte"
+            )
             outlet = SafeStream(sys.stdout)
             outlet.write(f"mpipipe: {result.tokens:,} {unit} predicted{bits}\n")
             outlet.write(

@@ -1,4 +1,6 @@
-"""The parameters of a command: those of its function, with `Option` or `Operand`, and fields of a configuration."""
+"""The parameters of a command: those of its function, with `Option` or `Operand`, and fields of a
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter that is given by position. A list takes one or more values, or any number if it has a default."""
+    """A parameter that is given by position. A list takes one or more values, or any number if it
+    has a default.
+    """
 
     text: str  # what it means, for the help
     metavar: str | None = None  # its name in the help; by default that of the parameter in capitals
@@ -35,20 +39,30 @@ class Argument:
 
 
 def parameters_of(command: Callable[..., Any]) -> list[Argument]:
-    """Return the parameters of a command: those of the function, or those that its attribute `parameters` lists."""
+    """Return the parameters of a command: those of the function, or those that its attribute
+    `parameters` lists.
+    """
     listed = getattr(command, "parameters", None)
     if listed is not None:
         return list(listed)
     hints = get_type_hints(command, include_extras=True)
     entries = inspect.signature(command).parameters.values()
-    return [_parameter(entry, hints[entry.name]) for entry in entries if entry.kind is not entry.VAR_KEYWORD]
+    return [
+        _parameter(entry, hints[entry.name])
+        for entry in entries
+        if entry.kind is not entry.VAR_KEYWORD
+    ]
 
 
 def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
     flag: Option | Operand = Option()
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
-    parts = [part for part in get_args(hint) if part is not type(None)] if get_origin(hint) is not list else []
+    parts = (
+        [part for part in get_args(hint) if part is not type(None)]
+        if get_origin(hint) is not list
+        else []
+    )
     if parts:  # X | None
         hint = parts[0]
     many = get_origin(hint) is list
@@ -56,17 +70,29 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
 
 
 def fields_of(config: type) -> list[Argument]:
-    """Return the parameters that the fields of a configuration are, under the headings of its parts."""
-    kinds, parts = kinds_of(config), [part for part in config.__mro__ if "heading" in vars(part)]
+    """Return the parameters that the fields of a configuration are, under the headings of its
+    parts.
+    """
+    kinds = kinds_of(config)
+    parts = [part for part in config.__mro__ if "heading" in vars(part)]
     parameters = []
     for entry in fields(config):
-        heading = next(vars(part)["heading"] for part in parts if entry.name in {own.name for own in fields(part)})
-        option, kind = replace(option_of(entry), group=heading), kinds[entry.name]
-        parameters.append(Argument(entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option))
+        heading = next(
+            vars(part)["heading"]
+            for part in parts
+            if entry.name in {own.name for own in fields(part)}
+        )
+        option = replace(option_of(entry), group=heading)
+        kind = kinds[entry.name]
+        parameters.append(
+            Argument(
+                entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option
+            )
+        )
     return parameters
 
 
-# -- Numbers with commas between them, as options of several commands have them ---------------------------------------
+# -- Numbers with commas between them, as options of several commands have them --------------------
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Any] = float) -> list[Any]:
@@ -75,5 +101,7 @@ def numbers(option: str, text: str, kind: Callable[[str], Any] = float) -> list[
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(
-            f"--{option} is no list of numbers", found=repr(text), expected="a number, or several as in 4,8,16"
+            f"--{option} is no list of numbers",
+            found=repr(text),
+            expected="a number, or several as in 4,8,16",
         ) from error

@@ -40,25 +40,38 @@ AT_ONCE = 8  # prompts for each micro-batch in flight, by default
 @on_ranks
 def generate(
     run: Annotated[str, Operand("folder with a model: of a training, or a checkpoint")],
-    prompt: Annotated[str | None, Option("text to continue; default: a line break", empty=True)] = None,
-    prompts: Annotated[str | None, Option("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
-    count: Annotated[int, Option("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
+    prompt: Annotated[
+        str | None, Option("text to continue; default: a line break", empty=True)
+    ] = None,
+    prompts: Annotated[
+        str | None, Option("file with a prompt on each line, as text or as JSON (.jsonl)")
+    ] = None,
+    count: Annotated[
+        int, Option("tokens of each answer, at most", names=("--count", "--bytes"), least=1)
+    ] = 200,
     temperature: Annotated[float, Option("0 takes the likeliest token")] = 0.8,
     seed: Annotated[int, Option("of the draws", least=0, most=2**63 - 1)] = 0,
-    batch: Annotated[int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
+    batch: Annotated[
+        int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)
+    ] = None,
     out: Annotated[str | None, Option("new file for the answers, as lines of JSON")] = None,
-    dtype: Annotated[str | None, Option("to compute in; default: that of the model", choices=DTYPES)] = None,
+    dtype: Annotated[
+        str | None, Option("to compute in; default: that of the model", choices=DTYPES)
+    ] = None,
 ) -> None:
-    """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
+    """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt
+    "def main(").
 
-    The ranks are a pipeline, however the training was cut. A text may be longer than the sequences of the training.
-    Each layer then looks back over their length. Many prompts go through the model at once; the answers come in their
-    order.
+    The ranks are a pipeline, however the training was cut. A text may be longer than the sequences
+    of the training. Each layer then looks back over their length. Many prompts go through the model
+    at once; the answers come in their order.
     """
     comm = runtime.world()
-    group, folder = group_of(comm), open_on_all(comm, run)
+    group = group_of(comm)
+    folder = open_on_all(comm, run)
     with Mesh(comm, pipe=comm.size) as mesh, ExitStack() as opened:
-        prepared, show = None, None
+        prepared = None
+        show = None
         with group.raise_together("generate: the model and the prompts"):
             plan = forward_plan(folder.model, mesh.pipe.size)
             if mesh.rank == 0:
@@ -75,7 +88,9 @@ def generate(
         capacity = max(map(len, asked_tokens)) + count
         at_once = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
         load = partial(folder.load, mesh=mesh)
-        with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, batch=at_once) as decoder:
+        with build_decoder(
+            folder.model, plan, mesh, dtype or folder.dtype, capacity, load, batch=at_once
+        ) as decoder:
             for drawn in answers(decoder, asked_tokens, count, sampling):
                 if show is not None:
                     show(drawn)
@@ -84,7 +99,9 @@ def generate(
 
 
 def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
-    """Return the tokenizer of a model, None if text is nothing that it knows. Raises ConfigError for another's."""
+    """Return the tokenizer of a model, None if text is nothing that it knows. Raises ConfigError
+    for another's.
+    """
     found = folder.tokenizer()
     if found is None:
         return Bytes() if vocab == Bytes.vocab else None
@@ -102,14 +119,16 @@ def stop_ids(folder: ModelFolder, tokenizer: FolderTokenizer | None) -> tuple[in
     return folder.ends or (() if tokenizer is None or tokenizer.end is None else (tokenizer.end,))
 
 
-# -- Where the answers to prompts go: to the terminal, or into a file -------------------------------------------------
+# -- Where the answers to prompts go: to the terminal, or into a file ------------------------------
 
 
 Take: TypeAlias = Callable[[Drawn], None]  # what is done, on rank 0, with one token of one answer
 
 
 def _in_order(show: Callable[[int, list[int], str], None]) -> Take:
-    """Show each answer whole, in the order of prompts: its number, its tokens, and why it ends, "stop" or "count"."""
+    """Show each answer whole, in the order of prompts: its number, its tokens, and why it ends,
+    "stop" or "count".
+    """
     answers: dict[int, list[int]] = {}
     ended: dict[int, str] = {}
     awaited = 0
@@ -127,16 +146,21 @@ def _in_order(show: Callable[[int, list[int], str], None]) -> Take:
 
 
 def _text_of(tokenizer: FolderTokenizer, answer: list[int], ended: str, before: list[int]) -> str:
-    """Return the text of an answer after other tokens, with them; without the token that has stopped it."""
+    """Return the text of an answer after other tokens, with them; without the token that has
+    stopped it.
+    """
     return tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
 
 
 def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
-    """Print prompts and answers: text, of several under a line with the number, or a line of ids."""
+    """Print prompts and answers: text, of several under a line with the number, or a line of
+    ids.
+    """
     several = len(prompts.texts) > 1
 
     def show(number: int, answer: list[int], ended: str) -> None:
-        prompt, outlet = prompts.tokens[number], SafeStream(sys.stdout)
+        prompt = prompts.tokens[number]
+        outlet = SafeStream(sys.stdout)
         if tokenizer is None or prompts.texts[number] is None:
             outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
         else:
@@ -148,7 +172,9 @@ def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
 
 @contextmanager
 def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str) -> Iterator[Take]:
-    """Write a new file with a line of JSON for each prompt, which appears as a whole. Raises ConfigError."""
+    """Write a new file with a line of JSON for each prompt, which appears as a whole. Raises
+    ConfigError.
+    """
     writing = partial(files.writing, "the answers", path, remedy="name another --out")
     files.check_new("the file of answers", path)
     with ExitStack() as opened:
@@ -157,9 +183,17 @@ def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str
 
         def show(number: int, answer: list[int], ended: str) -> None:
             prompt = prompts.tokens[number]
-            facts = {"number": number, "prompt_tokens": prompt, "answer_tokens": answer, "ended": ended}
+            facts = {
+                "number": number,
+                "prompt_tokens": prompt,
+                "answer_tokens": answer,
+                "ended": ended,
+            }
             if tokenizer is not None:
-                facts |= {"prompt": tokenizer.decode(prompt), "answer": _text_of(tokenizer, answer, ended, [])}
+                facts |= {
+                    "prompt": tokenizer.decode(prompt),
+                    "answer": _text_of(tokenizer, answer, ended, []),
+                }
             with writing():
                 file.write(f"{json.dumps(facts)}\n".encode())
 

@@ -17,22 +17,36 @@ from mpipipe.attention import kernels
 from mpipipe.cli.output import show
 from mpipipe.comm import describe, mesh
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
-from mpipipe.job import Communicator, cores_text, group_of, inprocess, parse_cores, rank_list, runtime
+from mpipipe.job import (
+    Communicator,
+    cores_text,
+    group_of,
+    inprocess,
+    parse_cores,
+    rank_list,
+    runtime,
+)
 from mpipipe.options import Option
 from mpipipe.text import counted
 
 COLUMNS = 100  # of a terminal that is wide enough for all lines
-REMEDY = "bind ranks to more cores (--cpus-per-task of srun, PE= or core:N of mpiexec), or lower MPIPIPE_THREADS"
+REMEDY = (
+    "bind ranks to more cores (--cpus-per-task of srun, PE= or core:N of mpiexec), or lower "
+    "MPIPIPE_THREADS"
+)
 REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
 def info(
     as_json: Annotated[
-        bool, Option("print what train writes as environment.json, and nothing else", names=("--json",))
+        bool,
+        Option("print what train writes as environment.json, and nothing else", names=("--json",)),
     ] = False,
 ) -> None:
-    """Show MPI, launcher, ranks, hosts, cores, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
+    """Show MPI, launcher, ranks, hosts, cores, threads, GPUs and versions (mpiexec -n 2 python -m
+    mpipipe info).
+    """
     if as_json:
         try:
             found = environment.gather()
@@ -71,9 +85,13 @@ def _alone(gpus: bool = True) -> dict[str, Any] | None:
 
 
 def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
-    """Return cores, ranks and threads, and free memory in words, and warnings where the placement of ranks is bad."""
+    """Return cores, ranks and threads, and free memory in words, and warnings where the placement
+    of ranks is bad.
+    """
     binding = surroundings["binding"]
-    cores = [(place["rank"], f"{place['cores'] or 'not known'} on {place['host']}") for place in binding]
+    cores = [
+        (place["rank"], f"{place['cores'] or 'not known'} on {place['host']}") for place in binding
+    ]
     memory = [
         f"{host['host']}: {host['free_memory'] / 2**30:.1f} of {host['memory'] / 2**30:.1f} GiB"
         for host in surroundings["hosts"]
@@ -85,7 +103,11 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
         "free memory": "\n".join(memory) or "not known",
     }
     crowded = surroundings["oversubscribed_threads"]
-    warnings = surroundings["oversubscribed"], crowded and f"{crowded}: {REMEDY}", _idle(surroundings)
+    warnings = (
+        surroundings["oversubscribed"],
+        crowded and f"{crowded}: {REMEDY}",
+        _idle(surroundings),
+    )
     return facts | ({"warning": "\n".join(filter(None, warnings))} if any(warnings) else {})
 
 
@@ -93,29 +115,39 @@ def _threads(surroundings: Mapping[str, Any]) -> Iterator[str]:
     """Yield for each host the ranks and threads of a training, and the cores that they share."""
     for host, places in _by_host(surroundings):
         sizes = Counter(place["threads"] for place in places)
-        ranks = " and ".join(f"{counted(sizes[each], 'rank')} x {counted(each, 'thread')}" for each in sorted(sizes))
+        ranks = " and ".join(
+            f"{counted(sizes[each], 'rank')} x {counted(each, 'thread')}" for each in sorted(sizes)
+        )
         used = frozenset().union(*(parse_cores(place["cores"]) for place in places))
         where = (
-            f"{cores_text(sorted(used))}: {len(used)} of {host['cores']} cores" if used else "cores that are not known"
+            f"{cores_text(sorted(used))}: {len(used)} of {host['cores']} cores"
+            if used
+            else "cores that are not known"
         )
         yield f"{host['host']}: {ranks} in train, on {where}"
 
 
-def _by_host(surroundings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+def _by_host(
+    surroundings: Mapping[str, Any],
+) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
     """Yield each host and the binding of its ranks."""
     for host in surroundings["hosts"]:
         yield host, [place for place in surroundings["binding"] if place["host"] == host["host"]]
 
 
 def _idle(surroundings: Mapping[str, Any]) -> str | None:
-    """Return a sentence where ranks are pinned to one core each, and a host has more than twice as many cores."""
+    """Return a sentence where ranks are pinned to one core each, and a host has more than twice as
+    many cores.
+    """
     for host, places in _by_host(surroundings):
         here = [parse_cores(place["cores"]) for place in places]
         used = frozenset().union(*here)
         if all(len(own) == 1 for own in here) and 2 * len(used) <= (host["cores"] or 0):
             return (
-                f"each rank on {host['host']} is pinned to one core, and of {host['cores']} cores {len(used)} "
-                f"{'is' if len(used) == 1 else 'are'} used: see --cpus-per-task of srun, --bind-to of mpiexec"
+                f"each rank on {host['host']} is pinned to one core, and of {host['cores']} cores "
+                f"{len(used)} "
+                f"{'is' if len(used) == 1 else 'are'} used: see --cpus-per-task of srun, "
+                "--bind-to of mpiexec"
             )
     return None
 
@@ -153,13 +185,23 @@ def _toolkit() -> str:
 
 
 def _blas() -> str:
-    """List the BLAS libraries that numpy has loaded. Their threads are those before `train` and `run` set one."""
+    """List the BLAS libraries that numpy has loaded. Their threads are those before `train` and
+    `run` set one.
+    """
     import numpy  # noqa: F401  (what it loads is what is looked for)
 
     pools = environment.blas()
-    texts = [f"{p['library']} {p['version']} ({p['kernels']}), {counted(p['threads'], 'thread')}" for p in pools]
-    if any(pool["kernels"] in NARROW_KERNELS for pool in pools) and "avx512f" in processor.features():
-        texts.append("this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts")
+    texts = [
+        f"{p['library']} {p['version']} ({p['kernels']}), {counted(p['threads'], 'thread')}"
+        for p in pools
+    ]
+    if (
+        any(pool["kernels"] in NARROW_KERNELS for pool in pools)
+        and "avx512f" in processor.features()
+    ):
+        texts.append(
+            "this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts"
+        )
     return ", ".join(texts)
 
 
@@ -169,7 +211,9 @@ def _show(facts: dict[str, str]) -> None:
     lines = []
     for name, value in facts.items():
         # between words alone: a path can be copied
-        fold = partial(textwrap.wrap, width=COLUMNS - width, break_long_words=False, break_on_hyphens=False)
+        fold = partial(
+            textwrap.wrap, width=COLUMNS - width, break_long_words=False, break_on_hyphens=False
+        )
         parts = [part for line in str(value).split("\n") for part in fold(line) or [""]]
         lines += [f"{head:<{width}}{part}" for head, part in zip((name, *[""] * len(parts)), parts)]
     show("".join(f"{line}\n" for line in lines))

@@ -1,4 +1,6 @@
-"""What commands share: text on the standard output, refusals, and that all ranks of a job run one together."""
+"""What commands share: text on the standard output, refusals, and that all ranks of a job run one
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Any
 
 from mpipipe import files, processor
 from mpipipe.errors import ConfigError, MpipipeError
-from mpipipe.job import AGREED, Stop, describe_error, heading, run_or_abort, settings, share_of_cores
+from mpipipe.job import (
+    AGREED,
+    Stop,
+    describe_error,
+    heading,
+    run_or_abort,
+    settings,
+    share_of_cores,
+)
 from mpipipe.text import counted
 
 PACKAGE = Path(__file__).parents[1]
@@ -25,8 +35,8 @@ READER_LEFT = 128 + signal.SIGPIPE  # the same, as of a program that the signal 
 def show(text: str) -> None:
     """Write text to the standard output, and flush it. Where Python has none, nothing happens.
 
-    Raises Stop where it cannot be written: with one line for a full disk, say, and without a word where the reader has
-    left, as `head` does.
+    Raises Stop where it cannot be written: with one line for a full disk, say, and without a word
+    where the reader has left, as `head` does.
     """
     stream = sys.stdout
     if stream is None:
@@ -41,10 +51,12 @@ def show(text: str) -> None:
     except OSError as error:
         files.silence(stream)
         reason = error.strerror or os.strerror(error.errno or 0)
-        raise Stop(f"mpipipe: the standard output cannot be written: {reason}\n", UNWRITTEN) from None
+        raise Stop(
+            f"mpipipe: the standard output cannot be written: {reason}\n", UNWRITTEN
+        ) from None
 
 
-# -- How a command ends when it cannot do what was asked: one report, and the exit code of wrong usage ----------------
+# -- How a command ends when it cannot do what was asked: one report, and the exit code of wrong usage --
 
 
 WRONG_USAGE = AGREED  # exit code: all ranks of a job end with the same error
@@ -54,7 +66,8 @@ WRONG_USAGE = AGREED  # exit code: all ranks of a job end with the same error
 def refusing(alone: str | None = None) -> Iterator[None]:
     """Report an error inside the block as that of a training on one rank, and end the program.
 
-    A command that works `alone`, by this name, is refused under mpiexec or srun: each rank would do the whole work.
+    A command that works `alone`, by this name, is refused under mpiexec or srun: each rank would do
+    the whole work.
     """
     started = settings.launcher_size(os.environ)
     try:
@@ -72,7 +85,8 @@ def refusing(alone: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def naming_exits() -> Iterator[None]:
-    """Make an error of an exit that code of a user asks for: the job would seem to have done its work.
+    """Make an error of an exit that code of a user asks for: the job would seem to have done its
+    work.
 
     Raises ConfigError with the line. What the commands themselves raise stays as it is.
     """
@@ -83,7 +97,11 @@ def naming_exits() -> Iterator[None]:
         if Path(frames[-1].filename).is_relative_to(PACKAGE):
             raise
         theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
-        own = [frame for frame in theirs if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))]
+        own = [
+            frame
+            for frame in theirs
+            if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))
+        ]
         last = (own or theirs)[-1]
         raise ConfigError(
             f"code of yours ends the program, with the exit code {leaving.code}",
@@ -92,8 +110,12 @@ def naming_exits() -> Iterator[None]:
         ) from leaving
 
 
-def on_ranks(work: Callable[..., object], threads: Callable[[], int] = share_of_cores) -> Callable[..., int]:
-    """Make a command of what all ranks do, with `threads()` threads each, so that an error on one rank ends the job."""
+def on_ranks(
+    work: Callable[..., object], threads: Callable[[], int] = share_of_cores
+) -> Callable[..., int]:
+    """Make a command of what all ranks do, with `threads()` threads each, so that an error on one
+    rank ends the job.
+    """
 
     @wraps(work)
     def command(*arguments: Any, **options: Any) -> int:

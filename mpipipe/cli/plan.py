@@ -1,4 +1,6 @@
-"""mpipipe plan: measures a model on these ranks, and finds the fastest way to train it, with the flags of train."""
+"""mpipipe plan: measures a model on these ranks, and finds the fastest way to train it, with the
+flags of train.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 def plan(
     config: Config = None,
     task: TaskFile = None,
-    out: Annotated[str | None, Option("new file for the best plan, which train --config takes", metavar="FILE")] = None,
+    out: Annotated[
+        str | None, Option("new file for the best plan, which train --config takes", metavar="FILE")
+    ] = None,
     **flags: Any,
 ) -> int:
-    """Find the fastest schedule, chunks, micro-batches, partition and recomputation for a training (mpiexec -n 4 ...).
+    """Find the fastest schedule, chunks, micro-batches, partition and recomputation for a training
+    (mpiexec -n 4 ...).
 
-    Takes the flags of train. What is given stays as it is; all else is chosen by measurements with all ranks at work.
+    Takes the flags of train. What is given stays as it is; all else is chosen by measurements with
+    all ranks at work.
     """
     check_task_file(task)
 
@@ -47,7 +53,10 @@ def plan(
         """Return the configuration, and the keys that the user gave."""
         given = {**({} if config is None else read_keys(Path(config))), **flags}
         chosen = load_config(task, config, **{**flags, "plan": "auto"})
-        return chosen, {**given, **({"task": chosen.task} if isinstance(chosen, TaskFileConfig) else {})}
+        return chosen, {
+            **given,
+            **({"task": chosen.task} if isinstance(chosen, TaskFileConfig) else {}),
+        }
 
     def work() -> None:
         comm = runtime.world()
@@ -60,7 +69,11 @@ def plan(
             if comm.rank == 0:
                 show(found)
                 if out is not None:
-                    write(Path(out), {**given, "pipe": problem.ranks, "seq": problem.seq}, found.choice)
+                    write(
+                        Path(out),
+                        {**given, "pipe": problem.ranks, "seq": problem.seq},
+                        found.choice,
+                    )
 
     return on_ranks(work)()
 
@@ -82,11 +95,14 @@ def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, Plan
 
 
 def show(found: PlanReport) -> None:
-    """Write the best plans to the standard output, and the lines of a job script for the ranks that were measured."""
+    """Write the best plans to the standard output, and the lines of a job script for the ranks that
+    were measured.
+    """
     scale = found.profile.scale
     _say(
         *table(found.plans),
-        f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above",
+        f"real steps take {scale:.3f} of what measured layers and messages add up to; that is "
+        "counted above",
         *([found.oversubscribed] if found.oversubscribed else []),
         "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",
         f"#SBATCH --ntasks-per-node={found.ranks_per_node}",
@@ -99,8 +115,14 @@ def _say(*lines: str) -> None:
 
 
 def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
-    """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it cannot be."""
-    keys = {name.rstrip("_"): value for name, value in given.items() if name not in (*NOT_WRITTEN, *PLANNED)}
+    """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it
+    cannot be.
+    """
+    keys = {
+        name.rstrip("_"): value
+        for name, value in given.items()
+        if name not in (*NOT_WRITTEN, *PLANNED)
+    }
     if "task" in keys:  # the file of a configuration names it from its own folder
         keys["task"] = os.path.relpath(keys["task"], path.parent)
     keys |= {name: getattr(choice, name) for name in ("schedule", "chunks", "microbatches")}

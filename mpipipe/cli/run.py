@@ -21,8 +21,8 @@ def run(
 ) -> int:
     """Run a Python script on every rank (mpiexec -n 4 python -m mpipipe run script.py).
 
-    An exception, an exit or an interrupt on one rank ends the whole job within seconds. One report names the rank and
-    the place. An exit code on which all ranks agree is passed on.
+    An exception, an exit or an interrupt on one rank ends the whole job within seconds. One report
+    names the rank and the place. An exit code on which all ranks agree is passed on.
     """
 
     def work() -> None:

@@ -13,10 +13,22 @@ from mpipipe.cli.flags import numbers
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
-from mpipipe.schedules import FORM, Costs, Links, Schedule, Timeline, from_file, is_path, names, placement_of
+from mpipipe.schedules import (
+    FORM,
+    Costs,
+    Links,
+    Schedule,
+    Timeline,
+    from_file,
+    is_path,
+    names,
+    placement_of,
+)
 from mpipipe.text import counted
 
-Cost = Annotated[str, Option("time in each stage: a number, or one for each stage with commas between")]
+Cost = Annotated[
+    str, Option("time in each stage: a number, or one for each stage with commas between")
+]
 
 
 def simulate(
@@ -24,21 +36,34 @@ def simulate(
     ranks: Annotated[int | None, Option("P; default: 4")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     microbatches: Annotated[int | None, Option("M; default: 16")] = None,
-    slices: Annotated[int | None, Option("n, slices of each sequence, whose times the costs are; default: 1")] = None,
+    slices: Annotated[
+        int | None, Option("n, slices of each sequence, whose times the costs are; default: 1")
+    ] = None,
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
-    transfer: Annotated[str, Option("time of a message between stages: a number, or one for each stage")] = "0",
-    transfer_model: Annotated[str | None, Option(f"in place of --transfer, in s and bytes/s: {FORM}")] = None,
-    message_bytes: Annotated[float, Option("of one micro-batch between two stages, for --transfer-model")] = 0,
-    memory_limit: Annotated[float | None, Option("chunk activations that a rank may hold at once")] = None,
-    recompute: Annotated[bool, Option("run forwards again, as many as --memory-limit needs; without it, all")] = False,
+    transfer: Annotated[
+        str, Option("time of a message between stages: a number, or one for each stage")
+    ] = "0",
+    transfer_model: Annotated[
+        str | None, Option(f"in place of --transfer, in s and bytes/s: {FORM}")
+    ] = None,
+    message_bytes: Annotated[
+        float, Option("of one micro-batch between two stages, for --transfer-model")
+    ] = 0,
+    memory_limit: Annotated[
+        float | None, Option("chunk activations that a rank may hold at once")
+    ] = None,
+    recompute: Annotated[
+        bool, Option("run forwards again, as many as --memory-limit needs; without it, all")
+    ] = False,
     out: Annotated[Path | None, Option("write the order to this new file")] = None,
 ) -> None:
-    """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
+    """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate
+    --schedule all).
 
-    It runs in one process, without MPI. Without --memory-limit a schedule is compared with schedules that need no more
-    memory than it does.
+    It runs in one process, without MPI. Without --memory-limit a schedule is compared with
+    schedules that need no more memory than it does.
     """
     with refusing("simulate"):
         given = given_of(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
@@ -57,7 +82,11 @@ def simulate(
             """Return the costs, with the times of messages between the stages of this schedule."""
             if links is None:
                 return costs
-            placement = from_file(csv).placement if csv else placement_of(name, sizes["ranks"], sizes["chunks"])
+            placement = (
+                from_file(csv).placement
+                if csv
+                else placement_of(name, sizes["ranks"], sizes["chunks"])
+            )
             return replace(costs, transfer=links.times(placement, message_bytes))
 
         if schedule == "all":
@@ -65,7 +94,11 @@ def simulate(
         else:
             costs = with_links(schedule)
             limit = None if recompute else memory_limit
-            made = from_file(csv) if csv else schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
+            made = (
+                from_file(csv)
+                if csv
+                else schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
+            )
             made = schedules.with_recompute(made, costs, memory_limit) if recompute else made
             lines = [*_one(made, costs, memory_limit)]
             if out is not None:
@@ -91,7 +124,9 @@ def refuse(beside: str, given: dict[str, Any]) -> None:
     """Raise ConfigError if one of these options is given."""
     if given:
         found = ", ".join(f"--{name} {value}" for name, value in given.items())
-        raise ConfigError(f"--{next(iter(given))} does not go with {beside}", found=found, remedy="leave it out")
+        raise ConfigError(
+            f"--{next(iter(given))} does not go with {beside}", found=found, remedy="leave it out"
+        )
 
 
 def _links(text: str | None, message_bytes: float, costs: Costs) -> Links | None:
@@ -120,10 +155,12 @@ def _links(text: str | None, message_bytes: float, costs: Costs) -> Links | None
     return network
 
 
-# -- The lines of text that show one schedule, or all of them ---------------------------------------------------------
+# -- The lines of text that show one schedule, or all of them --------------------------------------
 
 
-SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
+# of larger ones no timeline is shown
+SMALL_RANKS = 16
+SMALL_ORDER = 60
 
 
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
@@ -132,14 +169,24 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     bound, gap = _bound_and_gap(found, costs, limit)
     held = " ".join(map(str, found.peak_activations))
     unit = "chunks of slices" if made.slices > 1 else "chunks"
-    yield f"schedule    {made.name}: {counted(made.ranks, 'rank')}, {counted(made.stages, 'stage')}, {made.batch}"
+    yield (
+        f"schedule    {made.name}: {counted(made.ranks, 'rank')}, "
+        f"{counted(made.stages, 'stage')}, {made.batch}"
+    )
     yield f"makespan    {found.makespan:.6g}"
-    yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
+    yield (
+        f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy "
+        "time"
+    )
     yield f"activations {held} on each rank, in {unit}, at most"
     if made.recomputed:
         room = " that runs as many forwards again"
     else:
-        room = "" if limit is None else f" with {limit:g} {'activation' if limit == 1 else 'activations'} on each rank"
+        room = (
+            ""
+            if limit is None
+            else f" with {limit:g} {'activation' if limit == 1 else 'activations'} on each rank"
+        )
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
     yield f"gap         {gap:.2%}: it is at most so much slower than the best one"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:
@@ -160,7 +207,9 @@ def _bound_and_gap(timeline: Timeline, costs: Costs, limit: float | None) -> tup
     return bound, max(0.0, timeline.makespan / bound - 1) if bound else 0.0
 
 
-def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit: float | None) -> Iterator[str]:
+def _table(
+    sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit: float | None
+) -> Iterator[str]:
     yield f"{'schedule':<24}{'makespan':>10}{'bubble':>8}{'activations':>12}{'bound':>10}{'gap':>8}"
     for name in names(sizes["chunks"]):
         costs = costs_of(name)
@@ -171,5 +220,7 @@ def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit
         if memory_limit is not None and held > memory_limit:
             yield f"{row}  above the limit of {memory_limit:g}"
         else:
-            bound, gap = _bound_and_gap(found, costs, held if memory_limit is None else memory_limit)
+            bound, gap = _bound_and_gap(
+                found, costs, held if memory_limit is None else memory_limit
+            )
             yield f"{row}{bound:>10.6g}{gap:>8.2%}"

@@ -23,8 +23,9 @@ def tokenize(
 ) -> None:
     """Tokenize text (python -m mpipipe tokenize --tokenizer DIR text/ --out tokens).
 
-    A text file is a document, and so is each line of a file of JSON lines, which has its text in the field "text".
-    One process does it, with threads on all cores. `mpipipe train --data tokens` takes the file, and several of them.
+    A text file is a document, and so is each line of a file of JSON lines, which has its text in
+    the field "text". One process does it, with threads on all cores. `mpipipe train --data tokens`
+    takes the file, and several of them.
     """
     latest = monotonic()
 

@@ -1,4 +1,6 @@
-"""mpipipe train: its flags are the fields of TrainConfig, or of TaskFileConfig for a task in a file."""
+"""mpipipe train: its flags are the fields of TrainConfig, or of TaskFileConfig for a task in a
+file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from mpipipe import processor, schedules
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
 from mpipipe.cli.output import on_ranks, refusing, show
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, group_of, inprocess, launcher_size, run_or_abort, runtime, stop_signals
+from mpipipe.job import (
+    Communicator,
+    group_of,
+    inprocess,
+    launcher_size,
+    run_or_abort,
+    runtime,
+    stop_signals,
+)
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
@@ -34,25 +44,35 @@ from mpipipe.train import (
     run,
 )
 
-TaskFile = Annotated[str | None, Operand("file with a task of your own, and its class", metavar="FILE.py[:CLASS]")]
+TaskFile = Annotated[
+    str | None, Operand("file with a task of your own, and its class", metavar="FILE.py[:CLASS]")
+]
 Config = Annotated[str | None, Option("TOML file with any of the keys below", metavar="FILE")]
 
 
 def train(
     config: Config = None,
     task: TaskFile = None,
-    dry_run: Annotated[bool, Option("train nothing: show the plan, and the memory of each rank")] = False,
-    ranks: Annotated[int | None, Option("of a dry run in one process; default: those of one replica")] = None,
+    dry_run: Annotated[
+        bool, Option("train nothing: show the plan, and the memory of each rank")
+    ] = False,
+    ranks: Annotated[
+        int | None, Option("of a dry run in one process; default: those of one replica")
+    ] = None,
     check: Annotated[
         bool,
-        Option("train nothing: compare each backward of the task with its forward, in float64 whatever --dtype is"),
+        Option(
+            "train nothing: compare each backward of the task with its forward, in float64 "
+            "whatever --dtype is"
+        ),
     ] = False,
     **flags: Any,
 ) -> int:
-    """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first), or the task in FILE.py.
+    """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first), or the
+    task in FILE.py.
 
-    The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
-    The options of data and model are for text; a task in a file has its own.
+    The keys of the file given by --config are the flags without leading dashes, and with _ for -.
+    Flags win over keys. The options of data and model are for text; a task in a file has its own.
     """
     check_task_file(task)
     load = partial(load_config, task, config, **flags)
@@ -64,7 +84,8 @@ def train(
                 raise ConfigError(
                     "--ranks without --dry-run",
                     found=f"--ranks {ranks}",
-                    remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run shows one on so many "
+                    remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run "
+                    "shows one on so many "
                     "ranks",
                 )
         chosen = group.from_one("train: the configuration", load)
@@ -80,18 +101,27 @@ def train(
 
 
 def print_check(load: Callable[[], TaskConfig]) -> int:
-    """Show whether the layers and the loss of a task have the gradients of their forwards; for one process."""
+    """Show whether the layers and the loss of a task have the gradients of their forwards; for one
+    process.
+    """
     with refusing("--check"):
         config = load()
         if not isinstance(config, TaskFileConfig):
-            raise ConfigError("--check is for a task of your own", remedy="name its file: train FILE.py --check")
+            raise ConfigError(
+                "--check is for a task of your own", remedy="name its file: train FILE.py --check"
+            )
 
         def work(comm: Communicator) -> tuple[list[str], bool]:
             task = load_task(str(config.task), config.set, comm)
             return check_task(task, config.seed, comm, rows=min(2, config.batch))
 
         lines, right = inprocess.run(1, work)[0]
-    show("".join(f"{line}\n" for line in [*lines, f"mpipipe: check {'ok' if right else 'failed'} in float64"]))
+    show(
+        "".join(
+            f"{line}\n"
+            for line in [*lines, f"mpipipe: check {'ok' if right else 'failed'} in float64"]
+        )
+    )
     return 0 if right else 1
 
 
@@ -102,18 +132,26 @@ def check_task_file(task: str | None) -> None:
             raise ConfigError(
                 f"there is no place for {task}",
                 expected="nothing, or FILE.py or FILE.py:CLASS with a task of your own",
-                remedy=f"--config {task} names a file with a configuration" if task.endswith(".toml") else None,
+                remedy=f"--config {task} names a file with a configuration"
+                if task.endswith(".toml")
+                else None,
             )
 
 
 def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfig:
-    """Return the configuration of the task that is named here or in a file, or of text. Raises ConfigError."""
+    """Return the configuration of the task that is named here or in a file, or of text. Raises
+    ConfigError.
+    """
     keys = {} if config is None else read_keys(Path(config))
     if task is None and "task" not in keys:
         return TrainConfig.load(config, **flags)
     known = {entry.name for entry in fields(TaskFileConfig)}
     others = [key_of(entry) for entry in fields(TrainConfig) if entry.name not in known]
-    strange = [name for name in (*keys, *flags) if name.rstrip("_") in others and flags.get(name, 0) is not None]
+    strange = [
+        name
+        for name in (*keys, *flags)
+        if name.rstrip("_") in others and flags.get(name, 0) is not None
+    ]
     if strange:
         raise ConfigError(
             f"{strange[0].rstrip('_')} is an option of text, and a task in a file has its own",
@@ -125,7 +163,9 @@ def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfi
 
 
 def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
-    """Return the configuration with what its task says, and that task, of text or from a file; collective."""
+    """Return the configuration with what its task says, and that task, of text or from a file;
+    collective.
+    """
     check_same_config(group_of(comm), config)
     if isinstance(config, TaskFileConfig):
         return config, load_task(str(config.task), config.set, comm)
@@ -135,18 +175,32 @@ def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
 
 
 FIELDS = fields_of(TrainConfig)
-FIELDS += [entry for entry in fields_of(TaskFileConfig) if entry.name in ("init", "set", "changed_task")]
-GENERAL = {entry.name for entry in fields(TaskFileConfig)}  # which the help lists before those of text
+FIELDS += [
+    entry for entry in fields_of(TaskFileConfig) if entry.name in ("init", "set", "changed_task")
+]
+GENERAL = {
+    entry.name for entry in fields(TaskFileConfig)
+}  # which the help lists before those of text
 FIELDS.sort(key=lambda entry: entry.name not in GENERAL)
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
 train.instead = INSTEAD  # type: ignore[attr-defined]
 
 
-# -- What `train --dry-run` shows: the plan of a training, and the memory of each rank --------------------------------
+# -- What `train --dry-run` shows: the plan of a training, and the memory of each rank -------------
 
 
 MOST_RANKS = 1 << 16
-COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
+COLUMNS = (
+    "parameters",
+    "gradients",
+    "moments",
+    "activations",
+    "messages",
+    "scratch",
+    "later",
+    "process",
+    "total",
+)
 
 
 def print_estimate(load: Callable[[], TaskConfig], ranks: int | None) -> int:
@@ -155,7 +209,11 @@ def print_estimate(load: Callable[[], TaskConfig], ranks: int | None) -> int:
         return run_or_abort(lambda: _in_job(load, ranks))
     with refusing():
         if ranks is not None and not 1 <= ranks <= MOST_RANKS:
-            raise ConfigError("--ranks is out of range", found=ranks, expected=f"at least 1, at most {MOST_RANKS:,}")
+            raise ConfigError(
+                "--ranks is out of range",
+                found=ranks,
+                expected=f"at least 1, at most {MOST_RANKS:,}",
+            )
         config = load()
         _show(config, ranks or (config.pipe or 1) * config.seq)
     return 0
@@ -183,10 +241,14 @@ def _show(config: TaskConfig, ranks: int) -> None:
 
 def described(found: MemoryEstimate) -> str:
     """Return all lines."""
-    config, plan, problem = found.config, found.plan, found.problem
+    config = found.config
+    plan = found.plan
+    problem = found.problem
     schedule = plan.schedule
-    count, total = found.count, sum(rank.total for rank in found.ranks)
-    rows, units = plan.microbatch_rows, found.task.units
+    count = found.count
+    total = sum(rank.total for rank in found.ranks)
+    rows = plan.microbatch_rows
+    units = found.task.units
     size = f"{rows} x {-(-units // config.seq)}" if units > 1 else counted(rows, "row")
     times = [sum(problem.costs[start:stop]) for start, stop in plan.layer_ranges]
     bubble = schedules.simulate(schedule, schedules.Costs(times, times, times)).bubble_fraction
@@ -200,12 +262,21 @@ def described(found: MemoryEstimate) -> str:
         "",
         "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory",
     ]
-    cuts = [" ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values()) for each in found.ranks]
+    cuts = [
+        " ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values())
+        for each in found.ranks
+    ]
     cells = [[str(each.rank), cut, *_sizes(each)] for each, cut in zip(found.ranks, cuts)]
     lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
     worst = max(found.ranks, key=lambda each: each.total)
-    whole = f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}" if count > 1 else ""
-    return "\n".join([*lines, "", f"rank {worst.rank} takes most: {shown_bytes(worst.total)}{whole}"])
+    whole = (
+        f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}"
+        if count > 1
+        else ""
+    )
+    return "\n".join(
+        [*lines, "", f"rank {worst.rank} takes most: {shown_bytes(worst.total)}{whole}"]
+    )
 
 
 def _sizes(each: RankBytes) -> list[str]:

@@ -7,7 +7,8 @@ parts to other ranks     transfer
 sums over replicas       allreduce
 sums by NCCL             nccl/
 
-Other rooms import the names below from here. A file is imported when one of its names is first used (faces.py).
+Other rooms import the names below from here. A file is imported when one of its names is first used
+(faces.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
-    from mpipipe.comm.transfer import Index, PartMove, Transfer, all_to_all, along, exchange_on, halo_of
+    from mpipipe.comm.transfer import (
+        Index,
+        PartMove,
+        Transfer,
+        all_to_all,
+        along,
+        exchange_on,
+        halo_of,
+    )
     from mpipipe.comm.transport.choose import make_transport
     from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
 

@@ -1,4 +1,5 @@
-"""Sums and gathers over replicas: non-blocking, in buckets of a flat buffer, half types added in float32.
+"""Sums and gathers over replicas: non-blocking, in buckets of a flat buffer, half types added in
+float32.
 
 Buckets of a device buffer go through pinned memory:
 
@@ -7,9 +8,10 @@ Buckets of a device buffer go through pinned memory:
     MPI                    sum 0      sum 1      sum 2
     device                            copy back  copy back     inward stream
 
-MPI matches collectives by the order in which each rank starts them. So every rank starts them in the order of the calls
-and of the buckets, whichever copy is done first; the sum of a host buffer waits its turn as well. Gathers go the same
-way: in place of adding, each rank gives of a bucket the part that it has.
+MPI matches collectives by the order in which each rank starts them. So every rank starts them in
+the order of the calls and of the buckets, whichever copy is done first; the sum of a host buffer
+waits its turn as well. Gathers go the same way: in place of adding, each rank gives of a bucket the
+part that it has.
 """
 
 from __future__ import annotations
@@ -37,20 +39,25 @@ from mpipipe.job import (
 
 BUCKET_BYTES = 32 << 20
 GATHERED = 1 << 30  # elements of a host buffer that MPI gathers at once: it counts with 32 bits
-BUFFERS = 3  # pinned buckets in use at once on one communicator: one on its way out, one summed, one on its way back
+# Pinned buckets in use at once on one communicator: one on its way out, one summed, one on its way
+# back.
+BUFFERS = 3
 Range: TypeAlias = tuple[int, int]
 
 
 class AllReduce:
-    """An all-reduce under way; `Test()` is true once `flat`, one-dimensional, holds the sum over all ranks of `comm`.
+    """An all-reduce under way; `Test()` is true once `flat`, one-dimensional, holds the sum over
+    all ranks of `comm`.
 
-    Every rank must start the sums on one communicator in the same order. `flat` must be left alone until the sum is
-    there. On a GPU, the sum waits for work queued before, and work queued on the current stream after `Test()` was true
-    finds the sum. Float16 and bfloat16 have no MPI type and too few bits to add in: they are converted to float32 and
-    rounded once, at the end.
+    Every rank must start the sums on one communicator in the same order. `flat` must be left alone
+    until the sum is there. On a GPU, the sum waits for work queued before, and work queued on the
+    current stream after `Test()` was true finds the sum. Float16 and bfloat16 have no MPI type and
+    too few bits to add in: they are converted to float32 and rounded once, at the end.
     """
 
-    def __init__(self, comm: Communicator, flat: Array, ranges: Sequence[Range] | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, flat: Array, ranges: Sequence[Range] | None = None
+    ) -> None:
         self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
         kind = _DeviceSum if arrays.is_device(flat) else _HostSum
         self.sum: _HostSum | _DeviceSum = kind(self.queue, flat, _Operation(comm.rank, ranges))
@@ -66,14 +73,18 @@ class AllReduce:
         self.sum.poll()
 
     def Cancel(self) -> None:
-        """Give up all sums on this communicator after a failure; nothing that MPI or the device may touch is freed."""
+        """Give up all sums on this communicator after a failure; nothing that MPI or the device may
+        touch is freed.
+        """
         self.queue.abort()
 
 
 class AllGather(AllReduce):
-    """A gather under way; `Test()` is true once `flat` has each of `ranges`, those of all ranks, as that rank has it.
+    """A gather under way; `Test()` is true once `flat` has each of `ranges`, those of all ranks, as
+    that rank has it.
 
-    The ranges follow each other from 0 to the end. All else is as for sums; half types are not known here.
+    The ranges follow each other from 0 to the end. All else is as for sums; half types are not
+    known here.
     """
 
 
@@ -90,14 +101,17 @@ class _Operation(NamedTuple):
 
     def given(self, start: int, stop: int) -> Range:
         """What of a bucket this rank gives."""
-        return (start, stop) if self.ranges is None else _within(self.ranges[self.rank], start, stop)
+        return (
+            (start, stop) if self.ranges is None else _within(self.ranges[self.rank], start, stop)
+        )
 
     def begin(self, queue: _Queue, values: np.ndarray, start: int) -> Request:
         """Begin with the bucket that starts at `start`."""
         if self.ranges is None:
             return own(queue.comm.Iallreduce(queue.in_place, values))
         parts = [_within(each, start, start + values.size) for each in self.ranges]
-        counts, starts = [last - first for first, last in parts], [first - start for first, _ in parts]
+        counts = [last - first for first, last in parts]
+        starts = [first - start for first, _ in parts]
         return own(queue.comm.Iallgatherv(queue.in_place, [values, (counts, starts)]))
 
 
@@ -110,17 +124,20 @@ def _within(part: Range, start: int, stop: int) -> Range:
 class _Queue:
     """The sums on one communicator, and the pinned buffers that they share.
 
-    Buffers go to buckets in their order, so the first bucket that is not summed has one on every rank: no bucket waits
-    for a later one.
+    Buffers go to buckets in their order, so the first bucket that is not summed has one on every
+    rank: no bucket waits for a later one.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self.in_place = comm, runtime.library_of(comm).IN_PLACE
+        self.comm = comm
+        self.in_place = runtime.library_of(comm).IN_PLACE
         # with collectives still to be started, in the order of the calls
         self.unstarted: deque[_HostSum | _DeviceSum] = deque()
         self.active: list[_DeviceSum] = []  # whose results are not back on the device
         self.pool = PinnedPool(BUFFERS * BUCKET_BYTES)
-        self.returning: deque[tuple[Event, np.ndarray]] = deque()  # buffers whose content is on its way to the device
+        self.returning: deque[tuple[Event, np.ndarray]] = (
+            deque()
+        )  # buffers whose content is on its way to the device
 
     @cached_property
     def streams(self) -> tuple[Any, Any]:
@@ -154,7 +171,8 @@ class _Queue:
         """After a failure: advance no more, and free nothing."""
         unregister_progress(self)
         keep_forever((self.unstarted, self.active, self.pool, self.returning))
-        self.unstarted, self.active = deque(), []
+        self.unstarted = deque()
+        self.active = []
 
     def close(self) -> None:
         """The communicator is freed: its sums are over."""
@@ -168,7 +186,9 @@ class _HostSum:
     """The sum of a host buffer; half types are summed in a float32 copy."""
 
     def __init__(self, queue: _Queue, flat: np.ndarray, how: _Operation) -> None:
-        self.queue, self.flat, self.how = queue, flat, how
+        self.queue = queue
+        self.flat = flat
+        self.how = how
         self.summed = flat if flat.dtype.itemsize >= 4 else flat.astype(np.float32)
         self.requests: list[Request] | None = None
 
@@ -176,7 +196,9 @@ class _HostSum:
         """Hand MPI what can be handed on; true once it has everything."""
         summed = self.summed
         buckets = self.how.buckets(summed.size, summed.itemsize, at_once=True)
-        self.requests = [self.how.begin(self.queue, summed[start:stop], start) for start, stop in buckets]
+        self.requests = [
+            self.how.begin(self.queue, summed[start:stop], start) for start, stop in buckets
+        ]
         return True
 
     def poll(self) -> None:
@@ -197,10 +219,15 @@ class _HostSum:
 
 
 class _DeviceSum:
-    """The sum of a device buffer. MPI adds up `sums`: `values` of a bucket in pinned memory, or float32 of halves."""
+    """The sum of a device buffer. MPI adds up `sums`: `values` of a bucket in pinned memory, or
+    float32 of halves.
+    """
 
     def __init__(self, queue: _Queue, flat: DeviceArray, how: _Operation) -> None:
-        self.queue, self.flat, self.how, self.ready = queue, flat, how, arrays.record()
+        self.queue = queue
+        self.flat = flat
+        self.how = how
+        self.ready = arrays.record()
         self.outward, self.inward = queue.streams
         self.buckets = deque(how.buckets(flat.size, max(4, flat.itemsize), at_once=False))
         # (event, buffer, values, range) of each bucket on its way to the host
@@ -225,10 +252,15 @@ class _DeviceSum:
             if taken is None:
                 break
             self.buckets.popleft()
-            (first, last), values = self.how.given(start, stop), taken[:nbytes].view(self.flat.dtype)
+            (first, last), values = (
+                self.how.given(start, stop),
+                taken[:nbytes].view(self.flat.dtype),
+            )
             with self.outward:
                 if first < last:
-                    arrays.copy_to_host(values[first - start : last - start].view(np.uint8), self.flat[first:last])
+                    arrays.copy_to_host(
+                        values[first - start : last - start].view(np.uint8), self.flat[first:last]
+                    )
                 self.copying.append((arrays.record(), taken, values, (start, stop)))
         return not self.buckets and not self.copying
 

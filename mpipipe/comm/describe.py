@@ -14,14 +14,17 @@ from mpipipe.text import counted
 
 
 def describe() -> dict[str, str]:
-    """What `python -m mpipipe info` shows of MPI; collective over COMM_WORLD. Raises BackendError without MPI."""
+    """What `python -m mpipipe info` shows of MPI; collective over COMM_WORLD. Raises BackendError
+    without MPI.
+    """
     MPI = mpi()
     comm = MPI.COMM_WORLD
     group = group_of(comm)
     hosts = group.gather("info: the hosts", MPI.Get_processor_name())
     import mpi4py
 
-    promise, awareness = launcher_size(os.environ), "no GPU"
+    promise = launcher_size(os.environ)
+    awareness = "no GPU"
     if group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         verdict = gpu_aware.detect(comm)
         awareness = f"{'direct' if verdict.direct else 'staged through the host'}: {verdict.reason}"
@@ -30,7 +33,9 @@ def describe() -> dict[str, str]:
         "MPI standard": ".".join(map(str, MPI.Get_version())),
         "mpi4py": mpi4py.__version__,
         "ranks": str(comm.size),
-        "launcher": "none seen" if promise is None else f"promises {counted(promise[1], 'rank')} ({promise[0]})",
+        "launcher": "none seen"
+        if promise is None
+        else f"promises {counted(promise[1], 'rank')} ({promise[0]})",
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
         "thread level": thread_level(),
         "largest tag": str(tag_upper_bound(comm)),
@@ -43,11 +48,15 @@ def thread_level() -> str:
     """The level of threads that MPI grants this process. Raises BackendError without MPI."""
     MPI = mpi()
     names = ("single", "funneled", "serialized", "multiple")
-    return next(name for name in names if getattr(MPI, f"THREAD_{name.upper()}") == MPI.Query_thread())
+    return next(
+        name for name in names if getattr(MPI, f"THREAD_{name.upper()}") == MPI.Query_thread()
+    )
 
 
 def nccl(comm: Communicator) -> str:
-    """What NCCL would carry between the ranks of `comm`, each on its current GPU, and why; collective."""
+    """What NCCL would carry between the ranks of `comm`, each on its current GPU, and why;
+    collective.
+    """
     group = group_of(comm)
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return "no GPU"

@@ -1,8 +1,10 @@
-"""Tagged messages of one rank's pipeline: receives posted ahead, sends that no action waits for, buffers used again.
+"""Tagged messages of one rank's pipeline: receives posted ahead, sends that no action waits for,
+buffers used again.
 
-The name of a message, not its order, decides what arrives where. There are two ways to receive. Where the shapes of
-all messages are known (`begin_call`), buffers are posted ahead of their data, at most `window` of them. Where they are
-not known, a small header comes first (`take_header`, then `take_unknown`).
+The name of a message, not its order, decides what arrives where. There are two ways to receive.
+Where the shapes of all messages are known (`begin_call`), buffers are posted ahead of their data,
+at most `window` of them. Where they are not known, a small header comes first (`take_header`, then
+`take_unknown`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Leaf: TypeAlias = "tuple[Shape, np.dtype]"
 
 
 class ReceiveBuffer(NamedTuple):
-    """A buffer to receive into, the view that is handed out (read-only on the host), and the list of its like."""
+    """A buffer to receive into, the view that is handed out (read-only on the host), and the list
+    of its like.
+    """
 
     free: list[ReceiveBuffer]
     buffer: Array
@@ -35,7 +39,9 @@ Lease: TypeAlias = Sequence[ReceiveBuffer]  # the buffers of a message
 
 
 class Envelope(NamedTuple):
-    """The name of a message: where it goes or comes from, and its (channel, tag) for header and data."""
+    """The name of a message: where it goes or comes from, and its (channel, tag) for header and
+    data.
+    """
 
     peer: int
     edge: int
@@ -54,7 +60,10 @@ class Envelope(NamedTuple):
     def subject(self) -> str:
         """What the message holds, the same at both ends."""
         edge = f"skip {self.skip!r}" if self.skip else f"edge {self.edge}"
-        return f"the {('activation', 'gradient')[self.direction]} of micro-batch {self.microbatch} over {edge}"
+        return (
+            f"the {('activation', 'gradient')[self.direction]} of micro-batch "
+            f"{self.microbatch} over {edge}"
+        )
 
     def __str__(self) -> str:
         channel, tag = self.data
@@ -62,7 +71,9 @@ class Envelope(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """One array of a message that is to come, with the function of the transport that starts to receive it."""
+    """One array of a message that is to come, with the function of the transport that starts to
+    receive it.
+    """
 
     envelope: Envelope
     start: Callable[[Array, int, int], Request]
@@ -73,35 +84,49 @@ class Incoming(NamedTuple):
 
 
 class Mailbox:
-    """All messages of one pipeline on one rank, by a transport, and in the calls of `group`, if there is one.
+    """All messages of one pipeline on one rank, by a transport, and in the calls of `group`, if
+    there is one.
 
-    A received array is a buffer that is used again: its slot must go back through `release` once nothing reads the
-    array any more. The arrays of one message travel, and are taken, one after the other.
+    A received array is a buffer that is used again: its slot must go back through `release` once
+    nothing reads the array any more. The arrays of one message travel, and are taken, one after the
+    other.
     """
 
     def __init__(self, transport: Transport, group: RankGroup | None = None):
-        self.transport, self.group = transport, group
-        self.slots: dict[Leaf, list[ReceiveBuffer]] = defaultdict(list)  # (shape, dtype) -> free buffers
-        self.outgoing: deque[tuple[Request, Envelope]] = deque()  # sends, oldest first; each keeps its array alive
-        self.posted: deque[tuple[ReceiveBuffer, Request, Envelope]] = deque()  # in the order of `incoming`
+        self.transport = transport
+        self.group = group
+        self.slots: dict[Leaf, list[ReceiveBuffer]] = defaultdict(
+            list
+        )  # (shape, dtype) -> free buffers
+        self.outgoing: deque[tuple[Request, Envelope]] = (
+            deque()
+        )  # sends, oldest first; each keeps its array alive
+        self.posted: deque[tuple[ReceiveBuffer, Request, Envelope]] = (
+            deque()
+        )  # in the order of `incoming`
         self.incoming: Iterator[Incoming] = iter(())
         self.announced: Envelope | None = None  # whose header is awaited
         self.sent: list[Envelope] = []  # in this call, or before it and still under way
         self.polls = 0  # so far: a sign of progress
         self.recorder: Recorder | None = None
 
-    def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list[Incoming]:
+    def receive_schedule(
+        self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]
+    ) -> list[Incoming]:
         """Return what `begin_call` takes: the arrays of all messages, in order."""
         schedule = []
         for envelope, shapes in zip(envelopes, leaves):
             channel, tag = envelope.data
             for leaf in shapes:
                 start = self.transport.receiver(channel, *leaf)
-                schedule.append(Incoming(envelope, start, envelope.peer, tag, self.slots[leaf], leaf))
+                schedule.append(
+                    Incoming(envelope, start, envelope.peer, tag, self.slots[leaf], leaf)
+                )
         return schedule
 
     def begin_call(self, schedule: Sequence[Incoming], window: int) -> None:
-        """Begin a step whose incoming arrays are known; the first `window` receives are posted at once.
+        """Begin a step whose incoming arrays are known; the first `window` receives are posted at
+        once.
 
         `schedule` is what `receive_schedule` returned.
         """
@@ -162,7 +187,9 @@ class Mailbox:
             )
         header = np.zeros(HEADER_BYTES, np.uint8)
         header[: len(content)] = np.frombuffer(content, np.uint8)
-        self.outgoing.append((self.transport.isend(header, envelope.peer, *envelope.header), envelope))
+        self.outgoing.append(
+            (self.transport.isend(header, envelope.peer, *envelope.header), envelope)
+        )
         self.sent.append(envelope)
 
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
@@ -172,11 +199,17 @@ class Mailbox:
             self.recorder.send(envelope.name, envelope.peer, sum(array.nbytes for array in arrays))
         self.drop_complete()
         for array in arrays:
-            self.outgoing.append((self.transport.isend(array, envelope.peer, channel, tag), envelope))
+            self.outgoing.append(
+                (self.transport.isend(array, envelope.peer, channel, tag), envelope)
+            )
         self.sent.append(envelope)
 
-    def put_array(self, start: Callable[[Array, int, int], Request], envelope: Envelope, array: Array) -> None:
-        """Do what `put` does with a message of one array, by the transport's `sender`, where nothing is recorded."""
+    def put_array(
+        self, start: Callable[[Array, int, int], Request], envelope: Envelope, array: Array
+    ) -> None:
+        """Do what `put` does with a message of one array, by the transport's `sender`, where
+        nothing is recorded.
+        """
         outgoing = self.outgoing
         while outgoing and outgoing[0][0].Test():
             outgoing.popleft()
@@ -190,7 +223,9 @@ class Mailbox:
             outgoing.popleft()
 
     def release(self, lease: Lease) -> None:
-        """Give buffers back; on a device, work queued so far on the current stream may still read them."""
+        """Give buffers back; on a device, work queued so far on the current stream may still read
+        them.
+        """
         transport = self.transport
         for slot in lease:
             if transport.retires:
@@ -198,7 +233,9 @@ class Mailbox:
             slot.free.append(slot)
 
     def poll(self) -> None:
-        """Let MPI move data: large messages advance only inside MPI calls, and one call advances them all."""
+        """Let MPI move data: large messages advance only inside MPI calls, and one call advances
+        them all.
+        """
         self.polls += 1
         if self.transport.progress():
             return  # a test of a device message would make the current stream wait for it
@@ -233,12 +270,15 @@ class Mailbox:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Forget all requests. Those that are not complete keep themselves, and their buffers, alive for ever.
+        """Forget all requests. Those that are not complete keep themselves, and their buffers,
+        alive for ever.
 
-        Until it has tested true a request stays in `posted` or `outgoing`, whatever is raised, and needs no owner.
+        Until it has tested true a request stays in `posted` or `outgoing`, whatever is raised, and
+        needs no owner.
         """
         for _, request, _ in self.posted:
             own(request)
         for request, _ in self.outgoing:
             own(request)
-        self.posted, self.outgoing = deque(), deque()
+        self.posted = deque()
+        self.outgoing = deque()

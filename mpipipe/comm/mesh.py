@@ -45,14 +45,16 @@ class Mesh:
     Attributes
     ----------
     pipe, seq, data, replicas, comm : Communicator
-        The ranks along each axis through this rank; those that hold the same stages, data x seq of them; all of them.
+        The ranks along each axis through this rank; those that hold the same stages, data x seq of
+        them; all of them.
     rank, coords, shape : int, Coordinates, Coordinates
         This rank in `comm`, where it stands (pipe, data, seq), and the extents of the grid.
 
     Raises
     ------
     ArgumentError, MismatchError
-        On every rank, when the extents do not multiply to the size of `comm`, or differ between ranks.
+        On every rank, when the extents do not multiply to the size of `comm`, or differ between
+        ranks.
 
     Examples
     --------
@@ -67,12 +69,17 @@ class Mesh:
     [((0, 0, 0), 2), ((0, 0, 1), 2), ((1, 0, 0), 2), ((1, 0, 1), 2)]
     """
 
-    def __init__(self, comm: Communicator | None = None, pipe: int = 1, seq: int = 1, data: int | None = None) -> None:
+    def __init__(
+        self, comm: Communicator | None = None, pipe: int = 1, seq: int = 1, data: int | None = None
+    ) -> None:
         self.group = group_of(comm)
         with self.group.raise_together("making a Mesh"):
             self.shape = _extents(self.group.size, pipe, seq, data)
-        message, remedy = "ranks were given different extents of a mesh", "give the same extents on all ranks"
-        self.group.agree("making a Mesh", tuple(self.shape._asdict().items()), message=message, remedy=remedy)
+        message = "ranks were given different extents of a mesh"
+        remedy = "give the same extents on all ranks"
+        self.group.agree(
+            "making a Mesh", tuple(self.shape._asdict().items()), message=message, remedy=remedy
+        )
         self.comm = communicators.duplicate(self.group.comm)
         self.comm.Set_name("mpipipe mesh")
         self.rank = self.comm.rank
@@ -111,52 +118,64 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None:  # freeing is collective: after an error the other ranks would be waited for in vain
+        if (
+            kind is None
+        ):  # freeing is collective: after an error the other ranks would be waited for in vain
             self.close()
 
 
 def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
     for name, extent in (("pipe", pipe), ("seq", seq), ("data", 1 if data is None else data)):
         if not isinstance(extent, int) or extent < 1:
-            raise ArgumentError(f"mesh extent {name}", found=repr(extent), expected="an integer of at least 1")
+            raise ArgumentError(
+                f"mesh extent {name}", found=repr(extent), expected="an integer of at least 1"
+            )
     if data is None:
         data = size // (pipe * seq)
     wanted = pipe * data * seq
     if wanted != size:
-        multiple, exact = f"a multiple of pipe {pipe} x seq {seq}", f"pipe {pipe} x data {data} x seq {seq}"
+        multiple = f"a multiple of pipe {pipe} x seq {seq}"
+        exact = f"pipe {pipe} x data {data} x seq {seq}"
         raise ArgumentError(
             "the mesh does not fill the communicator",
             found=counted(size, "rank"),
-            expected=multiple if size % (pipe * seq) or not data else f"{exact} = {counted(wanted, 'rank')}",
+            expected=multiple
+            if size % (pipe * seq) or not data
+            else f"{exact} = {counted(wanted, 'rank')}",
             remedy="start another number of ranks, or choose other extents",
         )
     return Coordinates(pipe, data, seq)
 
 
-# -- Which device a rank computes on ----------------------------------------------------------------------------------
+# -- Which device a rank computes on ---------------------------------------------------------------
 
 
 def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
-    """Return the device of this rank, "cpu" or "cuda", the same on all ranks of `comm`; collective over these.
+    """Return the device of this rank, "cpu" or "cuda", the same on all ranks of `comm`; collective
+    over these.
 
-    `name` is "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; or "auto", the GPUs where
-    there are some, else the CPU. A GPU that is chosen becomes the current one.
+    `name` is "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; or
+    "auto", the GPUs where there are some, else the CPU. A GPU that is chosen becomes the current
+    one.
 
-    All ranks raise BackendError for an unknown name, and where a GPU was asked for and a rank has none or lacks parts
-    of CUDA; and MismatchError where "auto" finds GPUs for some ranks only.
+    All ranks raise BackendError for an unknown name, and where a GPU was asked for and a rank has
+    none or lacks parts of CUDA; and MismatchError where "auto" finds GPUs for some ranks only.
     """
     group = group_of(comm)
     place = local_rank(group)
     with group.raise_together("select_device"):
         try:
             count = arrays.device_count() if name in ("auto", "cuda") else 0
-            kind = arrays.check_device(f"cuda:{place % count}" if count else name)  # which looks at that GPU alone
+            kind = arrays.check_device(
+                f"cuda:{place % count}" if count else name
+            )  # which looks at that GPU alone
         except MpipipeError:
             raise
         except Exception as error:  # CuPy's own, such as cudaErrorDevicesUnavailable
             raise BackendError(
                 f"a GPU cannot be used: {type(error).__name__}: {error}",
-                remedy="look at nvidia-smi on that node: another process may have the GPU for itself, or it is broken",
+                remedy="look at nvidia-smi on that node: another process may have the GPU for "
+                "itself, or it is broken",
             ) from error
     kinds = group.gather("select_device", kind)
     without = [rank for rank, other in enumerate(kinds) if other == "cpu"]
@@ -178,7 +197,9 @@ def local_rank(group: RankGroup) -> int:
 
 
 def describe(group: RankGroup, device: str) -> list[str]:
-    """One line for each rank: its host, its place there, its device; the same on every rank. Collective."""
+    """One line for each rank: its host, its place there, its device; the same on every rank.
+    Collective.
+    """
     place = device if device == "cpu" else f"cuda:{arrays.cupy().cuda.runtime.getDevice()}"
     mine = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"
     return group.gather("describing the devices", mine)

@@ -1,8 +1,9 @@
-"""Exchanges in which all ranks of a communicator take part: one message out, one in, while the caller computes.
+"""Exchanges in which all ranks of a communicator take part: one message out, one in, while the
+caller computes.
 
-`overlap` starts a receive and a send, which advance whenever the caller polls. `sendrecv` waits for the same exchange
-before the computation. The data are the same either way. A ring has one exchange under way; others may have several,
-which all ranks start in one order.
+`overlap` starts a receive and a send, which advance whenever the caller polls. `sendrecv` waits for
+the same exchange before the computation. The data are the same either way. A ring has one exchange
+under way; others may have several, which all ranks start in one order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ KEPT = 8  # exchanges that a report of a hang knows, for each rank
 
 
 class RingMessages(NamedTuple):
-    """One message out and one in: what exchanges, their number in it, and both ends. One of None bytes is not sent."""
+    """One message out and one in: what exchanges, their number in it, and both ends. One of None
+    bytes is not sent.
+    """
 
     what: str
     number: int
@@ -40,26 +43,37 @@ class RingMessages(NamedTuple):
 
 
 class RingExchange:
-    """Messages between the ranks of a communicator, on a private duplicate of it; collective. Texts call it `what`."""
+    """Messages between the ranks of a communicator, on a private duplicate of it; collective. Texts
+    call it `what`.
+    """
 
-    def __init__(self, comm: Communicator, synchronous: bool = False, device: str = "cpu", what: str = "ring") -> None:
+    def __init__(
+        self, comm: Communicator, synchronous: bool = False, device: str = "cpu", what: str = "ring"
+    ) -> None:
         self.what = what
         self.group = group_of(comm)
         self.transport = make_transport(comm, 1, synchronous, device, self.group)
-        self.pending: deque[tuple[RingMessages, bool, Request]] = deque()  # the flag: whether it receives
+        self.pending: deque[tuple[RingMessages, bool, Request]] = (
+            deque()
+        )  # the flag: whether it receives
         self.started = self.polls = 0
         self.last: deque[RingMessages] = deque(maxlen=KEPT * self.group.size)
         self.group.context.add_inspectable(self)
 
-    def start(self, mode: str, outgoing: Array | None, dest: int, incoming: Array | None, source: int) -> None:
-        """Send one C-contiguous array and receive another; both are in use until `finish`. None: no message.
+    def start(
+        self, mode: str, outgoing: Array | None, dest: int, incoming: Array | None, source: int
+    ) -> None:
+        """Send one C-contiguous array and receive another; both are in use until `finish`. None: no
+        message.
 
-        On a device, the send follows all work queued on the current stream so far, and no later work may change the
-        outgoing array. Work queued after `finish` finds the received data.
+        On a device, the send follows all work queued on the current stream so far, and no later
+        work may change the outgoing array. Work queued after `finish` finds the received data.
         """
         self.started += 1
         out, into = (None if x is None else x.nbytes for x in (outgoing, incoming))
-        now = RingMessages(self.what, self.started, dest, source, bytes_out=out, bytes_in=into, thread=get_ident())
+        now = RingMessages(
+            self.what, self.started, dest, source, bytes_out=out, bytes_in=into, thread=get_ident()
+        )
         self.last.append(now)
         if incoming is not None:
             self.pending.append((now, True, own(self.transport.irecv(incoming, source, 0, TAG))))
@@ -80,18 +94,21 @@ class RingExchange:
             self.group.wait(request, what, peer=exchange.source if receives else exchange.dest)
             self.pending.popleft()
 
-    # -- for the report of a hang -------------------------------------------------------------------------------
+    # -- for the report of a hang ------------------------------------------------------------------
 
     def progress_token(self) -> object:
         return self.started, self.polls, len(self.pending)
 
     def snapshot(self) -> Snapshot:
-        last, pending = tuple(self.last), tuple(self.pending)
+        last = tuple(self.last)
+        pending = tuple(self.pending)
         members = self.group.members
         expects = None
         if pending and pending[0][1]:
             now = pending[0][0]
-            expects = Message((now.number,), now.subject, members[now.source], (0, TAG), now.bytes_in)
+            expects = Message(
+                (now.number,), now.subject, members[now.source], (0, TAG), now.bytes_in
+            )
         return Snapshot(
             self.group.key,
             doing=f"exchange {pending[0][0].number} of a {self.what}" if pending else "",

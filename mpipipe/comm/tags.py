@@ -1,15 +1,16 @@
 """Which MPI tag a message travels under: one function, used by both ends.
 
-A message is named by the edge between two neighbouring logical stages, the micro-batch, the direction (activation
-forward, gradient backward) and the part (header, data). Edge e joins stage e-1 to stage e. Behind these S-1 edges of
-the chain come the skips: edge S+i joins the two stages of skip i, of S stages. The edges that one pair of ranks shares
-are counted 0, 1, ..., so that the code
+A message is named by the edge between two neighbouring logical stages, the micro-batch, the
+direction (activation forward, gradient backward) and the part (header, data). Edge e joins stage
+e-1 to stage e. Behind these S-1 edges of the chain come the skips: edge S+i joins the two stages of
+skip i, of S stages. The edges that one pair of ranks shares are counted 0, 1, ..., so that the code
 
     code = ((edge index * M + micro-batch) * 2 + direction) * 2 + part
 
-is the same at both ends and unique on that pair. (The number of the chunk is not the same at both ends: it differs by
-one where the pipeline wraps around.) MPI promises tags up to 32 767 only. Codes above TAG_UB go to further
-communicators, called channels: (channel, tag) = divmod(code, TAG_UB + 1). Nothing is ever truncated.
+is the same at both ends and unique on that pair. (The number of the chunk is not the same at both
+ends: it differs by one where the pipeline wraps around.) MPI promises tags up to 32 767 only. Codes
+above TAG_UB go to further communicators, called channels: (channel, tag) = divmod(code, TAG_UB +
+1). Nothing is ever truncated.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
 
-FORWARD, BACKWARD = 0, 1
-HEADER, DATA = 0, 1
+FORWARD = 0
+BACKWARD = 1
+HEADER = 0
+DATA = 1
 MAX_CHANNELS = 64  # communicators are a scarce resource: MPICH has 2 046 of them
 
 
@@ -31,11 +34,17 @@ class Tags:
     """
 
     def __init__(
-        self, placement: Sequence[int], microbatches: int, tag_ub: int, skips: Sequence[tuple[int, int]] = ()
+        self,
+        placement: Sequence[int],
+        microbatches: int,
+        tag_ub: int,
+        skips: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.microbatches = microbatches
         self.base = tag_ub + 1
-        self.index: dict[int, int] = {}  # edge between different ranks -> how many before it join the same two ranks
+        self.index: dict[
+            int, int
+        ] = {}  # edge between different ranks -> how many before it join the same two ranks
         counts: dict[tuple[int, int], int] = {}
         for edge, (source, target) in enumerate([*pairwise(range(len(placement))), *skips], 1):
             low, high = sorted((placement[source], placement[target]))
@@ -47,7 +56,8 @@ class Tags:
         if self.channels > MAX_CHANNELS:
             raise ArgumentError(
                 "the messages of one pair of ranks do not fit the tags that this MPI offers",
-                found=f"{edges} edges x {microbatches} micro-batches x 4 = {edges * microbatches * 4} tags",
+                found=f"{edges} edges x {microbatches} micro-batches x 4 = "
+                f"{edges * microbatches * 4} tags",
                 expected=f"at most {MAX_CHANNELS} x {self.base}",
                 remedy="use fewer micro-batches, chunks or skips",
             )

@@ -1,7 +1,9 @@
-"""Parts of arrays that go to other ranks, in one step of all ranks of a communicator; and the same backwards.
+"""Parts of arrays that go to other ranks, in one step of all ranks of a communicator; and the same
+backwards.
 
-A transfer is a linear map: y on each rank consists of parts of the x of several ranks. Its transpose takes the same
-parts the other way. So it gives the gradient of x from that of y, once parts that were sent twice are added.
+A transfer is a linear map: y on each rank consists of parts of the x of several ranks. Its
+transpose takes the same parts the other way. So it gives the gradient of x from that of y, once
+parts that were sent twice are added.
 
     halo, width 1     x    a b c | d e f         all-to-all    x  | a b |  | e f |        y  | a e |  | b f |
                       y  . a b c d | c d e f .                    | c d |  | g h |           | c g |  | d h |
@@ -23,9 +25,11 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 class PartMove(NamedTuple):
-    """The part `give` of this rank's x goes to `dest`; the part `take` of its y comes from `source`.
+    """The part `give` of this rank's x goes to `dest`; the part `take` of its y comes from
+    `source`.
 
-    Parts may be empty. All ranks have as many moves, and the `dest` of each has this rank as the `source` of its own.
+    Parts may be empty. All ranks have as many moves, and the `dest` of each has this rank as the
+    `source` of its own.
     """
 
     dest: int
@@ -40,14 +44,17 @@ def exchange_on(comm: Communicator, device: str) -> RingExchange:
     Collective the first time. It is closed when `comm` is freed.
     """
     key = "transfer", device
-    return cached(comm, key, lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device, what="transfer"))
+    return cached(
+        comm, key, lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device, what="transfer")
+    )
 
 
 class Transfer:
-    """A transfer that is under way until `finish`; several may be, which all ranks begin in one order.
+    """A transfer that is under way until `finish`; several may be, which all ranks begin in one
+    order.
 
-    `add`: parts are added to what y has by then, which may be of a wider dtype; else they replace it. x may not change
-    until the end.
+    `add`: parts are added to what y has by then, which may be of a wider dtype; else they replace
+    it. x may not change until the end.
     """
 
     def __init__(
@@ -60,13 +67,17 @@ class Transfer:
         transposed: bool = False,
         add: bool = False,
     ) -> None:
-        self.exchange, self.y, self.add, self.bytes_sent = exchange, y, add, 0
+        self.exchange = exchange
+        self.y = y
+        self.add = add
+        self.bytes_sent = 0
         self._arriving: list[tuple[Array, Array]] = []  # from where to where
         for move in moves:
             dest, give, source, take = move
             if transposed:
                 dest, give, source, take = source, take, dest, give
-            part, place = x[give], y[take]
+            part = x[give]
+            place = y[take]
             if dest == exchange.group.rank:
                 self._arriving.append((part, place))
                 continue
@@ -76,7 +87,9 @@ class Transfer:
                 self.bytes_sent += part.nbytes
             if place.size:
                 direct = place.flags.c_contiguous and not add and place.dtype == x.dtype
-                incoming = place if direct else arrays.empty(place.shape, x.dtype, arrays.device_of(x))
+                incoming = (
+                    place if direct else arrays.empty(place.shape, x.dtype, arrays.device_of(x))
+                )
                 if not direct:
                     self._arriving.append((incoming, place))
             exchange.start("overlap", outgoing, dest, incoming, source)
@@ -90,7 +103,7 @@ class Transfer:
         return self.y
 
 
-# -- Which parts go where ---------------------------------------------------------------------------------------------
+# -- Which parts go where --------------------------------------------------------------------------
 
 
 def along(axis: int, start: int, stop: int | None) -> Index:
@@ -105,14 +118,19 @@ MOST_TURNS = 16  # a halo has so many times the points of the whole axis at most
 def halo_of(
     lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool
 ) -> tuple[list[PartMove], bool]:
-    """Return the moves that fill the halo of a rank, and whether rows of it lie beyond the ends of the whole.
+    """Return the moves that fill the halo of a rank, and whether rows of it lie beyond the ends of
+    the whole.
 
-    Shards have these lengths along `axis`, in rank order. In y the rank's own shard lies between the two parts of the
-    halo. It may reach over several ranks, and a periodic one around the whole.
+    Shards have these lengths along `axis`, in rank order. In y the rank's own shard lies between
+    the two parts of the halo. It may reach over several ranks, and a periodic one around the whole.
     """
-    size, moves, beyond = len(lengths), [], False
+    size = len(lengths)
+    moves = []
+    beyond = False
     if periodic and max(width) and not sum(lengths):
-        raise ArgumentError("a periodic halo of an axis without points", found=f"lengths {list(lengths)}")
+        raise ArgumentError(
+            "a periodic halo of an axis without points", found=f"lengths {list(lengths)}"
+        )
     if max(width) > MOST_TURNS * max(1, sum(lengths)):
         raise ArgumentError(
             "a halo is far wider than its axis",
@@ -128,24 +146,41 @@ def halo_of(
         return found
 
     for direction, wanted in zip((-1, 1), width):
-        table, filled = [rows_by_hop(each, direction, wanted) for each in range(size)], 0
+        table = [rows_by_hop(each, direction, wanted) for each in range(size)]
+        filled = 0
         for hop in range(1, max(map(len, table)) + 1):
-            dest, source = (rank - direction * hop) % size, (rank + direction * hop) % size
-            out, into = (table[each][hop - 1] if hop <= len(table[each]) else 0 for each in (dest, rank))
-            give, take = 0, width[0] + lengths[rank] + filled
+            dest = (rank - direction * hop) % size
+            source = (rank + direction * hop) % size
+            out, into = (
+                table[each][hop - 1] if hop <= len(table[each]) else 0 for each in (dest, rank)
+            )
+            give = 0
+            take = width[0] + lengths[rank] + filled
             if direction < 0:
-                give, take = lengths[rank] - out, width[0] - filled - into
-            moves.append(PartMove(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
+                give = lengths[rank] - out
+                take = width[0] - filled - into
+            moves.append(
+                PartMove(
+                    dest, along(axis, give, give + out), source, along(axis, take, take + into)
+                )
+            )
             filled += into
         beyond |= filled < wanted
     return moves, beyond
 
 
-def all_to_all(rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]) -> list[PartMove]:
-    """Return the moves in which each rank gives parts to each: `gives` by receiver, `takes` by sender."""
+def all_to_all(
+    rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]
+) -> list[PartMove]:
+    """Return the moves in which each rank gives parts to each: `gives` by receiver, `takes` by
+    sender.
+    """
     size = len(gives)
     moves = []
     for shift in range(size):
-        dest, source = (rank + shift) % size, (rank - shift) % size
-        moves += [PartMove(dest, give, source, take) for give, take in zip(gives[dest], takes[source])]
+        dest = (rank + shift) % size
+        source = (rank - shift) % size
+        moves += [
+            PartMove(dest, give, source, take) for give, take in zip(gives[dest], takes[source])
+        ]
     return moves

@@ -1,4 +1,5 @@
-"""A job of ranks, from its first communicator to its exit code. The room that initialises MPI, and only when called.
+"""A job of ranks, from its first communicator to its exit code. The room that initialises MPI, and
+only when called.
 
 where a rank stands      runtime (world), settings, cores, types; context: its state and what it knows of the others
 agreement                group, consensus, communicators
@@ -8,7 +9,8 @@ the end of a job         exit, report
 a job that is preempted  preemption, stop_signals
 ranks without MPI        inprocess
 
-Other rooms import the names below from here. A file is imported when one of its names is first used (faces.py).
+Other rooms import the names below from here. A file is imported when one of its names is first used
+(faces.py).
 """
 
 from __future__ import annotations
@@ -18,8 +20,23 @@ from mpipipe.faces import lazy_face
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.job.communicators import attributes, cached, world_ranks
-    from mpipipe.job.consensus import VALUES, Ballot, agreed_by, digest, found_by_all, raise_for_partners, raise_on_all
-    from mpipipe.job.context import current_rank, in_place_of, is_rank, register_progress, unregister_progress, whoami
+    from mpipipe.job.consensus import (
+        VALUES,
+        Ballot,
+        agreed_by,
+        digest,
+        found_by_all,
+        raise_for_partners,
+        raise_on_all,
+    )
+    from mpipipe.job.context import (
+        current_rank,
+        in_place_of,
+        is_rank,
+        register_progress,
+        unregister_progress,
+        whoami,
+    )
     from mpipipe.job.cores import (
         cores_text,
         fair_shares,

@@ -1,7 +1,7 @@
 """Making communicators, without a rank that waits inside MPI for others which may never come.
 
-This is the one module with calls of MPI that block: a split has no other form. The ranks must have agreed just before,
-so that all of them are on their way into it.
+This is the one module with calls of MPI that block: a split has no other form. The ranks must have
+agreed just before, so that all of them are on their way into it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,24 @@ ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
 def wait_for_ranks(
-    request: Testable, what: str, members: Collection[int], grace: float = 0.0, making: Making | None = None
+    request: Testable,
+    what: str,
+    members: Collection[int],
+    grace: float = 0.0,
+    making: Making | None = None,
 ) -> None:
     """Wait, before there is a group, while the world ranks `members` make a communicator together.
 
-    Messages of other groups, also of those that have failed, say that a rank does not come: it raised in such a wait,
-    its script has ended `grace` seconds ago, or it waits for this rank elsewhere (`making`).
+    Messages of other groups, also of those that have failed, say that a rank does not come: it
+    raised in such a wait, its script has ended `grace` seconds ago, or it waits for this rank
+    elsewhere (`making`).
     """
     context = current_rank()
     test = advancing_first(context, request.Test) if context.advancing else request.Test
     try:
-        with LongWait(context, what, absent=frozenset(members), grace=grace, making=making) as long_wait:
+        with LongWait(
+            context, what, absent=frozenset(members), grace=grace, making=making
+        ) as long_wait:
             while not context.withdrawn.keys().isdisjoint(members) or not test():
                 if time.perf_counter() - long_wait.start < context.patience:
                     os.sched_yield()
@@ -54,17 +61,20 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
 
     When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
     """
-    members, counts = world_ranks(comm), current_rank().makings
+    members = world_ranks(comm)
+    counts = current_rank().makings
     code = crc32(repr(members).encode())
     counts[code] += 1
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
     wait_for_ranks(own(request), what, members, making=Making(code, counts[code]))
     if new.size > 1:
-        mine, table = np.array([counts[code]], np.int64), np.empty(new.size, np.int64)
+        mine = np.array([counts[code]], np.int64)
+        table = np.empty(new.size, np.int64)
         request = own(new.Iallgather(mine, table))
         wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
-        # Where a making has failed, not all ranks have begun it: from here on they count alike again.
+        # Where a making has failed, not all ranks have begun it: from here on they count alike
+        # again.
         counts[code] = int(table.max())
     return new
 
@@ -74,7 +84,8 @@ def world_ranks(comm: Communicator) -> tuple[int, ...]:
     if runtime.in_process(comm):
         return comm.members
     MPI = runtime.mpi()
-    group, world = MPI.Comm.Get_group(comm), MPI.COMM_WORLD.Get_group()
+    group = MPI.Comm.Get_group(comm)
+    world = MPI.COMM_WORLD.Get_group()
     try:
         ranks = MPI.Group.Translate_ranks(group, None, world)
         return tuple(-1 if rank == MPI.UNDEFINED else int(rank) for rank in ranks)
@@ -84,14 +95,18 @@ def world_ranks(comm: Communicator) -> tuple[int, ...]:
 
 
 def split(comm: Communicator, color: int, key: int, name: str) -> Communicator:
-    """Return the ranks of a private communicator with this `color`, by `key`; call it right after an agreement."""
+    """Return the ranks of a private communicator with this `color`, by `key`; call it right after
+    an agreement.
+    """
     part = comm.Split(color, key)
     part.Set_name(f"mpipipe {name}")
     return part
 
 
 def rank_on_host(comm: Communicator) -> int:
-    """Return the position of this rank among those of its host; call it right after an agreement."""
+    """Return the position of this rank among those of its host; call it right after an
+    agreement.
+    """
     node = comm.Split_type(runtime.library_of(comm).COMM_TYPE_SHARED)
     try:
         return node.rank
@@ -99,9 +114,10 @@ def rank_on_host(comm: Communicator) -> int:
         node.Free()
 
 
-# -- Objects that belong to a user's communicator: made once, and closed when that communicator is freed --------------
+# -- Objects that belong to a user's communicator: made once, and closed when that communicator is freed --
 #
-# MPI calls this attribute caching. This package has one key; its value is a dict of what belongs to the communicator.
+# MPI calls this attribute caching. This package has one key; its value is a dict of what belongs to
+# the communicator.
 
 
 logger = logging.getLogger("mpipipe")
@@ -109,7 +125,9 @@ _keyvals: dict[ModuleType, int] = {}  # for MPI, and for ranks in one process
 
 
 def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return `make()` on the first call with this `key` on `comm`, the same object later. `make` may be collective."""
+    """Return `make()` on the first call with this `key` on `comm`, the same object later. `make`
+    may be collective.
+    """
     kept = attributes(comm)
     if key not in kept:
         kept[key] = make()
@@ -130,7 +148,8 @@ def attributes(comm: Communicator) -> dict[Hashable, Any]:
 def _close_all(comm: Communicator, _keyval: int, kept: dict[Hashable, Any]) -> None:
     """Close what belongs to a communicator that is freed; both are collective.
 
-    COMM_WORLD is never freed: MPI_Finalize deletes its attributes, and nothing can be closed any more.
+    COMM_WORLD is never freed: MPI_Finalize deletes its attributes, and nothing can be closed any
+    more.
     """
     if comm == runtime.library_of(comm).COMM_WORLD:
         return

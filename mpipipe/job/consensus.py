@@ -4,9 +4,10 @@
     rank 1   [number of "step" and its facts, call 7 | values]   |  one all-gather
     rank 2   [number of "close" and its facts, call 7 | values]  |                   else: a second, slow one, in words
 
-The facts of a call are named values that must be the same on every rank. What travels is one number made of them. Names
-and values are exchanged only once something is wrong, for an error that says which fact differs, on which ranks, and
-how. One rank is left to report that error; on the others it is marked `reported_elsewhere`.
+The facts of a call are named values that must be the same on every rank. What travels is one number
+made of them. Names and values are exchanged only once something is wrong, for an error that says
+which fact differs, on which ranks, and how. One rank is left to report that error; on the others it
+is marked `reported_elsewhere`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Reason(NamedTuple):
 
 @dataclass(eq=False)
 class Ballot:
-    """One agreement, over one group or over the groups along two axes of a grid, one after the other.
+    """One agreement, over one group or over the groups along two axes of a grid, one after the
+    other.
 
-    Beyond those of `RankGroup.agree`: the `number` of the call, for callers that count; `where`, a text that errors add
-    to its name; `code`, the `digest(call, facts)` of a call that is repeated.
+    Beyond those of `RankGroup.agree`: the `number` of the call, for callers that count; `where`, a
+    text that errors add to its name; `code`, the `digest(call, facts)` of a call that is repeated.
     """
 
     call: str
@@ -64,9 +66,13 @@ class Ballot:
         self.failed = self.error is not None
 
     def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
-        """Return the values of all ranks, int64 (size, values); collective, even for a rank that has an error."""
+        """Return the values of all ranks, int64 (size, values); collective, even for a rank that
+        has an error.
+        """
         if len(values) > VALUES:
-            raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
+            raise ArgumentError(
+                "too many values in an agreement", found=len(values), expected=f"at most {VALUES}"
+            )
         self.groups.append(group)
         number = self.number = group.calls + 1 if self.number is None else self.number
         code = REFUSED
@@ -74,7 +80,9 @@ class Ballot:
             try:
                 code = self.code or digest(self.call, self.facts)
             except Exception as error:
-                self.refuse(ArgumentError(f"facts that have no text: {type(error).__name__}: {error}"))
+                self.refuse(
+                    ArgumentError(f"facts that have no text: {type(error).__name__}: {error}")
+                )
         table = exchange(group, [code, number, *values], self.text)
         heads = table[:, :2].tolist()
         if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):
@@ -108,13 +116,18 @@ class Ballot:
 
 
 def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
-    """Raise an error that every rank of a group raises, having found the same; only rank `origin` reports it."""
+    """Raise an error that every rank of a group raises, having found the same; only rank `origin`
+    reports it.
+    """
     raise found_by_all(problem, [group], origin)
 
 
 def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
-    """Raise an error that ranks have found in different groups, so that no group can take it for agreed."""
-    problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset()
+    """Raise an error that ranks have found in different groups, so that no group can take it for
+    agreed.
+    """
+    problem.reported_elsewhere = reported_elsewhere
+    problem.agreed = frozenset()
     raise problem
 
 
@@ -124,24 +137,36 @@ def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
     return problem
 
 
-def found_by_all(problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0) -> MpipipeError:
-    """Return an error that all ranks of the groups have found in the same numbers; their ranks `origin` report it."""
+def found_by_all(
+    problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0
+) -> MpipipeError:
+    """Return an error that all ranks of the groups have found in the same numbers; their ranks
+    `origin` report it.
+    """
     problem.reported_elsewhere = any(group.rank != origin for group in groups)
     problem.agreed = frozenset(rank for group in groups for rank in group.members)
     return problem
 
 
-def _first_problem(reasons: list[Reason], message: str | None, remedy: str | None) -> tuple[int, MpipipeError]:
+def _first_problem(
+    reasons: list[Reason], message: str | None, remedy: str | None
+) -> tuple[int, MpipipeError]:
     """Return (rank that reports, error), from the entries of all ranks."""
     for index, reason in enumerate(reasons):
         problem = reason.error
         if problem is not None:
             if problem.rank is None and len(reasons) > 1:
-                same = [rank for rank, other in enumerate(reasons) if str(other.error) == str(problem)]
+                same = [
+                    rank for rank, other in enumerate(reasons) if str(other.error) == str(problem)
+                ]
                 problem.rank = rank_list.numbers(same, len(reasons))
             return index, problem
     first = reasons[0]
-    odd = [rank for rank, each in enumerate(reasons) if (each.call, each.number) != (first.call, first.number)]
+    odd = [
+        rank
+        for rank, each in enumerate(reasons)
+        if (each.call, each.number) != (first.call, first.number)
+    ]
     if odd:
         return 0, MismatchError(
             message or "ranks make different calls",
@@ -155,7 +180,11 @@ def _first_problem(reasons: list[Reason], message: str | None, remedy: str | Non
         for name, value in reason.facts:
             if repr(value) != repr(known.get(name)):
                 expected = repr(known.get(name))
-                odd = [rank for rank, other in enumerate(reasons) if repr(dict(other.facts).get(name)) != expected]
+                odd = [
+                    rank
+                    for rank, other in enumerate(reasons)
+                    if repr(dict(other.facts).get(name)) != expected
+                ]
                 mismatch = MismatchError(
                     message or f"ranks differ in {name}",
                     rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
@@ -165,7 +194,9 @@ def _first_problem(reasons: list[Reason], message: str | None, remedy: str | Non
                 )
                 mismatch.fact = name
                 return 0, mismatch
-    return 0, MismatchError("ranks disagree, and none can say in what", remedy="report this as a bug of mpipipe")
+    return 0, MismatchError(
+        "ranks disagree, and none can say in what", remedy="report this as a bug of mpipipe"
+    )
 
 
 def _shown(name: str, value: object, message: str | None) -> str:
@@ -179,9 +210,14 @@ def dumps_anyhow(reasons: list[Reason]) -> bytes:
     try:
         return pickle.dumps(reasons)
     except Exception:
-        errors = [each.error and ArgumentError(f"{type(each.error).__name__}: {each.error}") for each in reasons]
+        errors = [
+            each.error and ArgumentError(f"{type(each.error).__name__}: {each.error}")
+            for each in reasons
+        ]
         facts = [(("facts", repr(each.facts)),) for each in reasons]
-        return pickle.dumps([each._replace(error=e, facts=f) for each, e, f in zip(reasons, errors, facts)])
+        return pickle.dumps(
+            [each._replace(error=e, facts=f) for each, e, f in zip(reasons, errors, facts)]
+        )
 
 
 def digest(call: str, facts: Facts) -> int:
@@ -190,11 +226,13 @@ def digest(call: str, facts: Facts) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
-# -- What travels: every agreement is made of exchanges ---------------------------------------------------------------
+# -- What travels: every agreement is made of exchanges --------------------------------------------
 
 
 def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
-    """Return the entries of all ranks, in rank order, in a call in which all know that something is wrong."""
+    """Return the entries of all ranks, in rank order, in a call in which all know that something is
+    wrong.
+    """
     content = dumps_anyhow(reasons)
     sizes = exchange(group, [len(content)], what)[:, 0].tolist()
     reasons = [reason for block in spread(group, content, sizes, what) for reason in block]
@@ -207,7 +245,8 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
     """Return what every rank has pickled, where all know the `sizes` in bytes."""
     if group.size == 1:
         return [pickle.loads(content)]
-    mine, table = np.zeros(max(sizes), np.uint8), np.empty((group.size, max(sizes)), np.uint8)
+    mine = np.zeros(max(sizes), np.uint8)
+    table = np.empty((group.size, max(sizes)), np.uint8)
     mine[: len(content)] = np.frombuffer(content, np.uint8)
     with group.failing(what):
         wait_for(own(group.comm.Iallgather(mine, table)), what, group, everyone=True)
@@ -215,7 +254,8 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
 
 
 def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
-    """Return the rows of all ranks, int64 (size, 2 + VALUES), by one all-gather. Shorter rows are filled with zeros.
+    """Return the rows of all ranks, int64 (size, 2 + VALUES), by one all-gather. Shorter rows are
+    filled with zeros.
 
     `what` names the call in errors. An error during the wait ends the life of the group.
     """

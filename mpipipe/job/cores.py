@@ -14,25 +14,37 @@ from mpipipe.job.group import group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.text import counted
 
-Place: TypeAlias = "Mapping[str, Any]"  # rank, host, cores and threads, as `environment.gather` has them
+Place: TypeAlias = (
+    "Mapping[str, Any]"  # rank, host, cores and threads, as `environment.gather` has them
+)
 
 
 def own_cores() -> str:
-    """Return the cores that this process may run on, as `cores_text` writes them; "" if the system does not say."""
+    """Return the cores that this process may run on, as `cores_text` writes them; "" if the system
+    does not say.
+    """
     return cores_text(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
 
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
-    """Return a sentence about the fullest cores, such as "4 ranks share 2 cores"; None if each rank has its own."""
+    """Return a sentence about the fullest cores, such as "4 ranks share 2 cores"; None if each rank
+    has its own.
+    """
     ranks, _, count, host = _fullest(binding, len)
     if not ranks:
         return None
     text = f"share {counted(count, 'core')}"
-    return f"{len(ranks)} ranks {text}" if len(ranks) == len(binding) else f"{rank_list.named(ranks)} {text} on {host}"
+    return (
+        f"{len(ranks)} ranks {text}"
+        if len(ranks) == len(binding)
+        else f"{rank_list.named(ranks)} {text} on {host}"
+    )
 
 
 def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
-    """Return the same of threads, as "rank 0 has 4 threads on 1 core of n1"; None if no rank has several."""
+    """Return the same of threads, as "rank 0 has 4 threads on 1 core of n1"; None if no rank has
+    several.
+    """
 
     def load(places: Sequence[Place]) -> int:
         threads = [place["threads"] for place in places]
@@ -42,11 +54,17 @@ def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
     if not ranks:
         return None
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{rank_list.named(ranks)} {verb} {threads} threads on {counted(count, 'core')} of {host}"
+    return (
+        f"{rank_list.named(ranks)} {verb} {threads} threads on {counted(count, 'core')} of {host}"
+    )
 
 
-def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -> tuple[list[int], int, int, str]:
-    """Return (ranks, their load, cores, host) of the cores with the highest load on each; no ranks if all are 1."""
+def _fullest(
+    binding: Sequence[Place], load: Callable[[Sequence[Place]], int]
+) -> tuple[list[int], int, int, str]:
+    """Return (ranks, their load, cores, host) of the cores with the highest load on each; no ranks
+    if all are 1.
+    """
     worst: float = 1.0
     fullest: tuple[list[int], int, int, str] = [], 0, 0, ""
     for host in sorted({place["host"] for place in binding}):
@@ -56,7 +74,8 @@ def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -
             ranks = [rank for rank, allowed in own.items() if allowed and allowed <= cores]
             total = load([places[rank] for rank in ranks])
             if cores and total / len(cores) > worst:
-                worst, fullest = total / len(cores), (ranks, total, len(cores), host)
+                worst = total / len(cores)
+                fullest = (ranks, total, len(cores), host)
     return fullest
 
 
@@ -74,15 +93,19 @@ def parse_cores(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-# -- How many threads each rank takes, so that all cores of a host compute and none has two threads -------------------
+# -- How many threads each rank takes, so that all cores of a host compute and none has two threads --
 
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores in so many microseconds
+QUOTA = Path(
+    "/sys/fs/cgroup/cpu.max"
+)  # of a container: microseconds of all cores in so many microseconds
 
 
 def share_of_cores() -> int:
-    """Return how many threads this rank can take, one for each core; collective where a launcher gave several."""
+    """Return how many threads this rank can take, one for each core; collective where a launcher
+    gave several.
+    """
     mine = single_cores()
     if launcher_size(os.environ) is None:
         return max(1, len(mine))
@@ -92,7 +115,9 @@ def share_of_cores() -> int:
 
 
 def single_cores() -> list[int]:
-    """Return the cores that this process may keep busy with one thread each: no more than a quota of a container."""
+    """Return the cores that this process may keep busy with one thread each: no more than a quota
+    of a container.
+    """
     cores = sorted(cores_of(parse_cores(own_cores())))
     with suppress(OSError, ValueError):  # "max" is no number
         quota, period = map(float, QUOTA.read_text().split())
@@ -101,7 +126,9 @@ def single_cores() -> list[int]:
 
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:
-    """Return the cores of hardware threads, each named by its first thread; a thread itself if its core is unknown."""
+    """Return the cores of hardware threads, each named by its first thread; a thread itself if its
+    core is unknown.
+    """
     cores: dict[int, Collection[int]] = {thread: {thread} for thread in threads}
     for thread in threads:
         with suppress(OSError, ValueError):
@@ -111,10 +138,16 @@ def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[i
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
-    """Return each rank's part, at least one, of the cores that it shares, by hosts and cores; none: not known."""
+    """Return each rank's part, at least one, of the cores that it shares, by hosts and cores; none:
+    not known.
+    """
     shares = [1] * len(places)
     for host in {host for host, _ in places}:
-        rest = {rank: frozenset(cores) for rank, (name, cores) in enumerate(places) if name == host and cores}
+        rest = {
+            rank: frozenset(cores)
+            for rank, (name, cores) in enumerate(places)
+            if name == host and cores
+        }
         while rest:
             first, cores = rest.popitem()
             ranks = [first]

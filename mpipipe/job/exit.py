@@ -1,12 +1,14 @@
 """Runs a program so that failure on one rank ends the whole job, in seconds and with one report.
 
-MPI itself has no such thing: a Python process that raises enters MPI_Finalize and waits there, and its peers wait in
-whatever they were doing. Under `run_or_abort`:
+MPI itself has no such thing: a Python process that raises enters MPI_Finalize and waits there, and
+its peers wait in whatever they were doing. Under `run_or_abort`:
 
-- a rank whose program ends, well or not, tells its peers, so that none waits for it, and then waits for them;
-- once all ranks have come to their end, one of those with a cause reports, all leave with the same exit code, and MPI
-  is finalized: this is how errors end that reach all ranks;
-- where peers do not come within GRACE seconds of an error, the rank with the cause reports, and MPI_Abort ends the job.
+- a rank whose program ends, well or not, tells its peers, so that none waits for it, and then waits
+  for them;
+- once all ranks have come to their end, one of those with a cause reports, all leave with the same
+  exit code, and MPI is finalized: this is how errors end that reach all ranks;
+- where peers do not come within GRACE seconds of an error, the rank with the cause reports, and
+  MPI_Abort ends the job.
 
 See report.py for scripts that were started without this.
 """
@@ -30,7 +32,16 @@ from mpipipe.job import communicators, rank_list, report, runtime, settings, sto
 from mpipipe.job.consensus import digest
 from mpipipe.job.context import current_rank, finalized, is_rank
 from mpipipe.job.group import RankGroup, group_of
-from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe_error, heading, write
+from mpipipe.job.report import (
+    AGREED,
+    GRACE,
+    INTERRUPTED,
+    STAGGER,
+    abort_job,
+    describe_error,
+    heading,
+    write,
+)
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator
 
@@ -38,10 +49,13 @@ __all__ = ["Stop", "run_or_abort"]
 
 
 class Stop(Exception):
-    """Ends a program with an exit code, and a text, with its line ends, that one rank writes to stderr as it is."""
+    """Ends a program with an exit code, and a text, with its line ends, that one rank writes to
+    stderr as it is.
+    """
 
     def __init__(self, text: str, code: int) -> None:
-        self.text, self.code = text, code
+        self.text = text
+        self.code = code
         super().__init__(text)
 
 
@@ -50,11 +64,13 @@ _afterwards: list[Callable[[], object]] = []  # what it runs next
 
 
 def run_or_abort(main: Callable[[], object]) -> int:
-    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job; return the exit code.
+    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job;
+    return the exit code.
 
-    Any exception ends it, SystemExit and KeyboardInterrupt too. All ranks agree on the code, 0 where all have ended
-    well. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command line
-    does that runs under it as a whole, the inner `main` runs after the outer one.
+    Any exception ends it, SystemExit and KeyboardInterrupt too. All ranks agree on the code, 0
+    where all have ended well. A script ends with `sys.exit(run_or_abort(main))`. Where such a
+    program calls this again, as a command line does that runs under it as a whole, the inner `main`
+    runs after the outer one.
     """
     if _running:
         _afterwards.append(main)
@@ -95,29 +111,46 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
             try:
                 _afterwards.pop(0)()
             except SystemExit as leaving:
-                if leaving.code or not _afterwards:  # else it is `sys.exit(run_or_abort(main))` of a script
+                if (
+                    leaving.code or not _afterwards
+                ):  # else it is `sys.exit(run_or_abort(main))` of a script
                     raise
-        for thread in other_threads():  # as the interpreter does: they may still use the other ranks
+        for (
+            thread
+        ) in other_threads():  # as the interpreter does: they may still use the other ranks
             thread.join()
         return ExitReport(1, ExitCause.CAUSE) if current_rank().unwritten else ExitReport(0)
     except SystemExit as leaving:
         code = _exit_code(leaving)
-        text = f"{heading(world.rank, world.size)}\n  exited with code {code} while other ranks were still running\n"
+        text = (
+            f"{heading(world.rank, world.size)}\n  exited with code {code} while other ranks "
+            "were still running\n"
+        )
         return ExitReport(code, ExitCause.EXITED if code else ExitCause.NOTHING, text)
     except Stop as stop:
         return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
     except BaseException as error:
         refusal = 0
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else AGREED if world.group.agreed_on(error) else 1
+        code = (
+            INTERRUPTED
+            if isinstance(error, KeyboardInterrupt)
+            else AGREED
+            if world.group.agreed_on(error)
+            else 1
+        )
         elsewhere = getattr(error, "reported_elsewhere", False)
         cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
         if isinstance(error, (ArgumentError, BackendError)) and error.microbatch is None:
             refusal = digest(type(error).__name__, (("text", str(error)),))
-        return ExitReport(code, cause, describe_error(error, heading(world.rank, world.size)), refusal)
+        return ExitReport(
+            code, cause, describe_error(error, heading(world.rank, world.size)), refusal
+        )
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """Return the code as the interpreter has it, except that a number which the system would cut to 0 stays 1."""
+    """Return the code as the interpreter has it, except that a number which the system would cut to
+    0 stays 1.
+    """
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
@@ -132,12 +165,16 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
 
     Otherwise the other ranks would wait for ever, and some launchers would call the job a success.
     """
-    original, leaving = os._exit, threading.Event()
+    original = os._exit
+    leaving = threading.Event()
 
     def exit_rank(status: int) -> NoReturn:
         if is_rank() and not finalized():
             leaving.set()
-            write(f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other ranks cannot go on\n")
+            write(
+                f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other "
+                "ranks cannot go on\n"
+            )
             faulthandler.dump_traceback(all_threads=False)
             report.wait_for_launcher()  # a program that ends meanwhile waits below
             abort_job(runtime.world(), status & 0xFF or 1)
@@ -152,14 +189,15 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
         os._exit = original
 
 
-# -- How all ranks of a job end together: what each has to report, who speaks, and the exit code of all ---------------
+# -- How all ranks of a job end together: what each has to report, who speaks, and the exit code of all --
 #
 #     rank 0   main() returned     [code 0, NOTHING]              |
 #     rank 1   ValueError          [code 1, CAUSE]                |  one all-gather -> rank 1 reports, all leave with 1
 #     rank 2   PeerError of it     [code 1, REPORTED_ELSEWHERE]   |
 
 
-QUIET = 0.2  # seconds that a rank without an error waits for its peers before it tells them that it has left
+# Seconds that a rank without an error waits for its peers before it tells them that it has left.
+QUIET = 0.2
 FINALIZE = 20.0  # seconds for MPI_Finalize after an error
 PAUSE = 2e-3
 
@@ -179,7 +217,8 @@ class ExitReport(NamedTuple):
     code: int  # its exit code
     cause: ExitCause = ExitCause.NOTHING
     report: str = ""  # the text to write, if it is this rank that speaks
-    refusal: int = 0  # of the text of an error of this package, but for failed computations: alike, the same number
+    # Of the text of an error of this package, but for failed computations: alike, the same number.
+    refusal: int = 0
 
 
 class JobRanks(NamedTuple):
@@ -209,10 +248,12 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
     speaker = causes.index(max(causes))
     if max(causes) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in causes:
         listing = "; ".join(rank_list.grouped((rank, str(code)) for rank, code in enumerate(codes)))
-        text, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
+        text = f"mpipipe: ranks left with different exit codes ({listing})\n"
+        code = max(codes)
     else:
         alike = refusals[0] != 0 and len(set(refusals)) == 1
-        text, code = end.report, AGREED if alike else codes[speaker]
+        text = end.report
+        code = AGREED if alike else codes[speaker]
     if world.rank == speaker:
         write(text)
     _finalize(code)
@@ -220,12 +261,18 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
 
 
 def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
-    """Return (exit code, ExitCause, refusal) of each rank; abort where that takes too long after an error."""
+    """Return (exit code, ExitCause, refusal) of each rank; abort where that takes too long after an
+    error.
+    """
     current_rank().ended = True
     table = np.zeros((world.size, 3), np.int64)
-    request = own(world.end.Iallgather(np.array([end.code, end.cause, end.refusal], np.int64), table))
-    start, told = time.monotonic(), False
-    # of several ranks with a cause the lowest reports first; where the rank with the cause cannot, the lowest other one
+    request = own(
+        world.end.Iallgather(np.array([end.code, end.cause, end.refusal], np.int64), table)
+    )
+    start = time.monotonic()
+    told = False
+    # of several ranks with a cause the lowest reports first; where the rank with the cause cannot,
+    # the lowest other one
     patience = 2 * GRACE + STAGGER * world.rank
     if end.cause == ExitCause.CAUSE:
         patience = GRACE + min(2.0, 0.25 * world.rank)
@@ -242,9 +289,11 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
 
 
 def _finalize(code: int) -> None:
-    """Finalize MPI although messages of the broken call are under way; end the process if that hangs.
+    """Finalize MPI although messages of the broken call are under way; end the process if that
+    hangs.
 
-    MPI libraries write what they think of such messages. The error has been reported, so that is dropped.
+    MPI libraries write what they think of such messages. The error has been reported, so that is
+    dropped.
     """
     sys.stdout.flush()
     timer = threading.Timer(FINALIZE, os._exit, (code,))
@@ -268,4 +317,6 @@ def _finalize(code: int) -> None:
 
 def other_threads() -> list[threading.Thread]:
     """Return the other threads that the end of the interpreter waits for."""
-    return [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    return [
+        t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon
+    ]

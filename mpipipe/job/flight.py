@@ -19,18 +19,24 @@ class Message(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """How far an object that follows a plan has come on this rank, as values that can be pickled."""
+    """How far an object that follows a plan has come on this rank, as values that can be
+    pickled.
+    """
 
     key: tuple[int, ...]  # the same for this object on all ranks
     doing: str = ""  # the action under way, in words; "" between calls
-    computes: bool = False  # whether that action runs code of the user, or of a layer, rather than waits for a message
+    # Whether that action runs code of the user, or of a layer, rather than waits for a message.
+    computes: bool = False
     stage: int | None = None  # of that action
     microbatch: int | None = None
     thread: int = 0  # which runs it
     expects: Message | None = None  # the message that is waited for
     sent: tuple[Message, ...] = ()  # the last messages sent, in this call
-    skipped: tuple[Message, ...] = ()  # messages that should have been sent by now, by the plan, and were not
-    call: int = 0  # number of the call under way, or of the last one, on all ranks; messages have names within it
+    skipped: tuple[
+        Message, ...
+    ] = ()  # messages that should have been sent by now, by the plan, and were not
+    # Number of the call under way, or of the last one, on all ranks; messages have names within it.
+    call: int = 0
 
 
 class Inspectable(Protocol):

@@ -1,7 +1,8 @@
 """A group: ranks that agree on their calls, wait for each other, and learn of each other's end.
 
-A group brings four things together, each in a file of its own: a private communicator (communicators.py), agreement
-(consensus.py), what is known of the other ranks (context.OpenGroup), and the wait that reads their messages (wait.py).
+A group brings four things together, each in a file of its own: a private communicator
+(communicators.py), agreement (consensus.py), what is known of the other ranks (context.OpenGroup),
+and the wait that reads their messages (wait.py).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ T = TypeVar("T")
 
 
 def group_of(comm: Communicator | None = None) -> RankGroup:
-    """The group of a user's communicator, for all calls without a group of their own; None means COMM_WORLD.
+    """The group of a user's communicator, for all calls without a group of their own; None means
+    COMM_WORLD.
 
-    Collective the first time. It is closed when `comm` is freed. One that has failed is never made anew: not all ranks
-    would come to that in the same call.
+    Collective the first time. It is closed when `comm` is freed. One that has failed is never made
+    anew: not all ranks would come to that in the same call.
     """
     users = runtime.resolve(comm)
     return cached(users, "group", lambda: RankGroup(users))
@@ -40,9 +42,10 @@ def group_of(comm: Communicator | None = None) -> RankGroup:
 class RankGroup(OpenGroup):
     """The ranks of a communicator, on a private duplicate of it.
 
-    Every method here but `wait` is collective. One that raises on this rank alone, because a peer has failed for
-    example, ends the life of the group, and the other ranks are told. Control messages are the only point-to-point
-    messages on `comm`; its collectives are those of this group's calls.
+    Every method here but `wait` is collective. One that raises on this rank alone, because a peer
+    has failed for example, ends the life of the group, and the other ranks are told. Control
+    messages are the only point-to-point messages on `comm`; its collectives are those of this
+    group's calls.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -65,11 +68,13 @@ class RankGroup(OpenGroup):
         message: str | None = None,
         remedy: str | None = None,
     ) -> np.ndarray:
-        """Find that all ranks make this call with the same facts; return the values of all ranks, (size, values).
+        """Find that all ranks make this call with the same facts; return the values of all ranks,
+        (size, values).
 
-        `facts` are named values of plain types, the same on every rank. `values` are up to consensus.VALUES integers of
-        this rank. `error` is why this rank cannot take part: all ranks raise it. Where calls or facts differ, all raise
-        the same MismatchError, whose `message` and `remedy` a caller may choose.
+        `facts` are named values of plain types, the same on every rank. `values` are up to
+        consensus.VALUES integers of this rank. `error` is why this rank cannot take part: all ranks
+        raise it. Where calls or facts differ, all raise the same MismatchError, whose `message` and
+        `remedy` a caller may choose.
         """
         ballot = Ballot(call, facts, error, message, remedy)
         table = ballot.cast(self, values)
@@ -95,7 +100,9 @@ class RankGroup(OpenGroup):
         return value if self.rank == root else pickle.loads(buffer.tobytes())
 
     def from_one(self, call: str, make: Callable[[], T]) -> T:
-        """Return on every rank what `make` returns on rank 0; what it raises there is raised on all."""
+        """Return on every rank what `make` returns on rank 0; what it raises there is raised on
+        all.
+        """
         value: Any = None
         with self.raise_together(call):
             if self.rank == 0:
@@ -104,7 +111,9 @@ class RankGroup(OpenGroup):
 
     @contextmanager
     def raise_together(self, call: str) -> Iterator[None]:
-        """Run the block on every rank; an error of any rank is raised on all of them at the block's end."""
+        """Run the block on every rank; an error of any rank is raised on all of them at the block's
+        end.
+        """
         error = None
         try:
             yield
@@ -114,24 +123,42 @@ class RankGroup(OpenGroup):
             error = caught
         self.agree(call, error=error)
 
-    def wait(self, request: Testable, what: object = None, everyone: bool = False, peer: int | None = None) -> None:
-        """Wait for a request that belongs to the call under way; `everyone` and `peer` say who must come for it."""
+    def wait(
+        self,
+        request: Testable,
+        what: object = None,
+        everyone: bool = False,
+        peer: int | None = None,
+    ) -> None:
+        """Wait for a request that belongs to the call under way; `everyone` and `peer` say who must
+        come for it.
+        """
         wait_for(request, what, self, everyone, peer)
 
     def split(self, color: int, key: int, name: str) -> Communicator:
-        """Return a communicator of the ranks with the same `color`, ordered by `key`, for others to use and to free."""
+        """Return a communicator of the ranks with the same `color`, ordered by `key`, for others to
+        use and to free.
+        """
         self.agree(f"making the communicator {name!r}")
         return communicators.split(self.comm, color, key, name)
 
     def close(self) -> None:
-        """Free the communicator; may be called twice. After a failure it is kept for messages under way."""
+        """Free the communicator; may be called twice. After a failure it is kept for messages under
+        way.
+        """
         if self.closed or self.failure is not None:
             return
         self.agree("close")
-        self.closing = True  # from here on no rank sends WAITING, so that the number of messages is final
+        self.closing = (
+            True  # from here on no rank sends WAITING, so that the number of messages is final
+        )
         messages = int(self.agree("close: the number of notes", values=[self.sent])[:, 0].sum())
         with self.failing("close"):
-            self.wait(Condition(partial(self.settled, messages)), "the last notes of a group", everyone=True)
+            self.wait(
+                Condition(partial(self.settled, messages)),
+                "the last notes of a group",
+                everyone=True,
+            )
         while self.agree("close: notes on their way", values=[self.on_the_way])[:, 0].sum():
             with self.context.lock:
                 self.read_messages()
@@ -151,8 +178,8 @@ def _pickled(value: Any) -> tuple[bytes, Exception | None]:
 def collect(group: RankGroup, comm: Communicator, value: Any) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
 
-    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks. `comm` has the ranks of the group, and
-    no other messages are under way on it.
+    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks. `comm` has the
+    ranks of the group, and no other messages are under way on it.
     """
     content = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = group.agree("collecting what all ranks have", values=[content.size])[:, 0].tolist()

@@ -1,11 +1,14 @@
-"""Several ranks in one process, a thread each, with the few methods of an mpi4py communicator that mpipipe uses.
+"""Several ranks in one process, a thread each, with the few methods of an mpi4py communicator that
+mpipipe uses.
 
-For unit tests, and for trying a pipeline on a machine without MPI; it is never chosen in place of MPI. It is stricter
-than MPI: a receive must have exactly the sender's length and dtype, all ranks must call the same collective, and
-nothing may be left unreceived at the end. Sends can be synchronous, and messages can be delayed at random.
+For unit tests, and for trying a pipeline on a machine without MPI; it is never chosen in place of
+MPI. It is stricter than MPI: a receive must have exactly the sender's length and dtype, all ranks
+must call the same collective, and nothing may be left unreceived at the end. Sends can be
+synchronous, and messages can be delayed at random.
 
-Besides `run`, this module has the names of mpi4py.MPI that the methods of a communicator go with, so that
-`runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED, IN_PLACE and TAG_UB.
+Besides `run`, this module has the names of mpi4py.MPI that the methods of a communicator go with,
+so that `runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED,
+IN_PLACE and TAG_UB.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class InProcessError(MpipipeError, RuntimeError):
 
 
 class World:
-    r"""What all ranks of one `inprocess.run` share: messages under way, and collectives that wait for more ranks.
+    r"""What all ranks of one `inprocess.run` share: messages under way, and collectives that wait
+    for more ranks.
 
     Isend  -> sent      \
                           >  progress: matched in the order that MPI prescribes, copied, both done
@@ -52,12 +56,15 @@ class World:
     """
 
     def __init__(self, ranks: int, synchronous: bool, delay: float, seed: int, tag_ub: int) -> None:
-        self.synchronous, self.delay, self.tag_ub = synchronous, delay, tag_ub
+        self.synchronous = synchronous
+        self.delay = delay
+        self.tag_ub = tag_ub
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.sent: dict[Box, list[Send]] = defaultdict(list)
         self.posted: dict[Box, list[Receive]] = defaultdict(list)
-        # (communicator, number of the collective call) -> its kind, and the value of each rank that has come
+        # (communicator, number of the collective call) -> its kind, and the value of each rank that
+        # has come
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = {rank: RankContext() for rank in range(ranks)}
@@ -66,7 +73,9 @@ class World:
         self.farewells = False  # whether a rank has told the others that it has left
 
     def leave(self, rank: int, returned: bool) -> None:
-        """Note that the function of this rank has ended; tell the others, unless they end within moments."""
+        """Note that the function of this rank has ended; tell the others, unless they end within
+        moments.
+        """
         self.contexts[rank].ended = True
         with self.lock:
             self.running -= 1
@@ -83,7 +92,8 @@ class World:
     def progress(self, box: Box) -> None:
         """Match posted receives with sent messages, in the order that MPI prescribes."""
         with self.lock:
-            sent, posted = self.sent[box], self.posted[box]
+            sent = self.sent[box]
+            posted = self.posted[box]
             for receive in list(posted):
                 message = next((m for m in sent if m.fits(receive.source, receive.tag)), None)
                 if message is not None and message.visible <= time.monotonic():
@@ -93,9 +103,14 @@ class World:
                     message.done = True
 
     def check_nothing_left(self, context: Context | None = None) -> None:
-        """Raise InProcessError for a message without a receive, or the other way round; None: in any communicator."""
+        """Raise InProcessError for a message without a receive, or the other way round; None: in
+        any communicator.
+        """
         with self.lock:
-            for boxes, what in ((self.sent, "was never received"), (self.posted, "was posted, and nothing came")):
+            for boxes, what in (
+                (self.sent, "was never received"),
+                (self.posted, "was posted, and nothing came"),
+            ):
                 for (where, dest), box in boxes.items():
                     if box and context in (None, where):
                         peer = f"from rank {box[0].source} " if box[0].source != ANY else ""
@@ -106,10 +121,17 @@ class World:
 class Send:
     """The request of a sender; an array that is sent synchronously is not copied."""
 
-    def __init__(self, world: World, box: Box, source: int, tag: int, array: np.ndarray, synchronous: bool) -> None:
-        self.world, self.box, self.source, self.tag = world, box, source, tag
+    def __init__(
+        self, world: World, box: Box, source: int, tag: int, array: np.ndarray, synchronous: bool
+    ) -> None:
+        self.world = world
+        self.box = box
+        self.source = source
+        self.tag = tag
         self.array = array if synchronous else array.copy()
-        self.visible = time.monotonic() + (world.random.uniform(0, world.delay) if world.delay else 0.0)
+        self.visible = time.monotonic() + (
+            world.random.uniform(0, world.delay) if world.delay else 0.0
+        )
         self.done = not synchronous
         with world.lock:
             world.sent[box].append(self)
@@ -130,7 +152,11 @@ class Receive:
     """The request of a receiver."""
 
     def __init__(self, world: World, box: Box, source: int, tag: int, array: np.ndarray) -> None:
-        self.world, self.box, self.source, self.tag, self.array = world, box, source, tag, array
+        self.world = world
+        self.box = box
+        self.source = source
+        self.tag = tag
+        self.array = array
         self.done = False
         self.error: InProcessError | None = None
         with world.lock:
@@ -139,10 +165,12 @@ class Receive:
     def complete(self, send: Send) -> None:
         """Copy the message, which must fit exactly."""
         self.done = True
-        sent, expected = (send.array.nbytes, send.array.dtype), (self.array.nbytes, self.array.dtype)
+        sent = (send.array.nbytes, send.array.dtype)
+        expected = (self.array.nbytes, self.array.dtype)
         if sent != expected:
             self.error = InProcessError(
-                f"message from rank {send.source} with tag {send.tag} does not fit the receive buffer",
+                f"message from rank {send.source} with tag {send.tag} does not fit the receive "
+                "buffer",
                 rank=self.box[1],
                 found=f"{sent[0]} bytes of {sent[1]}",
                 expected=f"{expected[0]} of {expected[1]}",
@@ -165,8 +193,12 @@ class Receive:
 class MeetingRequest:
     """One rank's request in a collective call; `values` are those of the ranks that have come."""
 
-    def __init__(self, comm: ThreadCommunicator, values: dict[int, Any], finish: Finish | None) -> None:
-        self.comm, self.values, self.finish = comm, values, finish
+    def __init__(
+        self, comm: ThreadCommunicator, values: dict[int, Any], finish: Finish | None
+    ) -> None:
+        self.comm = comm
+        self.values = values
+        self.finish = finish
 
     def Test(self) -> bool:
         if len(self.values) < self.comm.size:
@@ -174,7 +206,8 @@ class MeetingRequest:
                 raise PeerError("another rank failed during a collective")
             return False
         if self.finish is not None:
-            finish, self.finish = self.finish, None
+            finish = self.finish
+            self.finish = None
             finish([self.values[rank] for rank in range(self.comm.size)])
         return True
 
@@ -202,7 +235,8 @@ def run(
     synchronous : bool
         Whether every Isend behaves as Issend.
     delay, seed : float, int
-        Each message becomes visible after a random time of up to `delay` seconds; order is kept as in MPI.
+        Each message becomes visible after a random time of up to `delay` seconds; order is kept as
+        in MPI.
     tag_ub : int
         The largest tag.
 
@@ -214,7 +248,8 @@ def run(
     Raises
     ------
     ArgumentError, InProcessError
-        For a number of ranks that is no integer of at least 1; where a rank breaks a rule of message passing.
+        For a number of ranks that is no integer of at least 1; where a rank breaks a rule of
+        message passing.
     Exception
         The error of the first rank that failed, rather than the PeerError of another.
 
@@ -233,7 +268,9 @@ def run(
     def body(rank: int) -> None:
         adopt(world.contexts[rank])
         try:
-            results[rank] = function(ThreadCommunicator(world, ("world",), tuple(range(ranks)), rank))
+            results[rank] = function(
+                ThreadCommunicator(world, ("world",), tuple(range(ranks)), rank)
+            )
         except BaseException as error:
             errors[rank] = error
             world.broken = True
@@ -243,9 +280,13 @@ def run(
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive() and not any(isinstance(error, HangError) for error in tuple(errors.values())):
+        while thread.is_alive() and not any(
+            isinstance(error, HangError) for error in tuple(errors.values())
+        ):
             thread.join(LOOK_SECONDS)
-        thread.join(GRACE_SECONDS if thread.is_alive() else None)  # a rank that hangs keeps none waiting
+        thread.join(
+            GRACE_SECONDS if thread.is_alive() else None
+        )  # a rank that hangs keeps none waiting
     failed = [errors[rank] for rank in sorted(errors)]
     if failed:
         raise next((error for error in failed if not isinstance(error, PeerError)), failed[0])
@@ -255,16 +296,21 @@ def run(
 
 
 class ThreadCommunicator:
-    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py. `members` are world ranks."""
+    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py. `members`
+    are world ranks.
+    """
 
     def __init__(self, world: World, context: Context, members: tuple[int, ...], rank: int) -> None:
-        self.world, self.context, self.members, self.rank = world, context, members, rank
+        self.world = world
+        self.context = context
+        self.members = members
+        self.rank = rank
         self.size = len(members)
         self.name = ""
         self._attributes: dict[int, Any] = {TAG_UB: world.tag_ub}
         self._collectives = 0
 
-    # -- messages -----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def Isend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Send:
         return self._send(buf, dest, tag, self.world.synchronous)
@@ -286,10 +332,11 @@ class ThreadCommunicator:
 
     def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
         with self.world.lock:
-            now, sent = time.monotonic(), self.world.sent[self.context, self.rank]
+            now = time.monotonic()
+            sent = self.world.sent[self.context, self.rank]
             return any(message.fits(source, tag) and message.visible <= now for message in sent)
 
-    # -- collectives --------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> MeetingRequest:
         mine = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
@@ -308,7 +355,9 @@ class ThreadCommunicator:
 
         return self._collective("Iallgather", sendbuf.copy(), finish)
 
-    def Iallgatherv(self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]) -> MeetingRequest:
+    def Iallgatherv(
+        self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
+    ) -> MeetingRequest:
         whole, (counts, starts) = recvbuf  # in place: this rank's part lies there
         ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
 
@@ -339,22 +388,30 @@ class ThreadCommunicator:
 
     def _collective(self, kind: str, value: Any, finish: Finish | None) -> MeetingRequest:
         self._collectives += 1
-        world, key = self.world, (self.context, self._collectives)
+        world = self.world
+        key = (self.context, self._collectives)
         with world.lock:
             expected, values = world.meetings.setdefault(key, (kind, {}))
             if expected != kind:
                 world.broken = True
-                raise InProcessError("ranks call different collectives", rank=self.rank, found=kind, expected=expected)
+                raise InProcessError(
+                    "ranks call different collectives",
+                    rank=self.rank,
+                    found=kind,
+                    expected=expected,
+                )
             values[self.rank] = value
             if len(values) == self.size:
                 del world.meetings[key]
         return MeetingRequest(self, values, finish)
 
-    # -- communicators and their attributes ---------------------------------------------------------------------
+    # -- communicators and their attributes --------------------------------------------------------
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
         number = self._collectives
-        entries = sorted((k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color)
+        entries = sorted(
+            (k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color
+        )
         ranks = [r for _, r in entries]
         context = (*self.context, number, color)
         members = tuple(self.members[r] for r in ranks)
@@ -363,7 +420,9 @@ class ThreadCommunicator:
     def Split_type(self, split_type: int, key: int = 0) -> ThreadCommunicator:
         """Split by host: all ranks share the memory of one process."""
         if split_type != COMM_TYPE_SHARED:
-            raise InProcessError("no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED")
+            raise InProcessError(
+                "no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED"
+            )
         return self.Split(0, key)
 
     def Dup(self) -> ThreadCommunicator:
@@ -372,14 +431,18 @@ class ThreadCommunicator:
     def Idup(self) -> tuple[ThreadCommunicator, MeetingRequest]:
         number = self._collectives
         request = self._collective("Idup", None, None)
-        return ThreadCommunicator(self.world, (*self.context, number, "dup"), self.members, self.rank), request
+        return ThreadCommunicator(
+            self.world, (*self.context, number, "dup"), self.members, self.rank
+        ), request
 
     def Set_name(self, name: str) -> None:
         self.name = name
 
     @classmethod
     def Create_keyval(cls, *, delete_fn: Callable[[ThreadCommunicator, int, Any], None]) -> int:
-        """Return a new key for attributes; `delete_fn(comm, key, value)` is called when a communicator is freed."""
+        """Return a new key for attributes; `delete_fn(comm, key, value)` is called when a
+        communicator is freed.
+        """
         keyval = next(_keyvals)
         _delete_functions[keyval] = delete_fn
         return keyval
@@ -398,7 +461,7 @@ class ThreadCommunicator:
         self.world.check_nothing_left(self.context)
 
 
-# -- names of mpi4py.MPI ----------------------------------------------------------------------------------------------
+# -- names of mpi4py.MPI ---------------------------------------------------------------------------
 
 Comm = ThreadCommunicator
 COMM_WORLD = None  # each call of `run` has its own

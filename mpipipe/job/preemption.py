@@ -1,9 +1,11 @@
-"""Preemption: all ranks find at the same step that the job has to leave, since a signal came or its time runs out.
+"""Preemption: all ranks find at the same step that the job has to leave, since a signal came or its
+time runs out.
 
     rank 0   step 7 | due()? no | step 8        | due()? yes | save | leave, exit code 75
     rank 1   step 7 | due()? no | step 8  USR2! | due()? yes | save | leave, exit code 75
 
-One small agreement of all ranks is the question. Rank 0 alone looks at the clock, since clocks differ.
+One small agreement of all ranks is the question. Rank 0 alone looks at the clock, since clocks
+differ.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ from mpipipe.job.watch.channel import threads_allowed
 from mpipipe.job.watch.watchdog import FORWARD_SECONDS
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
-CALL, ASKED = "Preemption.due", "Preemption.asked"
+CALL = "Preemption.due"
+ASKED = "Preemption.asked"
 GRACE = 600.0
 FOLLOWS = "the job leaves after the step under way; a second signal ends it at once"
-STAGGER, MOST_STAGGER = 0.2, 3.0  # seconds between ranks that end the job at once: the lowest one reports
+# seconds between ranks that end the job at once: the lowest one reports
+STAGGER = 0.2
+MOST_STAGGER = 3.0
 
 
 class Preempted(SystemExit):
-    """Ends the program of every rank with exit code 75, which is no failure; `agreed` are the ranks that raise it."""
+    """Ends the program of every rank with exit code 75, which is no failure; `agreed` are the ranks
+    that raise it.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(PREEMPTED)
@@ -45,29 +52,34 @@ class Preempted(SystemExit):
 class Preemption:
     """Says on all ranks at the same step that the job has to leave; a context manager.
 
-    A scheduler that wants the nodes back sends a signal some time before it kills the job. From here on such a signal
-    does not end this process. Instead `due()` is true on all ranks after it has reached any of them, and the loop can
-    save and leave with exit code 75, by which a job script knows that it is to be started again. The constructor and
-    `due` are collective. docs/checkpoints.md has a loop that leaves in time.
+    A scheduler that wants the nodes back sends a signal some time before it kills the job. From
+    here on such a signal does not end this process. Instead `due()` is true on all ranks after it
+    has reached any of them, and the loop can save and leave with exit code 75, by which a job
+    script knows that it is to be started again. The constructor and `due` are collective.
+    docs/checkpoints.md has a loop that leaves in time.
 
     Parameters
     ----------
     comm : communicator, optional
         The ranks, COMM_WORLD by default.
     signals : str
-        Names such as "USR2,TERM", out of HUP, INT, QUIT, USR1, USR2, ALRM, TERM and XCPU; "none" for none. Ranks that
-        are threads catch none.
+        Names such as "USR2,TERM", out of HUP, INT, QUIT, USR1, USR2, ALRM, TERM and XCPU; "none"
+        for none. Ranks that are threads catch none.
     time_limit : float or str, optional
-        How long this process may live: seconds, or HH:MM:SS or D-HH:MM:SS; 0 is no limit. By default the end of a job
-        of SLURM, where SLURM_JOB_END_TIME names it. `due()` is true as soon as one step more, as long as the longest
-        one so far, a save as long as the last one, and `margin` may not fit any more. Rank 0 decides.
+        How long this process may live: seconds, or HH:MM:SS or D-HH:MM:SS; 0 is no limit. By
+        default the end of a job of SLURM, where SLURM_JOB_END_TIME names it. `due()` is true as
+        soon as one step more, as long as the longest one so far, a save as long as the last one,
+        and `margin` may not fit any more. Rank 0 decides.
     grace : float
-        Seconds from the first signal after which the job ends at once, whatever it does, with exit code 128 plus the
-        number of the signal. A second signal, more than two seconds after the first, ends it so as well.
+        Seconds from the first signal after which the job ends at once, whatever it does, with exit
+        code 128 plus the number of the signal. A second signal, more than two seconds after the
+        first, ends it so as well.
     margin : float, optional
-        Seconds; by default 2 % of the time that is left at the start, at least 2 s and at most 60 s.
+        Seconds; by default 2 % of the time that is left at the start, at least 2 s and at most 60
+        s.
     say : callable, optional
-        Takes lines of text on rank 0: at the first signal, in a thread, and at the end. By default they go to stderr.
+        Takes lines of text on rank 0: at the first signal, in a thread, and at the end. By default
+        they go to stderr.
 
     Attributes
     ----------
@@ -81,7 +93,8 @@ class Preemption:
     Raises
     ------
     ArgumentError
-        On every rank: a signal that cannot be caught, a time that is none, or a thread that is not the main one.
+        On every rank: a signal that cannot be caught, a time that is none, or a thread that is not
+        the main one.
     """
 
     code = PREEMPTED
@@ -107,14 +120,20 @@ class Preemption:
                 if value is not None and not value >= 0:
                     raise ArgumentError(name, found=repr(value), expected="seconds, at least 0")
             numbers = parse_signals(signals)
-            self.time_limit = TimeLimit(None if time_limit is None else parse_duration(time_limit), margin)
+            self.time_limit = TimeLimit(
+                None if time_limit is None else parse_duration(time_limit), margin
+            )
             numbers = () if runtime.in_process(comm) else numbers
-            self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
+            self._signals = StopSignals(
+                numbers, grace, self._told, self._end_at_once, self._hopeless
+            )
 
     def due(self, saving: bool = False) -> bool:
-        """Find out on all ranks whether the job has to leave now; collective, after each step. Once true it stays so.
+        """Find out on all ranks whether the job has to leave now; collective, after each step. Once
+        true it stays so.
 
-        `saving` says that a save is under way during the steps: the last one waits for it, and needs time of its own.
+        `saving` says that a save is under way during the steps: the last one waits for it, and
+        needs time of its own.
         """
         if not self.reason:
             over = self.group.rank == 0 and self.time_limit.is_over(saving)
@@ -124,17 +143,23 @@ class Preemption:
         return self.reason != ""
 
     def asked(self) -> bool:
-        """Find out on all ranks whether a signal has come; collective, before the first step. No time limit counts yet.
+        """Find out on all ranks whether a signal has come; collective, before the first step. No
+        time limit counts yet.
 
         Once it is true, `due()` is, too.
         """
-        if not self.reason and self.group.agree(ASKED, values=[self._signals.first is not None]).any():
+        if (
+            not self.reason
+            and self.group.agree(ASKED, values=[self._signals.first is not None]).any()
+        ):
             self.reason = self._why(False)
         return self.reason != ""
 
     def _why(self, over: bool) -> str:
         first = self._signals.first
-        texts = self.group.gather(CALL, str(self.time_limit) if over else "" if first is None else first.name)
+        texts = self.group.gather(
+            CALL, str(self.time_limit) if over else "" if first is None else first.name
+        )
         return "; ".join(
             text if " " in text else f"{text} on {rank_list.named(ranks, self.group.size)}"
             for text, ranks in rank_list.by_text(enumerate(texts)).items()
@@ -142,20 +167,25 @@ class Preemption:
         )
 
     def saving(self) -> AbstractContextManager[None]:
-        """Measure what is done within as a save, no part of a step, so that the next one fits into the time left."""
+        """Measure what is done within as a save, no part of a step, so that the next one fits into
+        the time left.
+        """
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:
-        """Note how long a save took that was written during the steps; the save of a job that leaves is waited for.
+        """Note how long a save took that was written during the steps; the save of a job that
+        leaves is waited for.
 
         These are `Saver.seconds` on rank 0, for example; what other ranks note counts for nothing.
         """
         self.time_limit.last_save = seconds
 
     def leave(self, text: str) -> NoReturn:
-        """End the program of every rank with exit code 75; rank 0 says why and where. Call it on all ranks.
+        """End the program of every rank with exit code 75; rank 0 says why and where. Call it on
+        all ranks.
 
-        `text` says where the job has come to and what it has saved, as in "after step 7, saved as step-00000007".
+        `text` says where the job has come to and what it has saved, as in "after step 7, saved as
+        step-00000007".
         """
         self._signals.leave()
         if self.group.rank == 0:
@@ -163,7 +193,9 @@ class Preemption:
         raise Preempted(self.group)
 
     def close(self) -> None:
-        """Give the handlers of signals back, unless one has come: then a later Preemption for it is due at once."""
+        """Give the handlers of signals back, unless one has come: then a later Preemption for it is
+        due at once.
+        """
         self._closed = True
         self._signals.close()
 
@@ -177,7 +209,7 @@ class Preemption:
         marked = "\n".join(f"mpipipe: {line}" for line in text.split("\n"))
         self._say(marked)
 
-    # -- called by a thread -------------------------------------------------------------------------------------
+    # -- called by a thread ------------------------------------------------------------------------
 
     def _told(self, name: str) -> None:
         if self.group.rank == 0:
@@ -185,7 +217,9 @@ class Preemption:
             self._announce(f"{name} {place}\n{FOLLOWS}")
 
     def _hopeless(self) -> bool:
-        """Return whether another rank has ended although none has left: its launcher then signals the others."""
+        """Return whether another rank has ended although none has left: its launcher then signals
+        the others.
+        """
         context = self.group.context
         if context.watchdog is None or self.reason or self._closed:
             return False
@@ -205,19 +239,27 @@ class Preemption:
         abort_job(runtime.world(), code)
 
 
-# -- When a job has to leave, to be done before its time is over: what the clock of rank 0 says -----------------------
+# -- When a job has to leave, to be done before its time is over: what the clock of rank 0 says ----
 #
 # now   longest step   last save   margin   end
 #  |--------------|------------|--------|----|     as long as this fits, one step more is begun
 
 
-END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970; set by SLURM from 23.02, by jobs/batch.sh for older ones
-SHARE, LEAST_MARGIN, MOST_MARGIN = 0.02, 2.0, 60.0  # of the time there is; seconds
-FORM = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d*)?)", re.ASCII)
+# Seconds since 1970; set by SLURM from 23.02, by jobs/batch.sh for older ones.
+END_TIME = "SLURM_JOB_END_TIME"
+# of the time there is; seconds
+SHARE = 0.02
+LEAST_MARGIN = 2.0
+MOST_MARGIN = 60.0
+FORM = re.compile(
+    r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d*)?)", re.ASCII
+)
 
 
 def parse_duration(text: str | float) -> float:
-    """Return seconds: of a number of them, or of MM:SS, HH:MM:SS or D-HH:MM:SS as SLURM writes a time."""
+    """Return seconds: of a number of them, or of MM:SS, HH:MM:SS or D-HH:MM:SS as SLURM writes a
+    time.
+    """
     words = str(text).strip()
     with suppress(ValueError):
         seconds = float(words)
@@ -226,7 +268,9 @@ def parse_duration(text: str | float) -> float:
     parts = FORM.fullmatch(words)
     if parts is None or (parts["days"] and not parts["hours"]):
         raise ArgumentError(
-            "no length of time", found=repr(text), expected="seconds, MM:SS, HH:MM:SS or D-HH:MM:SS; 0 for no limit"
+            "no length of time",
+            found=repr(text),
+            expected="seconds, MM:SS, HH:MM:SS or D-HH:MM:SS; 0 for no limit",
         )
     minutes = 60 * (24 * int(parts["days"] or 0) + int(parts["hours"] or 0)) + int(parts["minutes"])
     return 60 * minutes + float(parts["seconds"])
@@ -235,25 +279,31 @@ def parse_duration(text: str | float) -> float:
 class TimeLimit:
     """The end of this job's time, and what fits before it.
 
-    `seconds` count from the start of this process, 0 is no limit, None the time until SLURM_JOB_END_TIME, where that is
-    set. `margin` are seconds to spare; by default 2 % of what is left now, at least 2 s and at most 60 s.
+    `seconds` count from the start of this process, 0 is no limit, None the time until
+    SLURM_JOB_END_TIME, where that is set. `margin` are seconds to spare; by default 2 % of what is
+    left now, at least 2 s and at most 60 s.
     """
 
     def __init__(self, seconds: float | None, margin: float | None = None) -> None:
-        now, slurm = time.monotonic(), os.environ.get(END_TIME, "")
+        now = time.monotonic()
+        slurm = os.environ.get(END_TIME, "")
         self.end: float | None = None  # on the clock of time.monotonic(); None without a limit
         if seconds is None and slurm.isdigit():
             self.end = now + int(slurm) - time.time()
         elif seconds:
             self.end = now - _age() + seconds
         left = 0.0 if self.end is None else max(0.0, self.end - now)
-        self.margin = min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * left)) if margin is None else margin
+        self.margin = (
+            min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * left)) if margin is None else margin
+        )
         self.longest_step = 0.0  # without the first one, which has more to do
         self.last_save: float | None = None
         self._mark: float | None = None
 
     def is_over(self, saving: bool = False) -> bool:
-        """Return whether one more step and a save may not fit, after one under way where `saving`; asked each step."""
+        """Return whether one more step and a save may not fit, after one under way where `saving`;
+        asked each step.
+        """
         now = time.monotonic()
         if self._mark is not None:
             self.longest_step = max(self.longest_step, now - self._mark)
@@ -267,7 +317,9 @@ class TimeLimit:
 
     @property
     def save(self) -> float:
-        """Seconds that a save takes, as far as is known; before the first one it counts as a margin."""
+        """Seconds that a save takes, as far as is known; before the first one it counts as a
+        margin.
+        """
         return self.margin if self.last_save is None else self.last_save
 
     @contextmanager

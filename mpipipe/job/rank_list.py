@@ -9,7 +9,8 @@ LISTED = 8  # runs of numbers that are written out
 
 
 def numbers(ranks: Iterable[int], size: int | None = None) -> str:
-    """Return rank numbers in ascending order, runs as "0-3", or "all" and their number where several are all `size`.
+    """Return rank numbers in ascending order, runs as "0-3", or "all" and their number where
+    several are all `size`.
 
     >>> from mpipipe.job.rank_list import numbers
     >>> numbers([7, 0, 1, 2, 3]), numbers([0, 1, 2, 3], 4)
@@ -28,7 +29,9 @@ def numbers(ranks: Iterable[int], size: int | None = None) -> str:
 def runs(numbers: Iterable[int]) -> list[str]:
     """Return numbers in ascending order, those that follow each other as one text: "0-3"."""
     listing = []
-    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):  # the same within a run
+    for _, pairs in groupby(
+        enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]
+    ):  # the same within a run
         run = [number for _, number in pairs]
         listing.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     return listing
@@ -51,5 +54,7 @@ def by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
 
 
 def grouped(texts: Iterable[tuple[int, str]], size: int | None = None) -> list[str]:
-    """Return what each rank says as one text for all ranks that say the same: "ranks 0-2: done", "rank 3: lost"."""
+    """Return what each rank says as one text for all ranks that say the same: "ranks 0-2: done",
+    "rank 3: lost".
+    """
     return [f"{named(ranks, size)}: {text}" for text, ranks in by_text(texts).items()]

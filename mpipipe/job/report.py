@@ -1,4 +1,6 @@
-"""What a rank writes when it ends a job, how it ends one at once, and the times and exit codes of such an end."""
+"""What a rank writes when it ends a job, how it ends one at once, and the times and exit codes of
+such an end.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from mpipipe.errors import MpipipeError, StageError
 from mpipipe.job.context import current_rank, finalized, is_rank
 from mpipipe.job.types import MpiCommunicator
 
-GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
+# Seconds: for peers to come to their end after an error, and for the rank with the cause to report
+# first.
+GRACE = 3.0
 STAGGER = 0.2  # seconds between ranks that report in its place
 TAKEN_SECONDS = 2.0  # for the launcher to read what this rank has written: it may be stopped
 AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
@@ -33,7 +37,9 @@ INTERRUPTED = 130  # shells: 128 + SIGINT
 
 
 def heading(rank: int, size: int) -> str:
-    """Return the first line of every report. One process alone has neither a job nor a rank to speak of."""
+    """Return the first line of every report. One process alone has neither a job nor a rank to
+    speak of.
+    """
     if size == 1:
         return "mpipipe: stopped:"
     return f"mpipipe: job ended by rank {rank} of {size} on {socket.gethostname()}:"
@@ -42,14 +48,21 @@ def heading(rank: int, size: int) -> str:
 def describe_error(error: BaseException, heading: str) -> str:
     """Say what went wrong and where; for an error that is not of this package with its traceback.
 
-    A user who pressed Ctrl-C reads in a few lines where the program was: the innermost function of his own.
+    A user who pressed Ctrl-C reads in a few lines where the program was: the innermost function of
+    his own.
     """
     if isinstance(error, KeyboardInterrupt):
         said = f": {error}".replace("\n", "\n  ") if str(error) else ""
         frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith(PACKAGE)
         ]
-        place = f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n" if frames else ""
+        place = (
+            f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n"
+            if frames
+            else ""
+        )
         return f"{heading}\n  KeyboardInterrupt{said}\n{place}"
     text = f"{heading}\n  {type(error).__name__}: {error}\n"
     if isinstance(error, MpipipeError) and not isinstance(error, StageError):
@@ -66,10 +79,12 @@ def write(text: str) -> None:
 
 
 def wait_for_launcher() -> None:
-    """Return when the launcher has read what this process has written, after TAKEN_SECONDS at the latest.
+    """Return when the launcher has read what this process has written, after TAKEN_SECONDS at the
+    latest.
 
-    A launcher that learns of MPI_Abort ends at once, and what it has not read from its ranks' pipes by then is lost:
-    seen with MPICH's. There is no pause after it has read: other ranks would report meanwhile.
+    A launcher that learns of MPI_Abort ends at once, and what it has not read from its ranks' pipes
+    by then is lost: seen with MPICH's. There is no pause after it has read: other ranks would
+    report meanwhile.
     """
     flush()
     stop = time.monotonic() + TAKEN_SECONDS
@@ -93,17 +108,17 @@ def _unread(descriptor: int) -> int:
     return count[0]
 
 
-# -- The end of a whole job at once, by MPI_Abort, which does not end every process that calls it ---------------------
+# -- The end of a whole job at once, by MPI_Abort, which does not end every process that calls it --
 
 
 def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
     """End the job by MPI_Abort.
 
-    The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it from the end. Any
-    other thread ends the job at once, for the program would go on meanwhile.
+    The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it
+    from the end. Any other thread ends the job at once, for the program would go on meanwhile.
 
-    `world` is COMM_WORLD, no duplicate of it: on a duplicate MPICH ends one rank after the other, and its launcher may
-    return 0 then, as if the job had been a success.
+    `world` is COMM_WORLD, no duplicate of it: on a duplicate MPICH ends one rank after the other,
+    and its launcher may return 0 then, as if the job had been a success.
 
     MPICH's MPI_Abort may return, as under `srun --mpi=pmi2`: this process then ends by a signal.
     """
@@ -117,9 +132,10 @@ def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
     raise SystemExit(code)  # the signal comes first
 
 
-# -- In a script that was started without `run_or_abort`: an exception on one rank ends the whole job -----------------
+# -- In a script that was started without `run_or_abort`: an exception on one rank ends the whole job --
 #
-# The rank reports it as Python does, gives its peers some seconds to say where they were, and calls MPI_Abort.
+# The rank reports it as Python does, gives its peers some seconds to say where they were, and calls
+# MPI_Abort.
 
 
 _libraries: list[ModuleType] = []  # MPI, once the hook is installed
@@ -128,7 +144,8 @@ _suspended: list[bool] = []  # while run_or_abort runs a program
 
 
 def install(MPI: ModuleType) -> None:
-    """Let an exception that ends this rank's script end the whole job, some seconds later, by MPI_Abort.
+    """Let an exception that ends this rank's script end the whole job, some seconds later, by
+    MPI_Abort.
 
     Nothing happens in an interactive session, and in a program that `run_or_abort` runs.
     """
@@ -157,7 +174,7 @@ def suspended() -> Iterator[None]:
         _suspended.pop()
 
 
-# -- What happens at the end of a rank's script: its peers learn of it, so that none of them waits for it -------------
+# -- What happens at the end of a rank's script: its peers learn of it, so that none of them waits for it --
 #
 # A process that a script forked is no rank: it says nothing when it ends.
 
@@ -187,11 +204,18 @@ def _at_exit() -> None:
     finally:
         if is_rank() and _deaths and not finalized():
             flush()
-            error, world = _deaths[0], _libraries[0].COMM_WORLD
-            # peers that learn of it have time to say where they were, and leave the end to the rank with the cause
+            error = _deaths[0]
+            world = _libraries[0].COMM_WORLD
+            # peers that learn of it have time to say where they were, and leave the end to the rank
+            # with the cause
             elsewhere = getattr(error, "reported_elsewhere", False)
-            time.sleep(2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank))
-            write(f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the job ends here\n")
+            time.sleep(
+                2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank)
+            )
+            write(
+                f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the "
+                "job ends here\n"
+            )
             abort_job(world, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 

@@ -1,10 +1,11 @@
 """The owner of MPI requests: memory that MPI may still touch outlives everybody who drops it.
 
-Without it, a wait raises, the request goes out of scope, Python frees its buffer while a message is still on its way
-into it, and MPI writes into memory that belongs to somebody else. So every request goes through `own`: one that loses
-its last reference before it is complete is kept for the rest of the process, and its buffers with it. A list in this
-module could not do that: Python clears the globals of modules before mpi4py finalizes MPI, and MPI still moves messages
-in between. So the request gets one more reference that nothing ever gives back.
+Without it, a wait raises, the request goes out of scope, Python frees its buffer while a message is
+still on its way into it, and MPI writes into memory that belongs to somebody else. So every request
+goes through `own`: one that loses its last reference before it is complete is kept for the rest of
+the process, and its buffers with it. A list in this module could not do that: Python clears the
+globals of modules before mpi4py finalizes MPI, and MPI still moves messages in between. So the
+request gets one more reference that nothing ever gives back.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ AnyRequest = TypeVar("AnyRequest")
 def own(request: AnyRequest, *buffers: object) -> AnyRequest:
     """`request`, which from now on keeps itself and `buffers` alive until it tests true.
 
-    It holds the buffers that mpi4py was given; `buffers` are owners of memory that mpi4py knows only by its address,
-    such as device arrays. Requests that are not of MPI come back as they are.
+    It holds the buffers that mpi4py was given; `buffers` are owners of memory that mpi4py knows
+    only by its address, such as device arrays. Requests that are not of MPI come back as they are.
     """
     if "mpi4py.MPI" not in sys.modules:  # ranks in one process need no MPI, and must not load it
         return request

@@ -1,6 +1,8 @@
-"""MPI as this process finds it: the library, COMM_WORLD, and which library a communicator belongs to.
+"""MPI as this process finds it: the library, COMM_WORLD, and which library a communicator belongs
+to.
 
-mpi4py is imported when the first communicator is asked for, never by `import mpipipe`: a login node may have no MPI.
+mpi4py is imported when the first communicator is asked for, never by `import mpipipe`: a login node
+may have no MPI.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ DESCRIPTORS = 64  # the fewest open files that a rank must be allowed
 
 
 def mpi() -> ModuleType:
-    """Return the module mpi4py.MPI, initialised on first use; raise BackendError where MPI cannot be used."""
+    """Return the module mpi4py.MPI, initialised on first use; raise BackendError where MPI cannot
+    be used.
+    """
     if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
         raise limited
     try:
@@ -35,17 +39,22 @@ def mpi() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise BackendError(f"MPI cannot be loaded ({error})", remedy=INSTALL) from error
     if MPI.Is_finalized():
-        raise BackendError("MPI is already finalised in this process", remedy="use mpipipe before MPI.Finalize()")
+        raise BackendError(
+            "MPI is already finalised in this process", remedy="use mpipipe before MPI.Finalize()"
+        )
     if not MPI.Is_initialized():
         raise BackendError(
             "MPI is not initialised in this process",
-            remedy="call MPI.Init_thread() first, or leave the setting mpi4py.rc.initialize as it is",
+            remedy="call MPI.Init_thread() first, or leave the setting mpi4py.rc.initialize as it "
+            "is",
         )
     return MPI
 
 
 def limit_error() -> BackendError | None:
-    """Return an error if this process may open too few files for MPI, which would end it in MPI_Init or later."""
+    """Return an error if this process may open too few files for MPI, which would end it in
+    MPI_Init or later.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS:
         return None
@@ -58,12 +67,15 @@ def limit_error() -> BackendError | None:
 
 
 def world() -> MpiCommunicator:
-    """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from now on.
+    """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from
+    now on.
 
-    MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
-    installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone.
+    MPI itself would let the other ranks wait for ever when the script of one ends with an
+    exception. The first call installs an exception hook that ends the job by MPI_Abort; an
+    interactive session is left alone.
 
-    Raises BackendError where there is no MPI, and LaunchError in a lone process of a job that was launched as several.
+    Raises BackendError where there is no MPI, and LaunchError in a lone process of a job that was
+    launched as several.
     """
     library = mpi()
     comm = library.COMM_WORLD
@@ -75,7 +87,8 @@ def world() -> MpiCommunicator:
 
 
 def resolve(comm: Communicator | None = None) -> Communicator:
-    """Return the communicator that was handed in, of mpi4py or of `job.inprocess`, or `world()` in place of None.
+    """Return the communicator that was handed in, of mpi4py or of `job.inprocess`, or `world()` in
+    place of None.
 
     Raises ArgumentError for what is no communicator of one group of ranks, and what `world` raises.
     """
@@ -83,19 +96,26 @@ def resolve(comm: Communicator | None = None) -> Communicator:
         return world()
     if in_process(comm):
         return comm
-    everyone, library = world(), mpi()
+    everyone = world()
+    library = mpi()
     if not isinstance(comm, library.Comm):
-        raise ArgumentError("comm", found=type(comm).__name__, expected="a communicator of mpi4py, or None")
+        raise ArgumentError(
+            "comm", found=type(comm).__name__, expected="a communicator of mpi4py, or None"
+        )
     if comm == library.COMM_NULL:
         raise ArgumentError(
             "comm",
             found="COMM_NULL",
             expected="a communicator that this rank belongs to",
-            remedy=f"call this on the ranks of the communicator only, not on all {everyone.size} of the job",
+            remedy=f"call this on the ranks of the communicator only, not on all {everyone.size} "
+            "of the job",
         )
     if comm.Is_inter():
         raise ArgumentError(
-            "comm", found="an intercommunicator", expected="an intracommunicator", remedy="pass comm.Merge()"
+            "comm",
+            found="an intercommunicator",
+            expected="an intracommunicator",
+            remedy="pass comm.Merge()",
         )
     return comm
 
@@ -106,12 +126,16 @@ def in_process(comm: object) -> TypeGuard[inprocess.ThreadCommunicator]:
 
 
 def library_of(comm: Communicator) -> ModuleType:
-    """Return the module with the constants that the methods of `comm` take: mpi4py.MPI, or `job.inprocess`."""
+    """Return the module with the constants that the methods of `comm` take: mpi4py.MPI, or
+    `job.inprocess`.
+    """
     return inprocess if in_process(comm) else mpi()
 
 
 def tag_upper_bound(comm: Communicator) -> int:
-    """Return the largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than 32 767)."""
+    """Return the largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than
+    32 767).
+    """
     library = library_of(comm)
     bound = comm.Get_attr(library.TAG_UB)
     if not bound:  # Open MPI does not hand it on to communicators made by Split

@@ -1,7 +1,8 @@
 """The environment variables of this package in one table, and functions that read some of them.
 
-An empty variable counts as not set. `check_settings` refuses values without a meaning, where all ranks learn of it. So
-a function that reads a variable in the middle of a wait need not check it again.
+An empty variable counts as not set. `check_settings` refuses values without a meaning, where all
+ranks learn of it. So a function that reads a variable in the middle of a wait need not check it
+again.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ WATCHDOG_SECONDS = "600"  # where the variable does not say others
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable, with its values in words; docs/environment.md says what they mean."""
+    """One environment variable, with its values in words; docs/environment.md says what they
+    mean.
+    """
 
     name: str
     values: str
-    accepts: Callable[[str], bool] | None = None  # whether a text is one of `values`; None: checked where it is read
+    accepts: Callable[[str], bool] | None = (
+        None  # whether a text is one of `values`; None: checked where it is read
+    )
     default: str = ""  # what stands for a switch that is not set
 
     def check(self, text: str | None) -> None:
-        """Raise ArgumentError for a text that has no meaning; no text and an empty one mean that it is not set."""
+        """Raise ArgumentError for a text that has no meaning; no text and an empty one mean that it
+        is not set.
+        """
         if text and self.accepts is not None and not self.accepts(text):
-            raise ArgumentError(f"environment variable {self.name}", found=repr(text), expected=self.values)
+            raise ArgumentError(
+                f"environment variable {self.name}", found=repr(text), expected=self.values
+            )
 
     @property
     def text(self) -> str:
@@ -39,7 +48,9 @@ class Variable:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is 1 or on; `check_settings` refuses values without a meaning, on all ranks."""
+        """Whether it is 1 or on; `check_settings` refuses values without a meaning, on all
+        ranks.
+        """
         return (os.environ.get(self.name) or self.default) in ("1", "on")
 
 
@@ -82,24 +93,32 @@ GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch, "1")
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
 # It is gone; without a word a run would differ from the one before.
 DETERMINISTIC = Variable(
-    "MPIPIPE_DETERMINISTIC", "0, and MPIPIPE_ATTENTION=cupy, which gives the same bits in every run", "0".__eq__
+    "MPIPIPE_DETERMINISTIC",
+    "0, and MPIPIPE_ATTENTION=cupy, which gives the same bits in every run",
+    "0".__eq__,
 )
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 
 
 def check_settings() -> None:
-    """Raise ArgumentError for an environment variable of this package whose value has no meaning."""
+    """Raise ArgumentError for an environment variable of this package whose value has no
+    meaning.
+    """
     for variable in VARIABLES:
         variable.check(os.environ.get(variable.name))
 
 
 def timeout() -> float | None:
-    """Return MPIPIPE_TIMEOUT in seconds; None for no limit, and for a value that `check_settings` refuses."""
+    """Return MPIPIPE_TIMEOUT in seconds; None for no limit, and for a value that `check_settings`
+    refuses.
+    """
     return _seconds(os.environ.get(TIMEOUT.name) or "0")
 
 
 def watchdog() -> float | None:
-    """Return MPIPIPE_WATCHDOG in seconds; None for no watchdog, and for a value that `check_settings` refuses."""
+    """Return MPIPIPE_WATCHDOG in seconds; None for no watchdog, and for a value that
+    `check_settings` refuses.
+    """
     return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS)
 
 
@@ -116,17 +135,35 @@ def using_graphs(wanted: bool) -> Iterator[None]:
             os.environ[GRAPHS.name] = before
 
 
-# -- What the launcher of a job tells each of its processes, in environment variables ---------------------------------
+# -- What the launcher of a job tells each of its processes, in environment variables --------------
 
 
 # how many ranks the job has, which of them a process is, and how many are on its host
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "SLURM_PROCID")
-LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "FLUX_TASK_RANK",
+    "SLURM_PROCID",
+)
+LOCAL_SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
 
 
 def launcher_size(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return (variable, ranks) where a launcher promises this process more than one rank, else None."""
+    """Return (variable, ranks) where a launcher promises this process more than one rank, else
+    None.
+    """
     for name in SIZE_VARIABLES:
         value = environment.get(name, "")
         if value.isdigit() and int(value) > 1:
@@ -147,15 +184,20 @@ def oversubscribed() -> bool:
 
 
 def refuse_singleton(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError if a launcher promised several ranks; for a process that is alone in COMM_WORLD."""
+    """Raise LaunchError if a launcher promised several ranks; for a process that is alone in
+    COMM_WORLD.
+    """
     promise = launcher_size(environment)
     if promise is None:
         return
     name, ranks = promise
     raise LaunchError(
-        "this process is alone in COMM_WORLD, so every process of the job would do the whole work by itself",
+        "this process is alone in COMM_WORLD, so every process of the job would do the whole work "
+        "by itself",
         found="1 rank",
         expected=f"{ranks} ranks ({name}={ranks})",
-        remedy="start it with the mpiexec of the MPI library that mpi4py uses (`python -m mpipipe info` names it); "
-        "under SLURM choose the matching plugin: `srun --mpi=pmi2` for MPICH, `srun --mpi=pmix` for Open MPI",
+        remedy="start it with the mpiexec of the MPI library that mpi4py uses (`python -m mpipipe "
+        "info` names it); "
+        "under SLURM choose the matching plugin: `srun --mpi=pmi2` for MPICH, `srun --mpi=pmix` "
+        "for Open MPI",
     )

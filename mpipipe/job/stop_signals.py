@@ -1,4 +1,5 @@
-"""Signals that ask a job to leave, noticed at once: also while a rank computes, or waits inside MPI.
+"""Signals that ask a job to leave, noticed at once: also while a rank computes, or waits inside
+MPI.
 
     kernel -> Python's handler in C -> a byte in a pipe -> a thread      at once, whatever the main thread does
                                     -> a function in Python              once the main thread runs Python again
@@ -9,11 +10,13 @@
     the time of grace is over          the job ends at once
     another rank has ended meanwhile   the job ends at once: no further step can be done
 
-A process that was asked to leave stays under these rules until it ends: a later object for the same signals finds it
-asked already. One that was not gets its handlers back. Of several, one within the other, the innermost acts.
+A process that was asked to leave stays under these rules until it ends: a later object for the same
+signals finds it asked already. One that was not gets its handlers back. Of several, one within the
+other, the innermost acts.
 
-The command `train` catches signals from its first line to its last: `hold` begins before anything else is imported,
-`change` follows the configuration once that is read, and `ignore` comes when only MPI is left to finalize.
+The command `train` catches signals from its first line to its last: `hold` begins before anything
+else is imported, `change` follows the configuration once that is read, and `ignore` comes when only
+MPI is left to finalize.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ _exit = os._exit  # as it is before a program is watched
 
 
 def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
-    """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are no signals."""
+    """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are
+    no signals.
+    """
     if not isinstance(names, str):
         return tuple(names)
     if names.strip().lower() in ("", "none"):
@@ -52,18 +57,26 @@ def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals
     for name in names.split(","):
         short = name.strip().upper().removeprefix("SIG")
         if short not in CATCHABLE:
-            why = "a signal that cannot be caught" if short in ("KILL", "STOP") else "no signal that can ask to leave"
-            raise ArgumentError(why, found=repr(name.strip()), expected=f"none, or some of {', '.join(CATCHABLE)}")
+            why = (
+                "a signal that cannot be caught"
+                if short in ("KILL", "STOP")
+                else "no signal that can ask to leave"
+            )
+            raise ArgumentError(
+                why, found=repr(name.strip()), expected=f"none, or some of {', '.join(CATCHABLE)}"
+            )
         numbers.append(signal.Signals[f"SIG{short}"])
     return tuple(dict.fromkeys(numbers))
 
 
 class StopSignals:
-    """Catches some signals of this process from now on, in its main thread: Python sets handlers there alone.
+    """Catches some signals of this process from now on, in its main thread: Python sets handlers
+    there alone.
 
-    `grace` are the seconds from the first signal, which is `first` once it has come, until the job ends at once. A
-    thread calls `told` with the name of the first signal, `hopeless` from then on, to ask whether no further step can
-    be done, and `end` with a text and an exit code, to end the job at once; the text is "" where others have said why.
+    `grace` are the seconds from the first signal, which is `first` once it has come, until the job
+    ends at once. A thread calls `told` with the name of the first signal, `hopeless` from then on,
+    to ask whether no further step can be done, and `end` with a text and an exit code, to end the
+    job at once; the text is "" where others have said why.
     """
 
     def __init__(
@@ -74,13 +87,17 @@ class StopSignals:
         end: Callable[[str, int], object] = lambda text, code: None,
         hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.numbers, self.grace, self._told, self._end = tuple(numbers), grace, told, end
+        self.numbers = tuple(numbers)
+        self.grace = grace
+        self._told = told
+        self._end = end
         self._hopeless = hopeless
         self.first: signal.Signals | None = None
         self._since = 0.0
         before = next((other for other in reversed(_active) if other.first in self.numbers), None)
         if before is not None:  # this process was asked to leave, and has not: it still is
-            self.first, self._since = before.first, before._since
+            self.first = before.first
+            self._since = before._since
         self._leaving = self._closing = False
         self._before: dict[int, Any] = {}
         self._previous_fd = -1
@@ -98,11 +115,15 @@ class StopSignals:
         for number in self.numbers:
             self._catch(number)
         _active.append(self)
-        self._thread = threading.Thread(target=self._listen, name="mpipipe stop signals", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="mpipipe stop signals", daemon=True
+        )
         self._thread.start()
 
     def change(self, numbers: Iterable[signal.Signals]) -> None:
-        """Catch other signals from now on. One that has come and is not among them does what it would have done."""
+        """Catch other signals from now on. One that has come and is not among them does what it
+        would have done.
+        """
         wanted = tuple(numbers)
         for number in self.numbers:
             if number not in wanted:
@@ -112,24 +133,28 @@ class StopSignals:
                 self._catch(number)
         self.numbers = wanted
         if self.first is not None and self.first not in wanted:
-            first, self.first = self.first, None
+            first = self.first
+            self.first = None
             os.kill(os.getpid(), first)
 
     def _catch(self, number: signal.Signals) -> None:
         self._before[number] = signal.signal(number, self._note)
-        signal.siginterrupt(number, False)  # libraries in C may not expect that a system call is cut short
+        signal.siginterrupt(
+            number, False
+        )  # libraries in C may not expect that a system call is cut short
 
     def _note(self, number: int, frame: FrameType | None = None) -> None:
         if self.first is None:
             self._since = time.monotonic()
             self.first = signal.Signals(number)
 
-    # -- the thread ---------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         told = False
         while not self._closing:
-            first, left = self.first, None
+            first = self.first
+            left = None
             innermost = _active[-1:] == [self]
             if first is not None and innermost:
                 left = self.grace - (time.monotonic() - self._since)
@@ -157,14 +182,18 @@ class StopSignals:
                     self._end(f"{name}: a second signal ends the job at once", 128 + number)
                     return
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Ignore signals from now on: this process is on its way out, and launchers end the slower ones."""
+        """Ignore signals from now on: this process is on its way out, and launchers end the slower
+        ones.
+        """
         self._leaving = True
 
     def close(self) -> None:
-        """Give the handlers back that were there before, unless this process has to leave. May be called twice."""
+        """Give the handlers back that were there before, unless this process has to leave. May be
+        called twice.
+        """
         if self._closing or not self.numbers or self._leaving or self.first is not None:
             return
         self.release(self._before)
@@ -174,7 +203,9 @@ class StopSignals:
         os.close(self._write)
 
     def release(self, handlers: Mapping[int, Any]) -> None:
-        """Catch the signals no more, but give them to these handlers; the thread ends once it wakes."""
+        """Catch the signals no more, but give them to these handlers; the thread ends once it
+        wakes.
+        """
         self._closing = True
         _active.remove(self)
         signal.set_wakeup_fd(self._previous_fd)
@@ -182,11 +213,13 @@ class StopSignals:
             signal.signal(number, handler)
 
 
-# -- a whole process --------------------------------------------------------------------------------------------------
+# -- a whole process -------------------------------------------------------------------------------
 
 
 def hold(names: str) -> None:
-    """Catch signals from now on, before anything else is known; wrong names are refused when the options are read."""
+    """Catch signals from now on, before anything else is known; wrong names are refused when the
+    options are read.
+    """
     try:
         numbers = parse_signals(names)
     except ArgumentError:
@@ -202,7 +235,9 @@ def change(signals: Iterable[signal.Signals]) -> None:
 
 
 def ignore() -> None:
-    """Ignore all signals that are caught here, even once the interpreter takes its handlers away: the work is over."""
+    """Ignore all signals that are caught here, even once the interpreter takes its handlers away:
+    the work is over.
+    """
     while _active:
         innermost = _active[-1]
         innermost.release(dict.fromkeys(innermost.numbers, signal.SIG_IGN))
@@ -217,7 +252,9 @@ def _end_at_once(text: str, code: int) -> None:
 
 
 def _forget() -> None:
-    """In a process that a rank forked: it is no rank, and dies of a signal as it would without this package."""
+    """In a process that a rank forked: it is no rank, and dies of a signal as it would without this
+    package.
+    """
     while _active:
         _active[-1].release(_active[-1]._before)
 

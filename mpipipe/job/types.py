@@ -1,4 +1,6 @@
-"""The interfaces that this room is built on: a communicator, a request, and what a wait keeps going."""
+"""The interfaces that this room is built on: a communicator, a request, and what a wait keeps
+going.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MpiCommunicator: TypeAlias = "MPI.Intracomm"  # where threads will not do: the end of a job, measurements of MPI itself
+MpiCommunicator: TypeAlias = (
+    "MPI.Intracomm"  # where threads will not do: the end of a job, measurements of MPI itself
+)
 AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")  # one type, whichever it is
 
 
@@ -40,7 +44,8 @@ class Advancing(Protocol):
 
 
 class Communicator(Protocol):
-    """What this package uses of a communicator: `mpi4py.MPI.Intracomm`, or `job.inprocess.ThreadCommunicator`.
+    """What this package uses of a communicator: `mpi4py.MPI.Intracomm`, or
+    `job.inprocess.ThreadCommunicator`.
 
     Only `runtime.in_process` asks which of the two it is.
     """

@@ -4,15 +4,19 @@
     give way    poll and yield the core, for some milliseconds
     long wait   poll, look around, sleep 50 microseconds (500 where ranks share cores), and so on
 
-No rank waits inside MPI, where it could neither learn of a failure nor give up. In a long wait, a rank
+No rank waits inside MPI, where it could neither learn of a failure nor give up. In a long wait, a
+rank
 
-- reads the control messages of all its groups: one that says that a peer has failed, or has left before the call that
-  this rank is in, ends the wait with PeerError;
-- after TELL_SECONDS sends rank 0 of its group word that it waits, so that rank 0 knows who is missing;
-- after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds raises StallError;
+- reads the control messages of all its groups: one that says that a peer has failed, or has left
+  before the call that this rank is in, ends the wait with PeerError;
+- after TELL_SECONDS sends rank 0 of its group word that it waits, so that rank 0 knows who is
+  missing;
+- after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds
+  raises StallError;
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
-Every poll also advances what this thread has registered (context.register_progress): the peer may wait for it.
+Every poll also advances what this thread has registered (context.register_progress): the peer may
+wait for it.
 """
 
 from __future__ import annotations
@@ -28,14 +32,23 @@ from typing import Generic, TypeVar
 
 from mpipipe.errors import MismatchError, StallError
 from mpipipe.job import settings
-from mpipipe.job.context import Failure, Making, OpenGroup, RankContext, current_rank, peer_error, whoami
+from mpipipe.job.context import (
+    Failure,
+    Making,
+    OpenGroup,
+    RankContext,
+    current_rank,
+    peer_error,
+    whoami,
+)
 from mpipipe.job.types import Testable
 
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
 TELL_SECONDS = 2.0  # then a waiting rank tells rank 0 that it waits
 WARNING_SECONDS = 60.0
-MEETING_SECONDS = 5.0  # in which a communicator is made once all its ranks wait for it: some milliseconds in truth
+# In which a communicator is made once all its ranks wait for it: some milliseconds in truth.
+MEETING_SECONDS = 5.0
 GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it speaks first
 SPOKESMEN = 4  # ranks that warn where rank 0 is missing: not all of thousands
 
@@ -49,22 +62,29 @@ def wait_for(
 ) -> None:
     """Return once `request` tests true.
 
-    `what` names the request in texts. `group` is the one whose call this wait belongs to. For the request to complete,
-    all its ranks must come (`everyone`), or the rank `peer`, where it is one. Raises PeerError when a message of
-    failure comes first, in any group of this rank; MismatchError where ranks wait for each other in different calls;
-    StallError after MPIPIPE_TIMEOUT seconds.
+    `what` names the request in texts. `group` is the one whose call this wait belongs to. For the
+    request to complete, all its ranks must come (`everyone`), or the rank `peer`, where it is one.
+    Raises PeerError when a message of failure comes first, in any group of this rank; MismatchError
+    where ranks wait for each other in different calls; StallError after MPIPIPE_TIMEOUT seconds.
     """
     context = current_rank() if group is None else group.context
     if not context.recorders:
         return _wait(request, what, group, everyone, peer, context)
     with ExitStack() as stack:
         for recorder in context.recorders.copy():  # a pipeline may be freed meanwhile
-            stack.enter_context(recorder.waiting(what, group.key if everyone and group is not None else None))
+            stack.enter_context(
+                recorder.waiting(what, group.key if everyone and group is not None else None)
+            )
         _wait(request, what, group, everyone, peer, context)
 
 
 def _wait(
-    request: Testable, what: object, group: OpenGroup | None, everyone: bool, peer: int | None, context: RankContext
+    request: Testable,
+    what: object,
+    group: OpenGroup | None,
+    everyone: bool,
+    peer: int | None,
+    context: RankContext,
 ) -> None:
     test = advancing_first(context, request.Test) if context.advancing else request.Test
     for _ in range(SPIN_POLLS):
@@ -95,10 +115,11 @@ def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[
 class LongWait:
     """A wait that has become long: what the rank reads and sends meanwhile.
 
-    Fields are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`,
-    world ranks without which this wait cannot end, and which can send nothing but word of their end; `grace`, the
-    seconds that it may still last once such a rank has left or failed, for what the rank has sent before; `making`, the
-    communicator that this rank waits to have made.
+    Fields are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by
+    default; `absent`, world ranks without which this wait cannot end, and which can send nothing
+    but word of their end; `grace`, the seconds that it may still last once such a rank has left or
+    failed, for what the rank has sent before; `making`, the communicator that this rank waits to
+    have made.
     """
 
     context: RankContext
@@ -114,7 +135,8 @@ class LongWait:
     def __post_init__(self) -> None:
         self.absent_since: float | None = None
         self.met_since = 0.0  # since when all wait to have a communicator made; 0.0 before
-        self.known, self.warned = len(self.context.failures), False
+        self.known = len(self.context.failures)
+        self.warned = False
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
@@ -128,7 +150,8 @@ class LongWait:
 
     def look(self) -> None:
         """Read control messages; raise where they or the clock end the wait."""
-        context, group = self.context, self.group
+        context = self.context
+        group = self.group
         if context.watchdog is not None:
             context.watchdog.look()
         with context.lock:
@@ -136,8 +159,12 @@ class LongWait:
                 known.read_messages()
         waited = time.perf_counter() - self.start
         news = context.failures[self.known :] if waited >= self.grace else ()
-        if news and (group is None or context.single_threaded):  # else those of groups concerned alone
-            raise peer_error(next((failure for failure in news if failure.number > 0), news[0]))  # failed, before left
+        if news and (
+            group is None or context.single_threaded
+        ):  # else those of groups concerned alone
+            raise peer_error(
+                next((failure for failure in news if failure.number > 0), news[0])
+            )  # failed, before left
         for concerned in () if group is None else (group, *group.related):
             if concerned.failure is not None:
                 raise peer_error(concerned.failure)
@@ -163,10 +190,11 @@ class LongWait:
     def _look_for_a_circle(self, mine: OpenGroup, concerns_all: bool) -> None:
         """Raise MismatchError if this rank and another wait for each other in different groups.
 
-        With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself waits
-        in group B, it sends one of those ranks a message of that in B. If that rank has not come to this call of B,
-        each of the two waits for the other. So do a rank that waits for all of this group, and one that had not come to
-        that call when it said that it waits for the first to make a communicator.
+        With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While
+        rank 0 itself waits in group B, it sends one of those ranks a message of that in B. If that
+        rank has not come to this call of B, each of the two waits for the other. So do a rank that
+        waits for all of this group, and one that had not come to that call when it said that it
+        waits for the first to make a communicator.
         """
         for peer in tuple(mine.makers) if concerns_all else ():
             maker = mine.absent_maker(peer)
@@ -186,10 +214,12 @@ class LongWait:
                 raise error
 
     def _look_for_makers(self, making: Making) -> None:
-        """Raise MismatchError if this rank and another wait for each other to make different communicators.
+        """Raise MismatchError if this rank and another wait for each other to make different
+        communicators.
 
-        Each tells the other which one it waits for, and again once it knows that this is not that of the other. Where
-        all are of the same ranks, and none comes to its end, they are made of different communicators.
+        Each tells the other which one it waits for, and again once it knows that this is not that
+        of the other. Where all are of the same ranks, and none comes to its end, they are made of
+        different communicators.
         """
         same = set()
         for group in tuple(self.context.groups):
@@ -224,14 +254,22 @@ class LongWait:
         return f"; {missing}" if missing else ""
 
     def _warn(self) -> None:
-        group, missing = self.group, self._missing()
-        if self.everyone and group is not None and group.rank > 0 and (not missing or group.rank >= SPOKESMEN):
+        group = self.group
+        missing = self._missing()
+        if (
+            self.everyone
+            and group is not None
+            and group.rank > 0
+            and (not missing or group.rank >= SPOKESMEN)
+        ):
             return  # rank 0 is there and knows more, or others say the same
         logger.warning("%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, missing)
 
     def _give_up(self, waited: float, limit: float) -> None:
         missing = self._missing()
-        patience = GRACE_SECONDS if self.everyone and self.group is not None and self.group.rank > 0 else 0
+        patience = (
+            GRACE_SECONDS if self.everyone and self.group is not None and self.group.rank > 0 else 0
+        )
         if waited > limit + patience:
             raise StallError(
                 f"nothing came within {limit:g} s",
@@ -252,9 +290,11 @@ LOOK_SECONDS = 2e-3  # between two looks around
 
 
 def wait_locally(ended: Callable[[float], bool], what: object) -> None:
-    """Return once something of this rank itself has ended, such as one of its threads; raise as `wait_for` does.
+    """Return once something of this rank itself has ended, such as one of its threads; raise as
+    `wait_for` does.
 
-    `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that waits for no other.
+    `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that
+    waits for no other.
     """
     if ended(0.0):
         return
@@ -269,7 +309,8 @@ Result = TypeVar("Result")
 
 
 class ThreadTask(Generic[Result]):
-    """A call of `work` in a thread of this name, which can be waited for, asked for its error, and given up.
+    """A call of `work` in a thread of this name, which can be waited for, asked for its error, and
+    given up.
 
     The thread is a daemon: the end of the interpreter does not wait for it.
     """

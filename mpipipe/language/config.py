@@ -1,4 +1,6 @@
-"""The configuration of the training of a language model: the options of its data and of its model."""
+"""The configuration of the training of a language model: the options of its data and of its
+model.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +23,41 @@ class DataOptions:
 
     data: tuple[str, ...] = option(
         (),
-        "file or folder of text, or file of tokens; repeatable; default: the standard library's source",
+        "file or folder of text, or file of tokens; repeatable; default: the standard library's "
+        "source",
         metavar="PATH",
     )
     tokenizer: str | None = option(
         None,
-        "folder of the tokenizer of the tokens, which is compared with theirs and shows them as text",
+        "folder of the tokenizer of the tokens, which is compared with theirs and shows them as "
+        "text",
         metavar="PATH",
         decides=True,
     )
     packing: str = option(
         "none",
-        "what attention does at the ends of documents: none: it goes on across them; segments: it stays within each",
+        "what attention does at the ends of documents: none: it goes on across them; segments: it "
+        "stays within each",
         choices=("none", "segments"),
         decides=True,
     )
     order: str = option(
         "random",
-        "windows to train on: random: anywhere, with replacement; epoch: each once in an epoch, in a new order",
+        "windows to train on: random: anywhere, with replacement; epoch: each once in an epoch, "
+        "in a new order",
         choices=("random", "epoch"),
         decides=True,
     )
     vocab: int | None = option(
-        None, "token ids of the model; default: those of the data, 256 for bytes", least=1, decides=True
+        None,
+        "token ids of the model; default: those of the data, 256 for bytes",
+        least=1,
+        decides=True,
     )
     layout: str = option(
-        "zigzag", "which positions of a sequence each rank of seq holds", choices=("zigzag", "contiguous", "striped")
+        "zigzag",
+        "which positions of a sequence each rank of seq holds",
+        choices=("zigzag", "contiguous", "striped"),
     )
     seq_len: int = option(128, "bytes or tokens in a sequence", least=1, decides=True)
 
@@ -60,37 +71,49 @@ class ModelOptions:
     dim: int = option(128, "width of the model", least=1, decides=True)
     layers: int = option(4, "transformer blocks", least=1, decides=True)
     heads: int = option(4, "attention heads", least=1, decides=True)
-    kv_heads: int | None = option(None, "key and value heads; default: as many as heads", least=1, decides=True)
+    kv_heads: int | None = option(
+        None, "key and value heads; default: as many as heads", least=1, decides=True
+    )
     hidden: int | None = option(
         None, "inner width of SwiGLU; default: 8/3 dim, rounded up to 64", least=1, decides=True
     )
     tied: bool = option(False, "one matrix for embedding and head", decides=True)
     head_slices: int | None = option(
         None,
-        "slices of the vocabulary into which the head is cut, so that stages divide it; default: those of the folder "
+        "slices of the vocabulary into which the head is cut, so that stages divide it; default: "
+        "those of the folder "
         "with from, else 1",
         least=1,
         decides=True,
     )
     dropout: float = option(
-        0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1, decides=True
+        0.0,
+        "probability of dropping a value after attention and SwiGLU",
+        least=0,
+        below=1,
+        decides=True,
     )
-    rope_base: float = option(10000.0, "base of the rotary position embedding", above=1, decides=True)
+    rope_base: float = option(
+        10000.0, "base of the rotary position embedding", above=1, decides=True
+    )
     from_: str | None = option(
         None,
-        "checkpoint, output folder of a training, or folder of Hugging Face, whose architecture and weights to begin "
+        "checkpoint, output folder of a training, or folder of Hugging Face, whose architecture "
+        "and weights to begin "
         "with",
         metavar="PATH",
     )
     freeze: tuple[str, ...] = option(
         (),
-        "pattern of names of parameters that stay as they are, such as '0.*'; repeatable; the last that fits counts, "
+        "pattern of names of parameters that stay as they are, such as '0.*'; repeatable; the "
+        "last that fits counts, "
         "one with ! in front keeps trained",
         decides=True,
     )
     lora: str | None = option(
         None,
-        "train low-rank adapters alone: rank,alpha,target,... such as 8,16,q_proj,v_proj, or the folder of an adapter "
+        "train low-rank adapters alone: rank,alpha,target,... such as 8,16,q_proj,v_proj, or the "
+        "folder of an adapter "
         "of PEFT to go on with",
         decides=True,
     )
@@ -101,7 +124,8 @@ class ModelOptions:
 class TrainConfig(TaskConfig, ModelOptions, DataOptions):
     """The configuration of one training of a language model.
 
-    Field names are the keys of a TOML file and, with dashes, the flags of `mpipipe train`. Every field has a default.
+    Field names are the keys of a TOML file and, with dashes, the flags of `mpipipe train`. Every
+    field has a default.
 
     Raises
     ------

@@ -1,12 +1,13 @@
-"""Attention within documents, where sequences hold several: it does not cross from one into the next.
+"""Attention within documents, where sequences hold several: it does not cross from one into the
+next.
 
-Every rank needs the segments of the batch under way; they follow from (seed, step), so no message brings them. In a
-forward, the layer says which micro-batch it is of (`Attend.begin`), also where the forward is run again for its
-backward; a backward uses what its forward has saved. So it does not matter in which order a schedule mixes
-micro-batches.
+Every rank needs the segments of the batch under way; they follow from (seed, step), so no message
+brings them. In a forward, the layer says which micro-batch it is of (`Attend.begin`), also where
+the forward is run again for its backward; a backward uses what its forward has saved. So it does
+not matter in which order a schedule mixes micro-batches.
 
-Positions go on through the row: rotary positions act by distances alone, and within a document these are the same.
-Learned positions would differ, and are refused.
+Positions go on through the row: rotary positions act by distances alone, and within a document
+these are the same. Learned positions would differ, and are refused.
 """
 
 from __future__ import annotations
@@ -22,27 +23,37 @@ from mpipipe.nn import Attend, Position
 
 
 class Packing:
-    """The segments of the batch under way, by micro-batch, in a call of the pipeline with `microbatches` of them."""
+    """The segments of the batch under way, by micro-batch, in a call of the pipeline with
+    `microbatches` of them.
+    """
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
         self.parts: list[np.ndarray] = []
 
     def begin(self, segments: np.ndarray) -> None:
-        """Take the segments of this replica's rows, integers (rows, seq_len), before a call of the pipeline."""
-        self.parts = [segments[part.start : part.stop] for part in even_split(len(segments), self.microbatches)]
+        """Take the segments of this replica's rows, integers (rows, seq_len), before a call of the
+        pipeline.
+        """
+        self.parts = [
+            segments[part.start : part.stop]
+            for part in even_split(len(segments), self.microbatches)
+        ]
 
 
 class PackedAttend(Attend):
     """Attention of `inner` within documents, for nn.SelfAttention; `packing` has the segments."""
 
     def __init__(self, inner: Any, packing: Packing) -> None:
-        self.inner, self.packing = inner, packing
+        self.inner = inner
+        self.packing = packing
         self._microbatch = 0
         self._others: dict[int, PackedAttend] = {}
 
     def begin(self, position: Position) -> None:
-        self._microbatch = position.microbatch // len(self.slice_rows or (1,))  # of a unit, where there are slices
+        self._microbatch = position.microbatch // len(
+            self.slice_rows or (1,)
+        )  # of a unit, where there are slices
         self.inner.begin(position)
 
     def positions(self, rows: int) -> np.ndarray | None:
@@ -61,7 +72,9 @@ class PackedAttend(Attend):
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
         return self.inner.backward(dout, saved)
 
-    def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def backward_into(
+        self, dout: Array, saved: Any, room: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
         return self.inner.backward_into(dout, saved, room)
 
     def with_window(self, window: int) -> PackedAttend:

@@ -20,7 +20,12 @@ from mpipipe.job import Communicator, RankGroup, group_of, runtime
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
-from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
+from mpipipe.language.inference.generation import (
+    build_decoder,
+    check_decoding,
+    continued,
+    longest_text,
+)
 from mpipipe.language.models import fine_tuning, huggingface, weights
 from mpipipe.language.models.gpt import GPT, Architecture, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
@@ -30,7 +35,18 @@ from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
-from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run, too_few_pieces, warn
+from mpipipe.train import (
+    Pair,
+    Record,
+    Shard,
+    Task,
+    absolute,
+    check_same_config,
+    folded,
+    run,
+    too_few_pieces,
+    warn,
+)
 
 PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
 TEMPERATURE = 0.8  # of the sample at the end of a training
@@ -39,14 +55,17 @@ BYTES = 256  # token ids of a model of bytes, which an architecture makes withou
 
 
 def train(
-    config: TrainConfig, architecture: Architecture, comm: Communicator | None = None, data: Source | None = None
+    config: TrainConfig,
+    architecture: Architecture,
+    comm: Communicator | None = None,
+    data: Source | None = None,
 ) -> Record:
     """Train a model on bytes or tokens, on all ranks of a communicator; collective.
 
-    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
-    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A checkpoint that
-    cannot be written ends the training. The state at the end is
-    returned; its speed and bubble are those of all steps since the training was started.
+    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That
+    folder must be new or empty, unless the training is resumed; a relative path begins in the
+    working folder of rank 0. A checkpoint that cannot be written ends the training. The state at
+    the end is returned; its speed and bubble are those of all steps since the training was started.
 
     Parameters
     ----------
@@ -62,11 +81,14 @@ def train(
     Raises
     ------
     ConfigError, DataError, MismatchError, ArgumentError, OwnerError, BackendError, StorageError
-        On every rank. Only of an owner (docs/checkpoints.md) and of storage after something was written.
+        On every rank. Only of an owner (docs/checkpoints.md) and of storage after something was
+        written.
     NonFiniteError, ReplicaError
-        Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help. Where replicas differ.
+        Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help.
+        Where replicas differ.
     SystemExit
-        On every rank, with the code 75: a signal has come, or the time is over, and a checkpoint is saved.
+        On every rank, with the code 75: a signal has come, or the time is over, and a checkpoint is
+        saved.
 
     Examples
     --------
@@ -91,7 +113,9 @@ def train(
 
 
 class TextTask(Task):
-    """The training of a model on windows of text; `base` is the model that it begins from, if it does."""
+    """The training of a model on windows of text; `base` is the model that it begins from, if it
+    does.
+    """
 
     rehearses = False
     read_ahead = True
@@ -107,34 +131,55 @@ class TextTask(Task):
         base: fine_tuning.PretrainedModel | None = None,
         data: Source | None = None,
     ) -> None:
-        self.config, self.architecture, self.vocab, self.base = config, architecture, vocab, base
+        self.config = config
+        self.architecture = architecture
+        self.vocab = vocab
+        self.base = base
         self.tuning = tuning or fine_tuning.FineTuning()
         self.data = data
         self.listing: DataListing | Source | None = None
         self.source: Source | None = None  # on ranks that read data
-        self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
-        self.layout, self.packing = config.layout, Packing(1) if self.everywhere else None
-        self.units, self.copies = config.seq_len, config.sample_bytes > 0
+        self.freeze = self.tuning.freeze
+        self.everywhere = config.packing == "segments"
+        self.layout = config.layout
+        self.packing = Packing(1) if self.everywhere else None
+        self.units = config.seq_len
+        self.copies = config.sample_bytes > 0
         self.folders = ("weights", fine_tuning.INSIDE)
 
     @classmethod
     def of(
-        cls, config: TrainConfig, architecture: Architecture, comm: Communicator, data: Source | None = None
+        cls,
+        config: TrainConfig,
+        architecture: Architecture,
+        comm: Communicator,
+        data: Source | None = None,
     ) -> TextTask:
-        """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
+        """Open the folder of the model to begin from, and that of adapters, if there are any;
+        collective.
+        """
         config, base = fine_tuning.find_pretrained(config, comm)
         tuning = fine_tuning.find_tuning(config, comm)
-        return cls(config, architecture if base is None else base.architecture, tuning=tuning, base=base, data=data)
+        return cls(
+            config,
+            architecture if base is None else base.architecture,
+            tuning=tuning,
+            base=base,
+            data=data,
+        )
 
-    # -- the model, on paper ------------------------------------------------------------------------------------
+    # -- the model, on paper -----------------------------------------------------------------------
 
     def find_data(self, group: RankGroup) -> None:
         self.listing = find_data(self.config, self.data, group)
-        self.vocab, self.unit = self.listing.vocab, self.listing.unit
+        self.vocab = self.listing.vocab
+        self.unit = self.listing.unit
 
     @cached_property
     def model(self) -> GPT:
-        """The sizes of the model. Raises ConfigError where they cannot be, or the data have more token ids."""
+        """The sizes of the model. Raises ConfigError where they cannot be, or the data have more
+        token ids.
+        """
         config = self.config
         check_layers(config.layers)
         names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
@@ -172,8 +217,11 @@ class TextTask(Task):
         return self.tuning.costs(self.model, self.trained())
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
-        """Return lengths of slices that take equal times, and equal shards of each where there is room for them."""
-        seq, windows = self.config.seq, self.model.windows or (None,)
+        """Return lengths of slices that take equal times, and equal shards of each where there is
+        room for them.
+        """
+        seq = self.config.seq
+        windows = self.model.windows or (None,)
         unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
         if length >= 8 * slices * math.lcm(unit, BLOCK):
             unit = math.lcm(unit, BLOCK)
@@ -182,14 +230,16 @@ class TextTask(Task):
         return slice_lengths(length, slices, self.model.dim, window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:
-        pieces, layers = len(self.model.costs()), self.model.layers
+        pieces = len(self.model.costs())
+        layers = self.model.layers
         if pieces >= stages:
             return
         if self.head_slices > 1:
             raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
         # attention and feed-forward of each; embedding, and head
         raise too_few_pieces(
-            f"{counted(layers, 'layer')} {'is' if layers == 1 else 'are'} {pieces} pieces (2 x {layers} + 2)",
+            f"{counted(layers, 'layer')} {'is' if layers == 1 else 'are'} {pieces} pieces (2 x "
+            f"{layers} + 2)",
             stages,
             f"use fewer ranks or chunks, or at least {counted(-(-(stages - 2) // 2), 'layer')}",
         )
@@ -197,7 +247,9 @@ class TextTask(Task):
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
         config = self.config
         length = -(-config.seq_len // config.seq)
-        return 16 * config.seq_len, rows * length * config.dim * arrays.dtype(dtype).itemsize  # ids are int64
+        return 16 * config.seq_len, rows * length * config.dim * arrays.dtype(
+            dtype
+        ).itemsize  # ids are int64
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
@@ -206,27 +258,38 @@ class TextTask(Task):
             self.base.folder.with_slices(self.head_slices)  # raises where it has others
         if config.packing == "segments" and self.model.positions == "learned":
             raise ConfigError(
-                "documents cannot be packed for a model with learned positions, which begin with the sequence",
+                "documents cannot be packed for a model with learned positions, which begin with "
+                "the sequence",
                 found="packing = segments",
                 expected="a model with rotary positions, to which only distances count",
                 remedy="leave packing out",
             )
         if config.sample_bytes:
-            dtype, caches = arrays.accumulator(arrays.dtype(config.dtype)).name, (1, PROMPT_BYTES + config.sample_bytes)
+            dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
+            caches = (1, PROMPT_BYTES + config.sample_bytes)
             check_decoding(self.model, plan, mesh.pipe.rank, dtype, caches)
 
-    # -- data ---------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------
 
     def open_data(self, plan: LayerPlan, mesh: Mesh) -> None:
-        placement, listing = plan.schedule.placement, self.listing
+        placement = plan.schedule.placement
+        listing = self.listing
         if self.packing is not None:
             self.packing.microbatches = plan.schedule.microbatches
         assert listing is not None
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None if self.base is None else self.base.folder.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
-        if self.everywhere and mesh.rank == 0 and self.source is not None and self.source.train.starts(0, 1) is None:
-            warn("mpipipe: packing = segments changes nothing: the data do not say where documents begin")
+        if (
+            self.everywhere
+            and mesh.rank == 0
+            and self.source is not None
+            and self.source.train.starts(0, 1) is None
+        ):
+            warn(
+                "mpipipe: packing = segments changes nothing: the data do not say where documents "
+                "begin"
+            )
 
     def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
@@ -239,11 +302,16 @@ class TextTask(Task):
         return self._labelled(shard.part(inputs), shard.part(targets))
 
     def _labelled(self, inputs: Any, targets: Any) -> Pair:
-        """Return inputs and targets; the inputs with the targets where slices of the head take them as labels."""
-        return (arrays.Branches(inputs, labels=targets) if self.head_slices > 1 else inputs), targets
+        """Return inputs and targets; the inputs with the targets where slices of the head take them
+        as labels.
+        """
+        return (
+            arrays.Branches(inputs, labels=targets) if self.head_slices > 1 else inputs
+        ), targets
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
-        config, source = self.config, self.source
+        config = self.config
+        source = self.source
         assert source is not None
         starts = training_starts(
             len(source.train), seed=config.seed, step=step, batch=config.batch, rows=slice(rows.start, rows.stop),
@@ -252,7 +320,8 @@ class TextTask(Task):
         return self._windows(source.train, starts, shard)
 
     def validation(self, index: int, rows: range, shard: Shard) -> Pair:
-        config, source = self.config, self.source
+        config = self.config
+        source = self.source
         assert source is not None
         starts = validation_starts(
             len(source.validation), index=index, batches=config.eval_batches, batch=config.batch,
@@ -275,7 +344,9 @@ class TextTask(Task):
 
     @property
     def origin(self) -> huggingface.Origin:
-        """Where the model comes from; without a base that is the folder of the tokenizer, if one was named."""
+        """Where the model comes from; without a base that is the folder of the tokenizer, if one
+        was named.
+        """
         if self.base is not None:
             return self.base.origin
         if self.config.tokenizer is None:
@@ -283,13 +354,15 @@ class TextTask(Task):
         path = Path(self.config.tokenizer)
         return huggingface.Origin(path if path.is_dir() else path.parent)
 
-    # -- the model, on this rank --------------------------------------------------------------------------------
+    # -- the model, on this rank -------------------------------------------------------------------
 
     def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
         return nn.softmax_cross_entropy(output, target, factor)
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
-        """Return the loss after a stage: with its head, in tiles, where the logits of all rows are large."""
+        """Return the loss after a stage: with its head, in tiles, where the logits of all rows are
+        large.
+        """
         if self.head_slices > 1:
             return nn.mean_of_losses
         tiles = worth_tiles(stage, rows * max(shard.slice_lengths or [self._length(shard)]))
@@ -310,7 +383,7 @@ class TextTask(Task):
             folder.load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
-    # -- what is said and written -------------------------------------------------------------------------------
+    # -- what is said and written ------------------------------------------------------------------
 
     def sizes(self) -> dict[str, Any]:
         return asdict(self.model)
@@ -320,13 +393,17 @@ class TextTask(Task):
 
     def unfinished(self, out: Path) -> set[str]:
         folder = weights.folder_of(out)
-        return set() if (folder / weights.DESCRIPTION).exists() else {folder.name}  # which is written last
+        return (
+            set() if (folder / weights.DESCRIPTION).exists() else {folder.name}
+        )  # which is written last
 
     def resolve(self, keys: dict[str, Any]) -> dict[str, Any]:
         config = self.config
         if config.from_ is None:
             keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
-        keys |= {name: absolute(keys[name]) for name in ("tokenizer", "from_") if keys[name] is not None}
+        keys |= {
+            name: absolute(keys[name]) for name in ("tokenizer", "from_") if keys[name] is not None
+        }
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)
         return keys | {"data": tuple(map(os.path.abspath, config.data))}
@@ -336,10 +413,12 @@ class TextTask(Task):
         return None if self.data is None else self.fingerprint
 
     def description(self, place: str) -> str:
-        config, source = self.config, self.source
+        config = self.config
+        source = self.source
         text = "" if source is None else f", {len(source.train):,} {self.unit} of text"
         return (
-            f"{self.model.parameters:,} parameters{self._trained_in_words()}, {config.dtype} on {place}, "
+            f"{self.model.parameters:,} parameters{self._trained_in_words()}, {config.dtype} on "
+            f"{place}, "
             f"batch {config.batch} x {config.seq_len} {self.unit}{text}"
         )
 
@@ -347,9 +426,15 @@ class TextTask(Task):
         """Return how many parameters are trained, where that is not all of them."""
         if self.tuning.lora is None and not self.freeze:
             return ""
-        count = sum({entry.tie or name: entry.size for name, entry in self.trained().items()}.values())
+        count = sum(
+            {entry.tie or name: entry.size for name, entry in self.trained().items()}.values()
+        )
         adapted = self.tuning.lora is not None
-        return f" and {count:,} of adapters, which alone are trained" if adapted else f" of which {count:,} are trained"
+        return (
+            f" and {count:,} of adapters, which alone are trained"
+            if adapted
+            else f" of which {count:,} are trained"
+        )
 
     def beginning(self) -> str:
         return "" if self.base is None else f"the model in {self.base.folder.path}"
@@ -360,17 +445,29 @@ class TextTask(Task):
     def summary(self, record: Mapping[str, float]) -> str:
         return self.tokens.summary(record)
 
-    def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int) -> None:
-        """Write the model to weights/, and adapters, which are merged there, to adapter/ as well."""
+    def save(
+        self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int
+    ) -> None:
+        """Write the model to weights/, and adapters, which are merged there, to adapter/ as
+        well.
+        """
         lora = self.tuning.lora
         if lora is not None:
-            save_adapter(out / fine_tuning.INSIDE, lora, self.model, weights.own_arrays(stages), mesh, self.origin)
+            save_adapter(
+                out / fine_tuning.INSIDE,
+                lora,
+                self.model,
+                weights.own_arrays(stages),
+                mesh,
+                self.origin,
+            )
         whole = without_adapters(stages, merged=True)
         weights.save(weights.folder_of(out), self.model, whole, plan.schedule, mesh, self.origin)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""
-        config, placement = self.config, plan.schedule.placement
+        config = self.config
+        placement = plan.schedule.placement
         if config.sample_bytes == 0:
             return ""
         room = longest_text(self.model.build(Local()))
@@ -379,14 +476,25 @@ class TextTask(Task):
             text = self.source.validation
             most = PROMPT_BYTES if room is None else room // 2
             prompt = text.read(0, min(PROMPT_BYTES, len(text), most)).tolist()
-        prompt = group_of(mesh.pipe).broadcast("train: the prompt of the sample", prompt, placement[0])
-        count = config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
+        prompt = group_of(mesh.pipe).broadcast(
+            "train: the prompt of the sample", prompt, placement[0]
+        )
+        count = (
+            config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
+        )
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
         forward = plan.schedule.forward_only_part(1)  # of whole sequences: that of the first slice
-        orders = [tuple(action for action in order if action.microbatch == 0) for order in forward.orders]
+        orders = [
+            tuple(action for action in order if action.microbatch == 0) for order in forward.orders
+        ]
         alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
-            answer = continued(decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed)
-        title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"
+            answer = continued(
+                decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed
+            )
+        title = (
+            f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the "
+            "model's"
+        )
         return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])

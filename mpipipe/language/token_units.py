@@ -1,4 +1,6 @@
-"""What the data and the tokens of a training are: how they are found, counted in bits per byte, and shown as text."""
+"""What the data and the tokens of a training are: how they are found, counted in bits per byte, and
+shown as text.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
 def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | Source:
-    """Return what the data are, on every rank: those of `config.data`, or a source of the user's own; collective.
+    """Return what the data are, on every rank: those of `config.data`, or a source of the user's
+    own; collective.
 
-    Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share is slow.
+    Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share
+    is slow.
     """
     if own is None:
         return group.from_one("train: the list of data", lambda: find(config.data, config.vocab))
@@ -34,18 +38,30 @@ def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> Data
                 found=f"data = {', '.join(config.data)}, and a source of your own",
                 remedy="leave one of them out",
             )
-    facts = tuple((name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer"))
+    facts = tuple(
+        (name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer")
+    )
     lengths = ("tokens", (len(own.train), len(own.validation)))
-    group.agree("train: the source of data", (*facts, lengths), message=DIFFERENT, remedy="give all ranks the same")
+    group.agree(
+        "train: the source of data",
+        (*facts, lengths),
+        message=DIFFERENT,
+        remedy="give all ranks the same",
+    )
     return own
 
 
 def open_data(
-    config: DataOptions, comm: Communicator, found: DataListing | Source, reads: bool, model: Path | None
+    config: DataOptions,
+    comm: Communicator,
+    found: DataListing | Source,
+    reads: bool,
+    model: Path | None,
 ) -> tuple[Source | None, TokenUnits]:
     """Return (source, units), after a glance at the files that rank 0 has listed; collective.
 
-    `source` is None on ranks that do not read data. `model` is the folder of the model that the training begins from.
+    `source` is None on ranks that do not read data. `model` is the folder of the model that the
+    training begins from.
     """
     tokenizer = None
     source = seen = None
@@ -67,7 +83,8 @@ def open_data(
             DIFFERENT,
             found=f"other data on {rank_list.named(others)}",
             expected="those of rank 0 on every rank that reads data",
-            remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
+            remedy="give the same files to all hosts, best on a shared file system; the default "
+            "data differ where "
             "hosts have different Python versions",
         )
         raise_on_all(0, error, group)
@@ -77,7 +94,8 @@ def open_data(
 
 @dataclass(frozen=True)
 class TokenUnits:
-    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes and without one.
+    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes
+    and without one.
 
     `bytes_per_token` are means, where they are known, by the names that the rates have in a Record.
     """
@@ -96,7 +114,9 @@ class TokenUnits:
         }
 
     def summary(self, record: Mapping[str, float]) -> str:
-        """Return what the last line of a training says besides: of tokens, the validation in bits per byte."""
+        """Return what the last line of a training says besides: of tokens, the validation in bits
+        per byte.
+        """
         bits = record.get(RATES[1])
         return "" if bits is None or self.unit == "bytes" else f" bits/byte={bits:.4f}"
 
@@ -106,11 +126,14 @@ class TokenUnits:
         return " ".join(map(str, ids)) if tokenizer is None else shown(tokenizer.decode(ids))
 
 
-def find_tokenizer(found: DataListing | Source, named: str | None, model: Path | None) -> Tokenizer | None:
-    """Return the tokenizer of the data, that in the folder `named` or else `model`; one rank calls this.
+def find_tokenizer(
+    found: DataListing | Source, named: str | None, model: Path | None
+) -> Tokenizer | None:
+    """Return the tokenizer of the data, that in the folder `named` or else `model`; one rank calls
+    this.
 
-    Without the library BackendError is raised where the tokenizer was named; that of a model is used for its name
-    alone.
+    Without the library BackendError is raised where the tokenizer was named; that of a model is
+    used for its name alone.
     """
     folder = named if named is not None else model
     if folder is None or (named is None and hash_of(folder) is None):

@@ -37,11 +37,31 @@ from mpipipe.nn.layers.names import ends_of_names, names_of, names_within, or_ze
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
 from mpipipe.nn.layers.spectral import SpectralConv
 from mpipipe.nn.lora import LoRA, is_adapter, without_adapters
-from mpipipe.nn.loss import HeadCrossEntropy, mean_of_losses, mean_squared_error, softmax_cross_entropy, worth_tiles
-from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, divide_buffer, frozen_names, is_frozen
+from mpipipe.nn.loss import (
+    HeadCrossEntropy,
+    mean_of_losses,
+    mean_squared_error,
+    softmax_cross_entropy,
+    worth_tiles,
+)
+from mpipipe.nn.parameters import (
+    FlatBuffer,
+    Parameter,
+    decay_ranges,
+    divide_buffer,
+    frozen_names,
+    is_frozen,
+)
 from mpipipe.nn.parameters import partly_frozen_error, unite_buffer
 from mpipipe.nn.random import random_key, random_seed
-from mpipipe.nn.rope import ROPE_SCALINGS, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, scaling_of
+from mpipipe.nn.rope import (
+    ROPE_SCALINGS,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+    scaling_of,
+)
 from mpipipe.nn.stage import Stage, accepted_input
 from mpipipe.nn.write_hooks import GradientReady, announce_write, gradient_ready
 # isort: on

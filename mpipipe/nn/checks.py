@@ -1,4 +1,6 @@
-"""What several layers and losses ask of their arguments, and the matrix that they see in an array."""
+"""What several layers and losses ask of their arguments, and the matrix that they see in an
+array.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def check_features(layer: Any, x: Array, expected: int) -> None:
     """Raise ArgumentError unless the last axis of x has `expected` elements."""
     if x.ndim == 0 or x.shape[-1] != expected:
         raise ArgumentError(
-            f"layer {layer.name} ({type(layer).__name__}): the last axis of the input has the wrong size",
+            f"layer {layer.name} ({type(layer).__name__}): the last axis of the input has the "
+            "wrong size",
             found=f"shape {x.shape}",
             expected=f"(..., {expected})",
             remedy="give each layer the size that the layer before it puts out",
@@ -28,7 +31,9 @@ def check_features(layer: Any, x: Array, expected: int) -> None:
 
 
 def check_sequence(layer: Any, x: Array, dim: int, positions: np.ndarray | None) -> None:
-    """Raise ArgumentError unless x is (batch, seq, dim), with one of the positions, where there are some, for a row."""
+    """Raise ArgumentError unless x is (batch, seq, dim), with one of the positions, where there are
+    some, for a row.
+    """
     check_features(layer, x, dim)
     seq = "seq" if positions is None else len(positions)
     if x.ndim != 3 or seq not in ("seq", x.shape[1]):
@@ -52,10 +57,13 @@ def check_axes(name: str, sizes: tuple[int, ...]) -> None:
 
 
 def check_field(layer: Any, x: Array, axes: int, channels: int) -> None:
-    """Raise ArgumentError unless x is a field with this number of axes of space, and of channels."""
+    """Raise ArgumentError unless x is a field with this number of axes of space, and of
+    channels.
+    """
     if x.ndim != axes + 2 or 0 in x.shape:
         raise ArgumentError(
-            f"layer {layer.name} ({type(layer).__name__}): the input is not a field, or an empty one",
+            f"layer {layer.name} ({type(layer).__name__}): the input is not a field, or an empty "
+            "one",
             found=f"shape {x.shape}",
             expected=f"{axes + 2} axes, of 1 or more: batch, {axes} of space, channels",
             remedy="channels are the last axis; give the layer a size for each axis of space",
@@ -68,7 +76,10 @@ def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(
-                f"{name} must be a positive integer", found=repr(size), expected="1 or more", remedy=f"set {name}"
+                f"{name} must be a positive integer",
+                found=repr(size),
+                expected="1 or more",
+                remedy=f"set {name}",
             )
 
 
@@ -84,9 +95,15 @@ def check_slice_count(slices: int, vocab: int) -> None:
 
 
 def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
-    """Return integers on `device`; host arrays, uploaded as int64, must be in 0 ... limit - 1, else ArgumentError."""
+    """Return integers on `device`; host arrays, uploaded as int64, must be in 0 ... limit - 1, else
+    ArgumentError.
+    """
     if x.dtype.kind not in "iu":
-        raise ArgumentError(f"{what} must be integers", found=str(x.dtype), expected=f"integers in 0 ... {limit - 1}")
+        raise ArgumentError(
+            f"{what} must be integers",
+            found=str(x.dtype),
+            expected=f"integers in 0 ... {limit - 1}",
+        )
     x = x if x.dtype.name in ("int32", "int64") else arrays.on_host(x)  # kernels read these two
     if not arrays.is_device(x) and x.size and (x.min() < 0 or x.max() >= limit):
         raise ArgumentError(

@@ -1,12 +1,14 @@
-"""Low-rank adapters: W + (alpha / rank) B A in place of W, where W stays as it is (Hu et al., "LoRA", 2021).
+"""Low-rank adapters: W + (alpha / rank) B A in place of W, where W stays as it is (Hu et al.,
+"LoRA", 2021).
 
     parameters   W (outputs, inputs) frozen,  A (rank, inputs),  B (outputs, rank): zeros at the start
     compute      W + (alpha / rank) B A, made anew after each step of the optimizer
     gradients    dB = (alpha / rank) dy^T (x A^T),   dA = (alpha / rank) (dy B)^T x
 
-The sum is made once for all micro-batches, in the dtype of parameters, and rounded as a weight is. That is as much work
-as `rank` rows of a batch; to take each row through A and B apart would double it for every row and read x again. So
-forward and the gradient of the input are those of the layer without adapters.
+The sum is made once for all micro-batches, in the dtype of parameters, and rounded as a weight is.
+That is as much work as `rank` rows of a batch; to take each row through A and B apart would double
+it for every row and read x again. So forward and the gradient of the input are those of the layer
+without adapters.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer, StageOfLayer
 from mpipipe.nn.parameters import Parameter, showing, zeros
 
-PIECE = 1 << 16  # elements of a matrix that are summed at once on the host: they stay in a core's cache
+PIECE = (
+    1 << 16
+)  # elements of a matrix that are summed at once on the host: they stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class LoRA:
     rank, alpha : int, float
         Rank of each adapter, at least 1; above 0, an adapter counts alpha / rank times.
     targets : sequence of str
-        Names of projections: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; or, for stacked queries,
-        keys and values and a feed-forward layer without a gate, c_attn, c_proj, c_fc. `linear` is each `nn.Linear`.
+        Names of projections: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; or, for
+        stacked queries, keys and values and a feed-forward layer without a gate, c_attn, c_proj,
+        c_fc. `linear` is each `nn.Linear`.
 
     Examples
     --------
@@ -55,7 +60,12 @@ class LoRA:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
-        if type(self.rank) is not int or self.rank < 1 or not (0 < self.alpha < math.inf) or not self.targets:
+        if (
+            type(self.rank) is not int
+            or self.rank < 1
+            or not (0 < self.alpha < math.inf)
+            or not self.targets
+        ):
             raise ArgumentError(
                 "these are no adapters",
                 found=f"rank {self.rank!r}, alpha {self.alpha!r}, targets {list(self.targets)}",
@@ -83,7 +93,8 @@ class LoRA:
         Raises
         ------
         ArgumentError
-            No layer has a target, two targets have rows in common, or a layer has adapters or a stage.
+            No layer has a target, two targets have rows in common, or a layer has adapters or a
+            stage.
         """
         inner = [each for top in layers for _, each in top.walk("")]
         known = {name for layer in inner for name in layer.projections()}
@@ -100,16 +111,22 @@ class LoRA:
 
     def _adapt(self, layer: Layer) -> None:
         if layer.stage is not None or layer.adapters:
-            raise ArgumentError(f"{type(layer).__name__} has a stage or adapters already", remedy="build new layers")
-        declared = {key: replace(parameter, frozen=True) for key, parameter in layer.declared.items()}
+            raise ArgumentError(
+                f"{type(layer).__name__} has a stage or adapters already", remedy="build new layers"
+            )
+        declared = {
+            key: replace(parameter, frozen=True) for key, parameter in layer.declared.items()
+        }
         found: dict[str, list[Adapter]] = {}
         for target, (key, start, stop) in layer.projections().items():
             if target not in self.targets:
                 continue
-            inputs, several = declared[key].shape[1], found.setdefault(key, [])
+            inputs = declared[key].shape[1]
+            several = found.setdefault(key, [])
             if any(start < other.stop and other.start < stop for other in several):
                 raise ArgumentError(
-                    "two targets are the same rows of a matrix", found=f"{target} and {several[0].target}"
+                    "two targets are the same rows of a matrix",
+                    found=f"{target} and {several[0].target}",
                 )
             several.append(Adapter(target, start, stop, self.scale))
             declared[f"{target}.{LORA_A}"] = Parameter((self.rank, inputs), _uniform)
@@ -132,18 +149,25 @@ def is_adapter(name: str) -> bool:
 
 
 def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> None:
-    """Set the rows of `target` that have adapters to W + (alpha / rank) B A, for the matrix W called `name`.
+    """Set the rows of `target` that have adapters to W + (alpha / rank) B A, for the matrix W
+    called `name`.
 
-    W is read once, and each row of the target is written once: on the host piece by piece, while it is in cache.
+    W is read once, and each row of the target is written once: on the host piece by piece, while it
+    is in cache.
     """
     prefix, _, key = name.rpartition(".")
-    parameters, kernels = stage.parameters, stage.kernels
+    parameters = stage.parameters
+    kernels = stage.kernels
     for adapter in layer.adapters[key]:
         a, b = (parameters[f"{prefix}.{adapter.target}.{part}"] for part in (LORA_A, LORA_B))
         matrix, out = (array[adapter.start : adapter.stop] for array in (parameters[name], target))
         turned = arrays.copied(b.T)
         kernels.scale(turned, adapter.scale, turned)
-        total = out if out.dtype == matrix.dtype else arrays.empty(matrix.shape, matrix.dtype, stage.device)
+        total = (
+            out
+            if out.dtype == matrix.dtype
+            else arrays.empty(matrix.shape, matrix.dtype, stage.device)
+        )
         step = len(matrix) if stage.device == "cuda" else max(1, PIECE // matrix.shape[1])
         for start in range(0, len(matrix), step):
             piece = slice(start, start + step)
@@ -153,19 +177,27 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
             kernels.cast(total, out)
 
 
-def merge(stage: StageOfLayer, merged: Mapping[str, tuple[Layer, Array]], anew: bool = False) -> None:
-    """Renew the rows with adapters of the matrices that a stage computes with, or all rows `anew`."""
+def merge(
+    stage: StageOfLayer, merged: Mapping[str, tuple[Layer, Array]], anew: bool = False
+) -> None:
+    """Renew the rows with adapters of the matrices that a stage computes with, or all rows
+    `anew`.
+    """
     for name, (layer, target) in merged.items():
         if anew:
             plain = stage.parameters[name]
-            (stage.kernels.copy if target.dtype == plain.dtype else stage.kernels.cast)(plain, target)
+            (stage.kernels.copy if target.dtype == plain.dtype else stage.kernels.cast)(
+                plain, target
+            )
         merge_into(stage, name, layer, target)
 
 
 class PlainStage:
-    """A stage with adapters, as one that loads or saves a model sees it: with the parameters of the plain model.
+    """A stage with adapters, as one that loads or saves a model sees it: with the parameters of the
+    plain model.
 
-    Matrices come with their adapters, as new arrays, where they are `merged`; else they are the frozen ones themselves.
+    Matrices come with their adapters, as new arrays, where they are `merged`; else they are the
+    frozen ones themselves.
     """
 
     def __init__(self, stage: Any, merged: bool):
@@ -174,10 +206,13 @@ class PlainStage:
             views[name] = arrays.copied(views[name])
             merge_into(stage, name, layer, views[name])
         self.parameters = showing(stage.parameters, views)
-        self.before_write, self.index = stage.before_write, stage.index
+        self.before_write = stage.before_write
+        self.index = stage.index
         self.sync_compute = stage.sync_compute
 
 
 def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
-    """Return stages whose parameters are those of the plain model: frozen, to be loaded, or merged, to be saved."""
+    """Return stages whose parameters are those of the plain model: frozen, to be loaded, or merged,
+    to be saved.
+    """
     return [PlainStage(stage, merged) if stage.adapted else stage for stage in stages]

@@ -1,7 +1,8 @@
-"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the micro-batch.
+"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the
+micro-batch.
 
-That mean is over all entries of the target. The losses say so by `mean_over_entries`, and a pipeline weighs each
-micro-batch by its entries.
+That mean is over all entries of the target. The losses say so by `mean_over_entries`, and a
+pipeline weighs each micro-batch by its entries.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _over_entries(loss: F) -> F:
-    """Mark a loss whose value is a mean over all entries of the target, which it looks at before it uploads it."""
+    """Mark a loss whose value is a mean over all entries of the target, which it looks at before it
+    uploads it.
+    """
     vars(loss)["mean_over_entries"] = vars(loss)["wants_host_targets"] = True
     return loss
 
@@ -42,14 +45,16 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     target : array
         Of the same shape. For an output on a GPU it may be on the host: it is uploaded.
     factor : float
-        Multiplies the gradient before it is rounded: float16 loses small gradients that do not carry a scale.
+        Multiplies the gradient before it is rounded: float16 loses small gradients that do not
+        carry a scale.
 
     Returns
     -------
     value : float, or cupy.ndarray without axes
         The mean, summed in float64, on the side of the output.
     gradient : array
-        `factor` * 2 (output - target) / size, of the shape and dtype of `output`: for complex numbers dRe + i dIm.
+        `factor` * 2 (output - target) / size, of the shape and dtype of `output`: for complex
+        numbers dRe + i dIm.
 
     Examples
     --------
@@ -58,13 +63,24 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     >>> nn.mean_squared_error(np.array([1.0, 2.0]), np.array([0.0, 2.0]))
     (0.5, array([1., 0.]))
     """
-    _check_shapes("mean_squared_error needs a target for each element of the output", output, target, output.shape)
+    _check_shapes(
+        "mean_squared_error needs a target for each element of the output",
+        output,
+        target,
+        output.shape,
+    )
     if target.dtype.kind == "c" and output.dtype.kind != "c":
         kinds = f"output {output.dtype}, target {target.dtype}"
-        raise ArgumentError("complex targets of real numbers", found=kinds, expected="real targets, or complex output")
+        raise ArgumentError(
+            "complex targets of real numbers",
+            found=kinds,
+            expected="real targets, or complex output",
+        )
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
         _check_side(output, target)
-        if arrays.is_device(output) and not (arrays.is_device(target) and arrays.is_floating(target.dtype)):
+        if arrays.is_device(output) and not (
+            arrays.is_device(target) and arrays.is_floating(target.dtype)
+        ):
             target = arrays.upload(arrays.on_host(target).astype(output.dtype))
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
         target = target if target.dtype == output.dtype else target.astype(output.dtype)
@@ -91,7 +107,8 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     Returns
     -------
     value : float, or cupy.ndarray without axes
-        The mean, summed in float64, on the side of the output; NaN if a target that was on a GPU is out of range.
+        The mean, summed in float64, on the side of the output; NaN if a target that was on a GPU is
+        out of range.
     gradient : array
         `factor` * (softmax(output) - onehot(target)) / rows, of the shape and dtype of `output`.
 
@@ -104,10 +121,14 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     (True, array([[ 0.25,  0.25, -0.75,  0.25]]))
     """
     expected = output.shape[:-1] if output.ndim else None
-    _check_shapes("softmax_cross_entropy needs one target for each row of logits", output, target, expected)
+    _check_shapes(
+        "softmax_cross_entropy needs one target for each row of logits", output, target, expected
+    )
     _check_side(output, target)
     device = arrays.device_of(output)
-    ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device).reshape(-1)
+    ids = checked_ids(
+        target, output.shape[-1], "softmax_cross_entropy: the target", device
+    ).reshape(-1)
     value, gradient = kernels.of_array(output).softmax_cross_entropy(rows(output), ids, factor)
     return value, gradient.reshape(output.shape)
 
@@ -121,8 +142,8 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     output : array
         Losses (...), not empty, of a floating dtype, on the host or a GPU.
     target : array of integers
-        The labels that the slices have taken, (...); values are not compared. On the host a negative one is refused:
-        no loss is left out.
+        The labels that the slices have taken, (...); values are not compared. On the host a
+        negative one is refused: no loss is left out.
     factor : float
         As for `mean_squared_error`.
 
@@ -140,14 +161,20 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     >>> nn.mean_of_losses(np.array([[1.0, 2.0]]), np.array([[7, 8]]))
     (1.5, array([[0.5, 0.5]]))
     """
-    remedy = "build the head of nn.HeadSlice(..., labels=True), or take nn.softmax_cross_entropy for logits"
-    _check_shapes("mean_of_losses needs one loss for each target", output, target, output.shape, remedy)
+    remedy = (
+        "build the head of nn.HeadSlice(..., labels=True), or take nn.softmax_cross_entropy "
+        "for logits"
+    )
+    _check_shapes(
+        "mean_of_losses needs one loss for each target", output, target, output.shape, remedy
+    )
     if target.dtype.kind not in "iu" or (not arrays.is_device(target) and target.min() < 0):
         raise ArgumentError(
             "mean_of_losses counts all losses, and some targets are no labels",
             found=f"targets of {target.dtype}, from {target.min()} on",
             expected="the integers that the slices have taken",
-            remedy="to leave positions out, give a loss of your own: it returns the mean of the others, its gradient, "
+            remedy="to leave positions out, give a loss of your own: it returns the mean of the "
+            "others, its gradient, "
             "and how many they are as a weight",
         )
     device = arrays.device_of(output)
@@ -155,14 +182,21 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     arrays.fill(gradient, factor / output.size)
     if device == "cpu":
         return float(np.mean(output, dtype=np.float64)), gradient
-    of, total = kernels.of_array(output), arrays.zeros((1,), np.dtype(np.float64), device)
+    of = kernels.of_array(output)
+    total = arrays.zeros((1,), np.dtype(np.float64), device)
     of.add_parts(arrays.cast(output.reshape(-1, 1), total.dtype), total)
     return of.scale(total, 1 / output.size).reshape(()), gradient
 
 
-def _check_shapes(message: str, output: Array, target: Array, shape: Shape | None, remedy: str | None = None) -> None:
+def _check_shapes(
+    message: str, output: Array, target: Array, shape: Shape | None, remedy: str | None = None
+) -> None:
     if shape != target.shape or not output.size:
-        expected = "equal shapes, not empty" if shape == output.shape else f"a target of shape {shape}, not empty"
+        expected = (
+            "equal shapes, not empty"
+            if shape == output.shape
+            else f"a target of shape {shape}, not empty"
+        )
         found = f"output {output.shape}, target {target.shape}"
         raise ArgumentError(message, found=found, expected=expected, remedy=remedy)
 
@@ -175,32 +209,38 @@ def _check_side(output: Array, target: Array) -> None:
         )
 
 
-# -- Cross-entropy with the product of the head, in tiles of rows: logits never exist as a whole ----------------------
+# -- Cross-entropy with the product of the head, in tiles of rows: logits never exist as a whole ---
 #
 #     x (rows, dim)     for each tile of rows:   logits = x W^T   ->   loss, dlogits   ->   dx = dlogits W
 #     W (vocab, dim)                             (tile, vocab)          in its place        dW += dlogits^T x
 #
-# A tile goes all the way, from its rows to its part of dW, before the next one begins. So nothing is computed twice:
-# there are three products, as for a head and a loss apart. The cost is traffic: each tile reads W twice, and reads and
-# writes dW. A tile of t rows has 6 t operations for each element of W, so some hundred rows hide that on a CPU, and
-# some thousand on a GPU. Tiles of the vocabulary would read W less often. But the gradient needs the sum over the whole
-# vocabulary first, and so the product of the forward a second time: a third more work.
+# A tile goes all the way, from its rows to its part of dW, before the next one begins. So nothing
+# is computed twice: there are three products, as for a head and a loss apart. The cost is traffic:
+# each tile reads W twice, and reads and writes dW. A tile of t rows has 6 t operations for each
+# element of W, so some hundred rows hide that on a CPU, and some thousand on a GPU. Tiles of the
+# vocabulary would read W less often. But the gradient needs the sum over the whole vocabulary
+# first, and so the product of the forward a second time: a third more work.
 #
-# The other price is the order: dW is computed in the forward of the last stage. A schedule that splits backwards cannot
-# put it off into its W: there the loss would have to keep dlogits, which is what tiles avoid, or compute logits again.
+# The other price is the order: dW is computed in the forward of the last stage. A schedule that
+# splits backwards cannot put it off into its W: there the loss would have to keep dlogits, which is
+# what tiles avoid, or compute logits again.
 
 
 def worth_tiles(stage: Stage, count: int) -> bool:
     """Return whether a stage ends with a head whose logits of `count` rows do not fit a tile."""
     head = leaf(stage.layers[-1], -1) if stage.layers else None
-    return isinstance(head, Head) and count > tile_rows(head.outputs, stage.dtype.itemsize, stage.device)
+    return isinstance(head, Head) and count > tile_rows(
+        head.outputs, stage.dtype.itemsize, stage.device
+    )
 
 
 class HeadCrossEntropy:
-    """`softmax_cross_entropy` of logits that a `Head` would have made, with the product of the head, in tiles of rows.
+    """`softmax_cross_entropy` of logits that a `Head` would have made, with the product of the
+    head, in tiles of rows.
 
-    Give it to the pipeline as its loss. `step` and `evaluate` then never hold more logits than a tile; `forward` gives
-    logits as ever. With a single tile, all results have the bits of head and `softmax_cross_entropy` apart.
+    Give it to the pipeline as its loss. `step` and `evaluate` then never hold more logits than a
+    tile; `forward` gives logits as ever. With a single tile, all results have the bits of head and
+    `softmax_cross_entropy` apart.
 
     Parameters
     ----------
@@ -234,11 +274,14 @@ class HeadCrossEntropy:
             )
         if tile is not None:
             check_positive(tile=tile)
-        self.stage, self.head, self.tile = stage, head, tile
+        self.stage = stage
+        self.head = head
+        self.tile = tile
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Within this context the stage ends before its head. A pipeline does that around each call with a loss.
+        """Within this context the stage ends before its head. A pipeline does that around each call
+        with a loss.
 
         Yields
         ------
@@ -251,26 +294,39 @@ class HeadCrossEntropy:
         finally:
             self.stage.headless = False
 
-    def __call__(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array | None]:
-        """Return the mean loss over all rows, and its gradient times `factor`; add to the gradient of the head.
+    def __call__(
+        self, output: Array, target: Array, factor: float = 1.0
+    ) -> tuple[Any, Array | None]:
+        """Return the mean loss over all rows, and its gradient times `factor`; add to the gradient
+        of the head.
 
-        `output` is what the stage puts out before its head, (..., dim); all else is as for `softmax_cross_entropy`.
-        Without a training step the gradient is None, and that of the head stays as it is, too.
+        `output` is what the stage puts out before its head, (..., dim); all else is as for
+        `softmax_cross_entropy`. Without a training step the gradient is None, and that of the head
+        stays as it is, too.
         """
-        head, device = self.head, arrays.device_of(output)
+        head = self.head
+        device = arrays.device_of(output)
         check_features(head, output, head.inputs)
-        _check_shapes("HeadCrossEntropy needs one target for each row", output, target, output.shape[:-1])
+        _check_shapes(
+            "HeadCrossEntropy needs one target for each row", output, target, output.shape[:-1]
+        )
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)
-        value, dx = self._tile(x, ids, factor) if tile >= len(x) else self._tiles(x, ids, factor, tile)
+        value, dx = (
+            self._tile(x, ids, factor) if tile >= len(x) else self._tiles(x, ids, factor, tile)
+        )
         return value, None if dx is None else dx.reshape(output.shape)
 
     def _tiles(self, x: Array, ids: Array, factor: float, tile: int) -> tuple[Any, Array | None]:
         """Go through all rows tile by tile."""
         kernels = self.stage.kernels
         total: Any = 0.0
-        dx = arrays.empty(x.shape, x.dtype, self.stage.device) if self.stage.position.training else None
+        dx = (
+            arrays.empty(x.shape, x.dtype, self.stage.device)
+            if self.stage.position.training
+            else None
+        )
         for at in tiles(self.stage, len(x), tile):
             share = (at.stop - at.start) / len(x)
             value, part = self._tile(x[at], ids[at], factor * share)
@@ -285,8 +341,11 @@ class HeadCrossEntropy:
         return total, dx
 
     def _tile(self, x: Array, ids: Array, factor: float) -> tuple[Any, Array | None]:
-        """Return the mean loss of some rows, and the gradient of x; logits are gone when this returns."""
-        head, kernels = self.head, self.stage.kernels
+        """Return the mean loss of some rows, and the gradient of x; logits are gone when this
+        returns.
+        """
+        head = self.head
+        kernels = self.stage.kernels
         logits = kernels.linear(x, head.weight)
         value, dlogits = kernels.softmax_cross_entropy(logits, ids, factor, logits)
         if not self.stage.position.training:

@@ -1,4 +1,6 @@
-"""Parameters: their description before a stage exists, and the flat buffers with named views after."""
+"""Parameters: their description before a stage exists, and the flat buffers with named views
+after.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,15 @@ class Parameter:
     decay : bool
         Whether weight decay applies. Layers here set it for matrices, and not for biases and gains.
     tie : str, optional
-        Parameters with the same key, anywhere in the model, are one parameter. They start equal, because their initial
-        values are drawn for the key and not for the name, and the pipeline sums their gradients.
+        Parameters with the same key, anywhere in the model, are one parameter. They start equal,
+        because their initial values are drawn for the key and not for the name, and the pipeline
+        sums their gradients.
     frozen : bool
-        Whether the array stays as it is in a training: it has no gradient, and an optimizer does not see it.
+        Whether the array stays as it is in a training: it has no gradient, and an optimizer does
+        not see it.
     stream : str, optional
-        What the initial values are drawn for, by default the tie or else the name: parts of one matrix share a stream.
+        What the initial values are drawn for, by default the tie or else the name: parts of one
+        matrix share a stream.
     """
 
     shape: Shape
@@ -70,7 +75,9 @@ def matrix(outputs: int, inputs: int, gain: float = 1.0, tie: str | None = None)
 
 def normal(shape: Shape, std: float, tie: str | None = None) -> Parameter:
     """Return an array that starts normal with this standard deviation."""
-    return Parameter(shape, lambda generator, shape: generator.standard_normal(shape) * std, tie=tie)
+    return Parameter(
+        shape, lambda generator, shape: generator.standard_normal(shape) * std, tie=tie
+    )
 
 
 def vector(size: int, draw: Draw = zeros) -> Parameter:
@@ -82,11 +89,13 @@ SKIPPED = 1 << 20  # elements that are drawn at a time, and dropped
 
 
 def row_slices(whole: Parameter, parts: int, stream: str | None = None) -> list[Parameter]:
-    """Cut a matrix into parameters of its rows, which start as these do where the whole is drawn for `stream`.
+    """Cut a matrix into parameters of its rows, which start as these do where the whole is drawn
+    for `stream`.
 
     Those of a tied matrix are tied, each by a key of its own, and their stream is its tie.
     """
-    tie, width = whole.tie, whole.shape[1]
+    tie = whole.tie
+    width = whole.shape[1]
 
     def draw(start: int, generator: np.random.Generator, shape: Shape) -> np.ndarray:
         step = max(1, SKIPPED // width)
@@ -109,9 +118,10 @@ def row_slices(whole: Parameter, parts: int, stream: str | None = None) -> list[
 class FlatBuffer(Mapping[str, Any]):
     """Named arrays that are views of one buffer.
 
-    `flat` is one-dimensional and starts on a 64-byte boundary, as does every array in it. The gaps between the arrays
-    are zero at the start, and stay zero under everything that maps zeros to zeros. While replicas keep a share of it
-    each (optim/shards.py), `flat` and its arrays raise ArgumentError.
+    `flat` is one-dimensional and starts on a 64-byte boundary, as does every array in it. The gaps
+    between the arrays are zero at the start, and stay zero under everything that maps zeros to
+    zeros. While replicas keep a share of it each (optim/shards.py), `flat` and its arrays raise
+    ArgumentError.
 
     Parameters
     ----------
@@ -129,7 +139,8 @@ class FlatBuffer(Mapping[str, Any]):
     flat, whole : array
         The buffer, zero at the start; and as it was made, with what has been given up since.
     offsets : dict of str to int
-        Where each array starts in it, in the order of memory; without those that lie in another buffer.
+        Where each array starts in it, in the order of memory; without those that lie in another
+        buffer.
 
     Examples
     --------
@@ -156,7 +167,9 @@ class FlatBuffer(Mapping[str, Any]):
             self.offsets[name] = end
             end += -(-math.prod(shapes[name]) // step) * step
         self._views: dict[str, Any] = {}
-        self._elsewhere: dict[str, tuple[FlatBuffer, str]] = {}  # names that lie in another buffer, and there
+        self._elsewhere: dict[
+            str, tuple[FlatBuffer, str]
+        ] = {}  # names that lie in another buffer, and there
         self._lay_out(arrays.zeros(end, dtype, device), shapes)
 
     def _lay_out(self, flat: Array, shapes: Mapping[str, Shape]) -> None:
@@ -208,9 +221,12 @@ class FlatBuffer(Mapping[str, Any]):
 
 
 def divide_buffer(buffer: FlatBuffer, share: Array, entries: Mapping[str, Any]) -> None:
-    """Let `flat` go but for a share, and `entry` return these. Views of it become NaN: they are never old."""
+    """Let `flat` go but for a share, and `entry` return these. Views of it become NaN: they are
+    never old.
+    """
     arrays.fill(buffer.flat, math.nan)
-    buffer.whole, buffer._flat = share, None
+    buffer.whole = share
+    buffer._flat = None
     buffer._views.update(entries)
 
 
@@ -220,9 +236,13 @@ def unite_buffer(buffer: FlatBuffer, flat: Array) -> None:
 
 
 def showing(buffer: FlatBuffer, views: Mapping[str, Array]) -> FlatBuffer:
-    """Return a buffer with the same `flat`, and these arrays, which are not to be looked up in it."""
+    """Return a buffer with the same `flat`, and these arrays, which are not to be looked up in
+    it.
+    """
     other = copy(buffer)
-    other._views, other.offsets, other._elsewhere = dict(views), {}, {}
+    other._views = dict(views)
+    other.offsets = {}
+    other._elsewhere = {}
     return other
 
 
@@ -230,13 +250,18 @@ def _divided_error(name: str) -> ArgumentError:
     return ArgumentError(
         f"the parameters{name} in float32 lie in shares on the replicas of a sharded optimizer",
         found="one share of them here, and all of them in half precision, as `compute`",
-        remedy="read and write them within `with optimizer.whole_parameters():`, on all replicas together; build "
+        remedy="read and write them within `with optimizer.whole_parameters():`, on all replicas "
+        "together; build "
         "pipelines and set values before the optimizer",
     )
 
 
 def drawn(
-    declared: Mapping[str, Parameter], dtype: np.dtype, device: str, seed: int, layout: Mapping[str, Any]
+    declared: Mapping[str, Parameter],
+    dtype: np.dtype,
+    device: str,
+    seed: int,
+    layout: Mapping[str, Any],
 ) -> FlatBuffer:
     """Return parameters with their initial values; `layout` are further arguments of FlatBuffer."""
     shapes = {name: parameter.shape for name, parameter in declared.items()}
@@ -252,7 +277,9 @@ def drawn(
     return there
 
 
-def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: int) -> list[tuple[int, int, bool]]:
+def decay_ranges(
+    offsets: Mapping[str, int], decays: Mapping[str, bool], end: int
+) -> list[tuple[int, int, bool]]:
     """Cut a flat buffer of `end` elements into the longest (start, stop, decay) of equal decay.
 
     Offsets are in the order of memory. A gap goes with what is before it.
@@ -265,7 +292,8 @@ def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: in
 
 
 def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
-    """Return names as they are to lie in memory: with decay, without, tied, and tied again in one stage (see sharing).
+    """Return names as they are to lie in memory: with decay, without, tied, and tied again in one
+    stage (see sharing).
 
     So there are few ranges of equal decay, and what a pipeline shares lies at the end.
     """
@@ -278,14 +306,16 @@ def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
     return sorted(declared, key=ranks.__getitem__)
 
 
-# -- Which parameters are frozen, and the buffers in which they lie: apart, so that `flat` is what is trained ---------
+# -- Which parameters are frozen, and the buffers in which they lie: apart, so that `flat` is what is trained --
 #
 #     parameters   | trained ...        |   held   | frozen ... |
 #     gradients    | of the trained ... |
 
 
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether the last pattern that fits a name freezes it: a pattern that begins with ! keeps it trained."""
+    """Return whether the last pattern that fits a name freezes it: a pattern that begins with !
+    keeps it trained.
+    """
     for pattern in reversed(patterns):
         if fnmatchcase(name, pattern.removeprefix("!")):
             return not pattern.startswith("!")
@@ -293,8 +323,14 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def frozen_names(declared: Mapping[str, Parameter], patterns: Sequence[str]) -> set[str]:
-    """Return the names of frozen parameters; raise ArgumentError if only some places of a tied one are frozen."""
-    frozen = {name for name, parameter in declared.items() if parameter.frozen or is_frozen(name, patterns)}
+    """Return the names of frozen parameters; raise ArgumentError if only some places of a tied one
+    are frozen.
+    """
+    frozen = {
+        name
+        for name, parameter in declared.items()
+        if parameter.frozen or is_frozen(name, patterns)
+    }
     places: dict[str, list[str]] = {}
     for name, parameter in declared.items():
         if parameter.tie is not None:
@@ -317,15 +353,17 @@ def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
 
 @dataclass
 class StageBuffers:
-    """The arrays of a stage: `parameters.flat` and `compute.flat` are those that are trained, `held` the frozen ones.
+    """The arrays of a stage: `parameters.flat` and `compute.flat` are those that are trained,
+    `held` the frozen ones.
 
-    `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged` are the layers with
-    adapters, by the name of a matrix, and its sum with them. With `optimizer_writes` only optimizers write `compute`;
-    `written` is whether they have since the adapters were last merged.
+    `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged`
+    are the layers with adapters, by the name of a matrix, and its sum with them. With
+    `optimizer_writes` only optimizers write `compute`; `written` is whether they have since the
+    adapters were last merged.
 
-    A pipeline sets what ties change: `owners` are (stage, name) where a parameter lies, if that is in other buffers or
-    under another name; `parts` what its layer adds to, in place of the gradient there; `tied_copies` the names of
-    parameters that norms count elsewhere.
+    A pipeline sets what ties change: `owners` are (stage, name) where a parameter lies, if that is
+    in other buffers or under another name; `parts` what its layer adds to, in place of the gradient
+    there; `tied_copies` the names of parameters that norms count elsewhere.
     """
 
     parameters: FlatBuffer
@@ -355,12 +393,15 @@ class StageBuffers:
         wide = dtype if keeps_halves else arrays.accumulator(dtype)
         trained = {name: parameter for name, parameter in declared.items() if name not in frozen}
         rest = {name: parameter for name, parameter in declared.items() if name in frozen}
-        shapes, held_shapes = ({name: p.shape for name, p in some.items()} for some in (trained, rest))
+        shapes, held_shapes = (
+            {name: p.shape for name, p in some.items()} for some in (trained, rest)
+        )
         layout: Any = {"narrowest": dtype, "order": memory_order(trained)}
         parameters = drawn(trained, wide, device, seed, layout)
         gradients = FlatBuffer(shapes, wide, device, **layout)
         held = drawn(rest, wide, device, seed, {"narrowest": dtype})
-        compute, held_compute = parameters, held
+        compute = parameters
+        held_compute = held
         if wide != dtype:
             compute = FlatBuffer(shapes, dtype, device, **layout)
             held_compute = FlatBuffer(held_shapes, dtype, device)
@@ -378,7 +419,11 @@ class StageBuffers:
 
     @property
     def _trained(self) -> list[FlatBuffer]:
-        return [self.parameters, self.gradients, *([] if self.compute is self.parameters else [self.compute])]
+        return [
+            self.parameters,
+            self.gradients,
+            *([] if self.compute is self.parameters else [self.compute]),
+        ]
 
     def ends_with(self, name: str) -> bool:
         """Return whether an array is the last one of `parameters.flat`."""
@@ -388,13 +433,18 @@ class StageBuffers:
     def give_up(self, name: str) -> Array:
         """Let `flat` end before its last array everywhere; return its gradient.
 
-        The memory stays allocated: to free it, all other arrays would have to move away from those who hold them.
+        The memory stays allocated: to free it, all other arrays would have to move away from those
+        who hold them.
         """
         gradient = self.gradients[name]
         for buffer in self._trained:
             buffer.flat = buffer.flat[: buffer.offsets.pop(name)]
         end = self.parameters.flat.size
-        self.decay_ranges = [(start, min(stop, end), decay) for start, stop, decay in self.decay_ranges if start < end]
+        self.decay_ranges = [
+            (start, min(stop, end), decay)
+            for start, stop, decay in self.decay_ranges
+            if start < end
+        ]
         return gradient
 
     def point(self, name: str, other: StageBuffers, there: str) -> None:
@@ -407,5 +457,7 @@ class StageBuffers:
 
 
 def _show(buffer: FlatBuffer, other: FlatBuffer, order: Iterable[str]) -> None:
-    """Show the arrays of another buffer next to those of this one, in this order of all names; `flat` stays."""
+    """Show the arrays of another buffer next to those of this one, in this order of all names;
+    `flat` stays.
+    """
     buffer._views = {name: other[name] if name in other else buffer[name] for name in order}

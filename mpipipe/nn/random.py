@@ -1,7 +1,8 @@
 """Counter-based random numbers: a stream is named by what it is for, never by who draws it or when.
 
-So initial values and dropout masks are the same on any number of ranks and chunks. Philox gives independent streams for
-every (key, counter) (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
+So initial values and dropout masks are the same on any number of ranks and chunks. Philox gives
+independent streams for every (key, counter) (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", SC11).
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ def initial_generator(seed: int, name: str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=random_key("initial", seed, name)))
 
 
-def random_bits(stream: np.ndarray, counter: tuple[int, int, int], count: int, first: int = 0) -> np.ndarray:
-    """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers below 2**64.
+def random_bits(
+    stream: np.ndarray, counter: tuple[int, int, int], count: int, first: int = 0
+) -> np.ndarray:
+    """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers
+    below 2**64.
 
     They begin with number `first`, a multiple of 16, since 16 come from one step of the counter.
     """

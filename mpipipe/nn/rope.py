@@ -1,8 +1,9 @@
-"""Rotary positions: scalings of the frequencies for sequences longer than those of the first training, and tables.
+"""Rotary positions: scalings of the frequencies for sequences longer than those of the first
+training, and tables.
 
-Each scaling takes the plain frequencies base^(-2i/head_dim) of the pairs i, and gives those that are used in their
-place. Frequencies of few turns within the first length are divided by a factor; but for LinearScaling, those of many
-turns stay.
+Each scaling takes the plain frequencies base^(-2i/head_dim) of the pairs i, and gives those that
+are used in their place. Frequencies of few turns within the first length are divided by a factor;
+but for LinearScaling, those of many turns stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from mpipipe.errors import ArgumentError
 
 
 class RopeScaling(ABC):
-    """A scaling of rotary frequencies: a frozen dataclass, whose `kind`, such as "yarn", names its class in files."""
+    """A scaling of rotary frequencies: a frozen dataclass, whose `kind`, such as "yarn", names its
+    class in files.
+    """
 
     kind: str
 
@@ -50,7 +53,8 @@ class RopeScaling(ABC):
 
 @dataclass(frozen=True)
 class LinearScaling(RopeScaling):
-    """All frequencies divided by a factor: Chen et al., "Extending context window via position interpolation" (2023).
+    """All frequencies divided by a factor: Chen et al., "Extending context window via position
+    interpolation" (2023).
 
     Parameters
     ----------
@@ -79,9 +83,10 @@ class LinearScaling(RopeScaling):
 class Llama3Scaling(RopeScaling):
     """Frequencies by the turns they make within the first length, as in Llama 3.1 and later.
 
-    With n = `original_positions` * frequency / 2 pi turns: above `high_freq_factor` a frequency stays, below
-    `low_freq_factor` it is divided by `factor`, and between them it is (1 - s) f / factor + s f with
-    s = (n - low) / (high - low). Source: `apply_scaling` in `models/llama3/model.py` of Meta's llama-models (2024).
+    With n = `original_positions` * frequency / 2 pi turns: above `high_freq_factor` a frequency
+    stays, below `low_freq_factor` it is divided by `factor`, and between them it is (1 - s) f /
+    factor + s f with s = (n - low) / (high - low). Source: `apply_scaling` in
+    `models/llama3/model.py` of Meta's llama-models (2024).
 
     Parameters
     ----------
@@ -112,17 +117,21 @@ class Llama3Scaling(RopeScaling):
 
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         count = self.original_positions * frequencies / (2 * math.pi)
-        stays = np.clip((count - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        stays = np.clip(
+            (count - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1
+        )
         return (1 - stays) * frequencies / self.factor + stays * frequencies
 
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """Frequencies by the place of their pair, and larger cosines and sines: Peng et al., "YaRN" (2023).
+    """Frequencies by the place of their pair, and larger cosines and sines: Peng et al., "YaRN"
+    (2023).
 
-    Pair i makes r turns within the first length where i(r) = head_dim ln(original_positions / (2 pi r)) / (2 ln base).
-    Up to i(beta_fast), rounded down, a frequency stays; from i(beta_slow), rounded up, it is divided by `factor`;
-    between them the part that is divided grows evenly with i (section 3.2 there; rounded as in the authors' code).
+    Pair i makes r turns within the first length where i(r) = head_dim ln(original_positions / (2 pi
+    r)) / (2 ln base). Up to i(beta_fast), rounded down, a frequency stays; from i(beta_slow),
+    rounded up, it is divided by `factor`; between them the part that is divided grows evenly with i
+    (section 3.2 there; rounded as in the authors' code).
 
     Parameters
     ----------
@@ -133,7 +142,8 @@ class YarnScaling(RopeScaling):
     beta_fast, beta_slow : float
         Turns, above 0, the first larger than the second.
     attention_factor : float, optional
-        Factor on cosine and sine, of queries and of keys, above 0; by default 0.1 ln(factor) + 1 (section 3.4 there).
+        Factor on cosine and sine, of queries and of keys, above 0; by default 0.1 ln(factor) + 1
+        (section 3.4 there).
 
     Examples
     --------
@@ -159,13 +169,21 @@ class YarnScaling(RopeScaling):
 
     @property
     def amplitude(self) -> float:
-        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+        return (
+            0.1 * math.log(self.factor) + 1
+            if self.attention_factor is None
+            else self.attention_factor
+        )
 
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         head_dim = 2 * len(frequencies)
 
         def pair_of(turns: float) -> float:
-            return head_dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+            return (
+                head_dim
+                * math.log(self.original_positions / (turns * 2 * math.pi))
+                / (2 * math.log(base))
+            )
 
         first = max(math.floor(pair_of(self.beta_fast)), 0)
         last = min(math.ceil(pair_of(self.beta_slow)), head_dim - 1)
@@ -174,35 +192,49 @@ class YarnScaling(RopeScaling):
         return frequencies / self.factor * divided + frequencies * (1 - divided)
 
 
-ROPE_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
 
 
 def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
-    """Return the scaling whose fields these are, as `dataclasses.asdict` gives them; for descriptions from files.
+    """Return the scaling whose fields these are, as `dataclasses.asdict` gives them; for
+    descriptions from files.
 
     Raises ArgumentError for an unknown kind, and for numbers that do not belong to it.
     """
     given = dict(numbers)
     kind = given.pop("kind", None)
     if kind not in ROPE_SCALINGS:
-        raise ArgumentError("unknown rope scaling", found=repr(kind), expected=" or ".join(ROPE_SCALINGS))
+        raise ArgumentError(
+            "unknown rope scaling", found=repr(kind), expected=" or ".join(ROPE_SCALINGS)
+        )
     try:
         return ROPE_SCALINGS[kind](**given)
     except TypeError as error:
-        raise ArgumentError(f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))) from error
+        raise ArgumentError(
+            f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))
+        ) from error
 
 
 def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
-    """Raise ArgumentError unless the numbers are in their ranges, and that called `low` is below that called `high`."""
-    of, numbers = f"of {type(scaling).__name__}", vars(scaling)
+    """Raise ArgumentError unless the numbers are in their ranges, and that called `low` is below
+    that called `high`.
+    """
+    of = f"of {type(scaling).__name__}"
+    numbers = vars(scaling)
     for name, value in numbers.items():
         if name == "kind" or (name == "attention_factor" and value is None):
             continue
         least, words = (1, "of at least") if name == "factor" else (0, "above")
         number = value if type(value) in (int, float) else math.nan
-        fits, expected = number >= least and number > 0 and number < math.inf, f"a finite number {words} {least}"
+        fits = number >= least and number > 0 and number < math.inf
+        expected = f"a finite number {words} {least}"
         if name == "original_positions":
-            fits, expected = type(value) is int and value > 0, "an integer of at least 1, the first length"
+            fits = type(value) is int and value > 0
+            expected = "an integer of at least 1, the first length"
         if not fits:
             raise ArgumentError(f"{name} {of}", found=repr(value), expected=expected)
     if low and not numbers[low] < numbers[high]:
@@ -210,23 +242,27 @@ def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
         raise ArgumentError(f"{low} and {high} {of}", found=found, expected=f"{low} below {high}")
 
 
-# -- Rotary position embedding (Su et al., "RoFormer", 2021) ----------------------------------------------------------
+# -- Rotary position embedding (Su et al., "RoFormer", 2021) ---------------------------------------
 #
-# Neighbouring elements (2i, 2i + 1) of a head are one complex number, turned by the angle position *
-# base^(-2i/head_dim). A turn is one complex product, and its adjoint is the product with the conjugate.
+# Neighbouring elements (2i, 2i + 1) of a head are one complex number, turned by the angle position
+# * base^(-2i/head_dim). A turn is one complex product, and its adjoint is the product with the
+# conjugate.
 #
-# Other libraries pair element i of a head with element i + head_dim / 2. Rows of their projections to queries and keys
-# (and elements of biases, and of gains of norms of heads) come in another order within each head: theirs at i is
-# ours at 2i, and theirs at i + head_dim / 2 is ours at 2i + 1.
+# Other libraries pair element i of a head with element i + head_dim / 2. Rows of their projections
+# to queries and keys (and elements of biases, and of gains of norms of heads) come in another order
+# within each head: theirs at i is ours at 2i, and theirs at i + head_dim / 2 is ours at 2i + 1.
 #
-# Positions of n axes turn a head in n blocks, one after the other: each is turned by its own axis, as a head of its
-# width would be (Heo et al., "Rotary position embedding for vision transformer", 2024, "axial" frequencies).
+# Positions of n axes turn a head in n blocks, one after the other: each is turned by its own axis,
+# as a head of its width would be (Heo et al., "Rotary position embedding for vision transformer",
+# 2024, "axial" frequencies).
 
 
 def angles(
     positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None
 ) -> tuple[np.ndarray, float]:
-    """Return angles (seq, head_dim / 2) of positions (seq,) or (seq, axes), and the factor on cosine and sine."""
+    """Return angles (seq, head_dim / 2) of positions (seq,) or (seq, axes), and the factor on
+    cosine and sine.
+    """
     numbers = np.asarray(positions, np.float64)
     width = head_dim if numbers.ndim == 1 else head_dim // numbers.shape[1]
     frequencies = base ** (-np.arange(0, width, 2) / width)
@@ -237,15 +273,26 @@ def angles(
 
 
 def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | None) -> np.ndarray:
-    """Return positions of several axes as float64 (seq, axes); raises ArgumentError where they do not fit a head."""
+    """Return positions of several axes as float64 (seq, axes); raises ArgumentError where they do
+    not fit a head.
+    """
     numbers = np.asarray(coordinates)
-    real, pairs = numbers.ndim == 2 and numbers.dtype.kind in "iuf", head_dim // 2
+    real = numbers.ndim == 2 and numbers.dtype.kind in "iuf"
+    pairs = head_dim // 2
     wrong = real and not np.isfinite(numbers).all()
-    if wrong or not real or seq_len not in (None, len(numbers)) or 0 in numbers.shape or pairs % numbers.shape[1]:
+    if (
+        wrong
+        or not real
+        or seq_len not in (None, len(numbers))
+        or 0 in numbers.shape
+        or pairs % numbers.shape[1]
+    ):
         raise ArgumentError(
             "the coordinates of a sequence do not fit it, or its heads",
-            found=f"{numbers.dtype}{list(numbers.shape)}" + (" with NaN or infinity" if wrong else ""),
-            expected=f"finite numbers ({seq_len or 'seq'}, axes), a row for each position of the whole sequence, and "
+            found=f"{numbers.dtype}{list(numbers.shape)}"
+            + (" with NaN or infinity" if wrong else ""),
+            expected=f"finite numbers ({seq_len or 'seq'}, axes), a row for each position of the "
+            "whole sequence, and "
             f"axes that divide the {pairs} pairs of head_dim={head_dim}",
         )
     return numbers.astype(np.float64)
@@ -255,32 +302,52 @@ TABLES = 64  # of one stage at most, each for its own positions
 
 
 class RopeTables:
-    """Tables for `kernels.apply_rope`, made by `make` for arrays of one dtype, and kept for the next use.
+    """Tables for `kernels.apply_rope`, made by `make` for arrays of one dtype, and kept for the
+    next use.
 
     Layers of a stage that turn the same positions share one.
     """
 
     def __init__(self, make: Callable[..., Array], dtype: np.dtype):
-        self.make, self.dtype = make, dtype
+        self.make = make
+        self.dtype = dtype
         self._kept = lru_cache(maxsize=TABLES)(self._made)
 
-    def of(self, positions: int | ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table whose i-th row turns the i-th row of the sequence: of these positions, or of the first ones.
+    def of(
+        self,
+        positions: int | ArrayLike,
+        head_dim: int,
+        base: float,
+        scaling: RopeScaling | None = None,
+    ) -> Array:
+        """Return the table whose i-th row turns the i-th row of the sequence: of these positions,
+        or of the first ones.
 
-        Positions are integers (seq,), or numbers (seq, axes). The table of the first ones is a part of that of the next
-        power of two. A table lives as long as a graph which is recorded now.
+        Positions are integers (seq,), or numbers (seq, axes). The table of the first ones is a part
+        of that of the next power of two. A table lives as long as a graph which is recorded now.
         """
         if isinstance(positions, int):
             length = 1 << max(positions - 1, 0).bit_length()
             return arrays.keep_for_graph(self._kept(length, head_dim, base, scaling))[:positions]
         numbers = np.asarray(positions, np.int64 if np.ndim(positions) == 1 else np.float64)
-        return arrays.keep_for_graph(self._kept(numbers.tobytes(), head_dim, base, scaling, *numbers.shape[1:]))
+        return arrays.keep_for_graph(
+            self._kept(numbers.tobytes(), head_dim, base, scaling, *numbers.shape[1:])
+        )
 
     def _made(
-        self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None, axes: int = 0
+        self,
+        positions: int | bytes,
+        head_dim: int,
+        base: float,
+        scaling: RopeScaling | None,
+        axes: int = 0,
     ) -> Array:
-        """Make the table of the first positions, or of those whose int64 or, of several axes, float64 these are."""
+        """Make the table of the first positions, or of those whose int64 or, of several axes,
+        float64 these are.
+        """
         kind = np.float64 if axes else np.int64
-        numbers = np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, kind)
+        numbers = (
+            np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, kind)
+        )
         numbers = numbers.reshape(-1, axes) if axes else numbers
         return self.make(*angles(numbers, head_dim, base, scaling), self.dtype)

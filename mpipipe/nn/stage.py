@@ -1,4 +1,6 @@
-"""A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of gradients."""
+"""A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +32,29 @@ class Stage(Differentiable):
     layers : sequence of Layer
         Layers that no stage has bound yet.
     dtype : str or numpy.dtype
-        Of activations: "float32", "float64", "float16" or "bfloat16". Parameters and gradients have it too, but float32
-        in place of the last two (Micikevicius et al., "Mixed precision training", 2018).
+        Of activations: "float32", "float64", "float16" or "bfloat16". Parameters and gradients have
+        it too, but float32 in place of the last two (Micikevicius et al., "Mixed precision
+        training", 2018).
     seed : int
-        Initial values are drawn for (seed, parameter name or tie key) in float64 and then cast. They depend neither on
-        how the model is cut into stages nor on dtype.
+        Initial values are drawn for (seed, parameter name or tie key) in float64 and then cast.
+        They depend neither on how the model is cut into stages nor on dtype.
     device : str
         "cpu", "cuda", "cuda:1", ... or "auto".
     first : int
-        Index of layers[0] in the whole model; a parameter is named like "3.weight" or "3.layer.gain".
+        Index of layers[0] in the whole model; a parameter is named like "3.weight" or
+        "3.layer.gain".
     frozen : sequence of str
-        Patterns of the names of parameters that stay as they are, as for `fnmatch`: ``0.*``, ``*.gain``. The last one
-        that fits a name counts; one that begins with "!" keeps what it fits trained.
+        Patterns of the names of parameters that stay as they are, as for `fnmatch`: ``0.*``,
+        ``*.gain``. The last one that fits a name counts; one that begins with "!" keeps what it
+        fits trained.
 
     Attributes
     ----------
     device, gpu : str, int or None
         "cpu" or "cuda"; the number of the GPU, None on the host.
     kernels, tables : Kernels, RopeTables
-        The functions that layers compute with there (see nn.kernels), and the rotary tables that they share.
+        The functions that layers compute with there (see nn.kernels), and the rotary tables that
+        they share.
     buffers : StageBuffers
         Where all arrays lie (see nn.parameters).
     parameters : FlatBuffer
@@ -62,10 +68,11 @@ class Stage(Differentiable):
     poll : callable or None
         A function without arguments, called after each layer (to keep messages moving).
     before_write : list of callable
-        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
+        Called without arguments before an optimizer or a load writes parameters (see
+        nn.write_hooks).
     index, headless : int or None, bool
-        Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its product to a
-        `HeadCrossEntropy`.
+        Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its
+        product to a `HeadCrossEntropy`.
 
     Raises
     ------
@@ -85,7 +92,8 @@ class Stage(Differentiable):
     array([5., 5.], dtype=float32)
     """
 
-    takes_branches = False  # unless its layers take or give names: a subclass that does so itself sets it to True
+    # Unless its layers take or give names: a subclass that does so itself sets it to True.
+    takes_branches = False
     keeps_halves = False  # whether parameters in half precision have no originals in float32
 
     def __init__(
@@ -103,27 +111,38 @@ class Stage(Differentiable):
         arrays.check_computable(self.dtype, self.device)
         self.kernels = kernels.of(self.device, self.dtype)
         self.tables = RopeTables(self.kernels.rope_table, self.dtype)
-        self.layers, self.first, self.seed = tuple(layers), first, seed
-        self.position, self.headless = Position(), False
+        self.layers = tuple(layers)
+        self.first = first
+        self.seed = seed
+        self.position = Position()
+        self.headless = False
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
         for place, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
                 raise ArgumentError(
-                    f"layers[{place}] is not a layer", found=type(layer).__name__, expected="an instance of nn.Layer"
+                    f"layers[{place}] is not a layer",
+                    found=type(layer).__name__,
+                    expected="an instance of nn.Layer",
                 )
         named = any([*names_within(layer)] for layer in self.layers)
         self._chain: Sequential = NamedChain(self.layers) if named else Sequential(self.layers)
         self._chain.stage = self
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
         names = frozen_names(declared, tuple(frozen))
-        buffers = self.buffers = StageBuffers.of(declared, names, self.dtype, self.device, self.seed, self.keeps_halves)
-        self.parameters, self.gradients, self.compute = buffers.parameters, buffers.gradients, buffers.compute
+        buffers = self.buffers = StageBuffers.of(
+            declared, names, self.dtype, self.device, self.seed, self.keeps_halves
+        )
+        self.parameters = buffers.parameters
+        self.gradients = buffers.gradients
+        self.compute = buffers.compute
         self._bind()
 
     def _bind(self) -> None:
-        """Bind the layers. Those with adapters compute with the sums of their matrices and adapters."""
+        """Bind the layers. Those with adapters compute with the sums of their matrices and
+        adapters.
+        """
         self.sync_compute()
         named = self._named_layers()
         for name, layer in named:
@@ -139,12 +158,15 @@ class Stage(Differentiable):
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
-        self._preparing = [layer for _, layer in named if type(layer).begin_call is not Layer.begin_call]
+        self._preparing = [
+            layer for _, layer in named if type(layer).begin_call is not Layer.begin_call
+        ]
         self.end_backward(False)
 
     def __repr__(self) -> str:
         size = sum(array.size for array in self.compute.values())
-        layers, parameters = counted(len(self.layers), "layer"), counted(size, "parameter")
+        layers = counted(len(self.layers), "layer")
+        parameters = counted(size, "parameter")
         return f"<{type(self).__name__} of {layers}, {parameters} in {self.dtype} on {self.device}>"
 
     # -- parameters and gradients
@@ -173,7 +195,9 @@ class Stage(Differentiable):
     def state(self) -> dict[str, Array]:
         """Arrays that are not parameters, such as running means of a module of PyTorch, by name."""
         return {
-            full_name(name, key): array for name, layer in self._named_layers() for key, array in layer.state.items()
+            full_name(name, key): array
+            for name, layer in self._named_layers()
+            for key, array in layer.state.items()
         }
 
     @property
@@ -183,8 +207,12 @@ class Stage(Differentiable):
 
     @property
     def adapted(self) -> dict[str, Layer]:
-        """Layers with adapters, by the name of the matrix; they compute with `buffers.merged` (see nn.LoRA)."""
-        return {f"{name}.{key}": layer for name, layer in self._named_layers() for key in layer.adapters}
+        """Layers with adapters, by the name of the matrix; they compute with `buffers.merged` (see
+        nn.LoRA).
+        """
+        return {
+            f"{name}.{key}": layer for name, layer in self._named_layers() for key in layer.adapters
+        }
 
     @property
     def layer_of(self) -> dict[str, tuple[Layer, str]]:
@@ -197,15 +225,25 @@ class Stage(Differentiable):
         return leaf(self._chain, 0)
 
     def _named_layers(self) -> list[tuple[str, Layer]]:
-        return [pair for place, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + place))]
+        return [
+            pair
+            for place, layer in enumerate(self.layers)
+            for pair in layer.walk(str(self.first + place))
+        ]
 
     def _places(self) -> dict[str, tuple[Layer, str]]:
-        return {full_name(name, key): (layer, key) for name, layer in self._named_layers() for key in layer.declared}
+        return {
+            full_name(name, key): (layer, key)
+            for name, layer in self._named_layers()
+            for key in layer.declared
+        }
 
     # -- the copy of parameters that layers compute with, and the sums with their adapters
 
     def refresh(self) -> None:
-        """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
+        """Let layers compute with the parameters as they are now. A pipeline does this at the start
+        of each call.
+        """
         for layer in self._preparing:
             layer.begin_call()
         if not self.buffers.optimizer_writes:
@@ -226,19 +264,29 @@ class Stage(Differentiable):
         merge(self, self.buffers.merged, anew=True)
 
     def optimizer_writes_compute(self) -> None:
-        """From now on let optimizers write `compute`, and `refresh` do nothing: nothing else may write parameters."""
+        """From now on let optimizers write `compute`, and `refresh` do nothing: nothing else may
+        write parameters.
+        """
         self.refresh()
         self.buffers.optimizer_writes = self.compute is not self.parameters or bool(self.adapted)
 
     @property
     def kept_copy(self) -> Array | None:
-        """What optimizers write besides the parameters: `compute.flat` after `optimizer_writes_compute`."""
-        return self.compute.flat if self.buffers.optimizer_writes and self.compute is not self.parameters else None
+        """What optimizers write besides the parameters: `compute.flat` after
+        `optimizer_writes_compute`.
+        """
+        return (
+            self.compute.flat
+            if self.buffers.optimizer_writes and self.compute is not self.parameters
+            else None
+        )
 
     # -- what a pipeline sets around steps and backwards
 
     def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, as within a step, or to the gradients; a pipeline does."""
+        """Let layers add to the parts of shared gradients, as within a step, or to the gradients; a
+        pipeline does.
+        """
         parts = self.buffers.parts
         if not parts:
             return
@@ -250,7 +298,9 @@ class Stage(Differentiable):
 
     @property
     def on_layer_done(self) -> Callable[[Layer], object] | None:
-        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
+        """Called with each of `layers` that has added its part to the gradients; set by a
+        pipeline.
+        """
         return self._chain.on_layer_done
 
     @on_layer_done.setter
@@ -258,15 +308,20 @@ class Stage(Differentiable):
         self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool, runs_again: bool = False) -> None:
-        """Let backwards end with the lowest layer that is trained, where the gradient of the input is not asked for.
+        """Let backwards end with the lowest layer that is trained, where the gradient of the input
+        is not asked for.
 
-        From then on they return None for that gradient. Integers have none. Where forwards are to run again, all layers
-        keep what they keep for a backward.
+        From then on they return None for that gradient. Integers have none. Where forwards are to
+        run again, all layers keep what they keep for a backward.
         """
         ends = ends or self.first_layer.uploads_integers
-        knowing = [layer for layer in self.layers if "ends" in vars(type(layer))]  # no class derived from such a one
+        knowing = [
+            layer for layer in self.layers if "ends" in vars(type(layer))
+        ]  # no class derived from such a one
         trained = [
-            i for i, each in enumerate(self.layers) if not (each.frozen or (each in knowing and not each.declared))
+            i
+            for i, each in enumerate(self.layers)
+            if not (each.frozen or (each in knowing and not each.declared))
         ]
         self._chain.lowest = lowest = trained[0] if ends and trained else 0
         for layer in knowing:
@@ -276,20 +331,23 @@ class Stage(Differentiable):
                 layer.has_backward = runs_again or place >= lowest
 
     def drop_sequences(self) -> None:
-        """Drop what a call that failed has left of sequences in slices; a pipeline does this before its first call."""
+        """Drop what a call that failed has left of sequences in slices; a pipeline does this before
+        its first call.
+        """
         for _, layer in self._named_layers():
             attend: Any = getattr(layer, "_attend", None)
             if getattr(attend, "slice_rows", None) is not None:
                 attend.begin(Position(-1))
 
     def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
-        """Return the names of layers that cannot take a sequence in slices, along axis 1, such as "3 (Conv)".
+        """Return the names of layers that cannot take a sequence in slices, along axis 1, such as
+        "3 (Conv)".
 
         Parameters
         ----------
         rows : sequence of int, or int, optional
-            Rows of each slice, or the number of slices, 1 for whole sequences. A layer that attends to others cannot
-            take these.
+            Rows of each slice, or the number of slices, 1 for whole sequences. A layer that attends
+            to others cannot take these.
         """
 
         def fits(layer: Layer) -> bool:
@@ -302,7 +360,11 @@ class Stage(Differentiable):
                 or (len(own) == rows if isinstance(rows, int) else tuple(own) == tuple(rows))
             )
 
-        return [f"{name} ({type(layer).__name__})" for name, layer in self._named_layers() if not fits(layer)]
+        return [
+            f"{name} ({type(layer).__name__})"
+            for name, layer in self._named_layers()
+            if not fits(layer)
+        ]
 
     # -- names that layers give and take
 
@@ -331,13 +393,16 @@ class Stage(Differentiable):
         """
         if self.names is None and names:
             chain = NamedChain(self.layers)
-            chain.stage, chain.lowest, chain.on_layer_done = self, self._chain.lowest, self._chain.on_layer_done
+            chain.stage = self
+            chain.lowest = self._chain.lowest
+            chain.on_layer_done = self._chain.on_layer_done
             self._chain = chain
         if self.names is not None:
             self.names.hand_on(names)
 
     def taken(self, name: str) -> Tree:
-        """Return what stands under a name, not to be written to, in the forward of a layer that has it in `takes`.
+        """Return what stands under a name, not to be written to, in the forward of a layer that has
+        it in `takes`.
 
         A layer before has given it, or the input has it.
         """
@@ -346,12 +411,14 @@ class Stage(Differentiable):
             raise ArgumentError(
                 f"there is nothing under the name {name!r}",
                 found=", ".join(values) or "no names",
-                remedy="list it in `takes` of the layer; a layer before gives it, or the inputs have it",
+                remedy="list it in `takes` of the layer; a layer before gives it, or the inputs "
+                "have it",
             )
         return values[name]
 
     def give(self, name: str, tree: Tree) -> None:
-        """Let later layers take something by a name, in the forward of a layer that has the name in `gives`.
+        """Let later layers take something by a name, in the forward of a layer that has the name in
+        `gives`.
 
         It is not to be written to any more.
         """
@@ -360,7 +427,8 @@ class Stage(Differentiable):
         self.position.values[name] = tree  # type: ignore[attr-defined]  # of a chain with names
 
     def add_gradient(self, name: str, gradient: Tree) -> None:
-        """Add to the gradient of what was taken by a name, in `backward_input` of the layer that took it.
+        """Add to the gradient of what was taken by a name, in `backward_input` of the layer that
+        took it.
 
         The gradient is shaped as what was taken, with None in place of an array of integers.
         """
@@ -369,7 +437,8 @@ class Stage(Differentiable):
         gradients[name] = sum_of(gradients.get(name), gradient)
 
     def gradient_of(self, name: str) -> Tree:
-        """Return the gradient of what was given under a name, in `backward_input` of the layer that gave it.
+        """Return the gradient of what was given under a name, in `backward_input` of the layer that
+        gave it.
 
         It is the sum of what all takers have added; None where none has.
         """
@@ -384,8 +453,8 @@ class Stage(Differentiable):
         Parameters
         ----------
         x : array
-            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU, not
-            the other way round.
+            Of the dtype of the stage, or integers for an Embedding. An array on the host is
+            uploaded for a GPU, not the other way round.
         position : Position, optional
             By default that of the last forward.
 
@@ -411,25 +480,33 @@ class Stage(Differentiable):
 
 
 def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
-    """Let each bound layer know whether all parameters in it are frozen; refuse a part where it cannot do with that."""
+    """Let each bound layer know whether all parameters in it are frozen; refuse a part where it
+    cannot do with that.
+    """
     for name, layer in named:
-        frozen = [getattr(inner, f"{key}_grad") is None for _, inner in layer.walk("") for key in inner.declared]
+        frozen = [
+            getattr(inner, f"{key}_grad") is None
+            for _, inner in layer.walk("")
+            for key in inner.declared
+        ]
         layer.frozen = bool(frozen) and all(frozen)
         own = [key for key in layer.declared if getattr(layer, f"{key}_grad") is None]
         if 0 < len(own) < len(layer.declared) and not vars(type(layer)).get("freezes_parts", False):
             raise ArgumentError(
                 f"layer {name} ({type(layer).__name__}) cannot train a part of its parameters",
                 found=", ".join(f"{key} frozen" for key in own),
-                expected="all of them frozen, or none; or a class with freezes_parts = True, which looks whether a "
+                expected="all of them frozen, or none; or a class with freezes_parts = True, "
+                "which looks whether a "
                 "gradient is None",
             )
 
 
 def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False) -> Any:
-    """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them.
+    """Return an input on the stage's device, checked. An Embedding checks integers before it
+    uploads them.
 
-    What is `named` comes next to the input, under a name, and may be of integers. A `part` of several may have the
-    dtype of parameters, as sums over the vocabulary have.
+    What is `named` comes next to the input, under a name, and may be of integers. A `part` of
+    several may have the dtype of parameters, as sums over the vocabulary have.
     """
     if isinstance(x, arrays.Branches):
         if stage.names is None:
@@ -453,15 +530,21 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
         return arrays.upload(x) if device != stage.device else x
     integers = x.dtype.kind in "iu"
     wide = part and x.dtype == arrays.accumulator(stage.dtype)
-    if x.dtype != stage.dtype and not wide and not (integers and (named or stage.first_layer.takes_integers)):
+    if (
+        x.dtype != stage.dtype
+        and not wide
+        and not (integers and (named or stage.first_layer.takes_integers))
+    ):
         raise ArgumentError(
             "the input of a stage has the wrong dtype",
             stage=stage.index,
             found=str(x.dtype),
             expected=f"{stage.dtype}, or integers for an Embedding",
-            remedy="hand over real and imaginary parts as features, or let a stage of your own compute with them"
+            remedy="hand over real and imaginary parts as features, or let a stage of your own "
+            "compute with them"
             if x.dtype.kind == "c"
-            else f"convert it with astype({str(stage.dtype)!r}) or build the stage with dtype={str(x.dtype)!r}",
+            else f"convert it with astype({str(stage.dtype)!r}) or build the stage with "
+            f"dtype={str(x.dtype)!r}",
         )
     if device == "cuda" and not x.flags.c_contiguous:
         raise ArgumentError(
@@ -470,5 +553,7 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
             found=f"shape {x.shape}, strides {x.strides}",
             remedy="pass cupy.ascontiguousarray(x)",
         )
-    stays = device == stage.device or (integers and not named and stage.first_layer.uploads_integers)
+    stays = device == stage.device or (
+        integers and not named and stage.first_layer.uploads_integers
+    )
     return x if stays else arrays.upload(x)

@@ -1,7 +1,9 @@
-"""Hooks around writes to a stage: before its parameters are written, and when a range of its gradients is ready.
+"""Hooks around writes to a stage: before its parameters are written, and when a range of its
+gradients is ready.
 
-A checkpoint is read from the arrays themselves while the next step computes. Whatever writes parameters, or what an
-optimizer remembers, calls `announce_write` first; a checkpoint that still reads waits there until it has read.
+A checkpoint is read from the arrays themselves while the next step computes. Whatever writes
+parameters, or what an optimizer remembers, calls `announce_write` first; a checkpoint that still
+reads waits there until it has read.
 """
 
 from __future__ import annotations
@@ -14,26 +16,30 @@ from mpipipe.nn.stage import Stage
 
 
 def announce_write(*owners: Any) -> None:
-    """Call the functions in `before_write` of stages and optimizers whose arrays are about to be written."""
+    """Call the functions in `before_write` of stages and optimizers whose arrays are about to be
+    written.
+    """
     for owner in owners:
         for function in tuple(owner.before_write):
             function()
 
 
-# -- Which layer of a stage is the last one to write to each range of its gradients -----------------------------------
+# -- Which layer of a stage is the last one to write to each range of its gradients ----------------
 #
 #     layers       0 -- 1 -- 2 -- 3                  a backward goes from the last one to the first
 #     gradients    | 0 | 1 | 2 | 3 | 0 1 2 3 | 0 |   matrices, gains and biases, tied ones (parameters.memory_order)
 #
-# Each array of parameters belongs to one layer, which adds to its gradient in its own backward and nowhere else. Places
-# of a tied parameter that share a storage add to arrays of their own within a step (pipeline/ties.py), so that holds
-# for them as well. That is known where all layers are of this package; others may do as they like.
+# Each array of parameters belongs to one layer, which adds to its gradient in its own backward and
+# nowhere else. Places of a tied parameter that share a storage add to arrays of their own within a
+# step (pipeline/ties.py), so that holds for them as well. That is known where all layers are of
+# this package; others may do as they like.
 
 
 class GradientPieces(NamedTuple):
     """A one-dimensional array of gradients, cut by the layers that write to it.
 
-    `pieces` are (where the piece ends, place in `Stage.layers` of the layer that writes to it), in the order of memory.
+    `pieces` are (where the piece ends, place in `Stage.layers` of the layer that writes to it), in
+    the order of memory.
     """
 
     array: Array
@@ -41,14 +47,17 @@ class GradientPieces(NamedTuple):
 
 
 class GradientReady(NamedTuple):
-    """All gradients of a stage, the flat buffer and then the parts, and the place of each layer in `Stage.layers`."""
+    """All gradients of a stage, the flat buffer and then the parts, and the place of each layer in
+    `Stage.layers`.
+    """
 
     arrays: list[GradientPieces]
     places: dict[Layer, int]
 
 
 def gradient_ready(stage: Stage) -> GradientReady | None:
-    """Return which layers complete which gradients of a stage within a step; None if that is not known.
+    """Return which layers complete which gradients of a stage within a step; None if that is not
+    known.
 
     That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
     """
@@ -59,11 +68,16 @@ def gradient_ready(stage: Stage) -> GradientReady | None:
     place_of = {name: tops[layer] for name, (layer, _) in stage.layer_of.items()}
     flat = stage.gradients.flat
     starts = sorted(
-        (start, name) for name, start in stage.gradients.offsets.items() if name not in stage.buffers.owners
+        (start, name)
+        for name, start in stage.gradients.offsets.items()
+        if name not in stage.buffers.owners
     )
     stops = [start for start, _ in starts[1:]] + [flat.size]
     pieces = [(stop, place_of[name]) for (start, name), stop in zip(starts, stops) if stop > start]
     parts = [
-        GradientPieces(part.reshape(-1), [(part.size, place_of[name])]) for name, part in stage.buffers.parts.items()
+        GradientPieces(part.reshape(-1), [(part.size, place_of[name])])
+        for name, part in stage.buffers.parts.items()
     ]
-    return GradientReady([GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)})
+    return GradientReady(
+        [GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)}
+    )

@@ -1,4 +1,5 @@
-"""Optimizers on flat buffers, clipping by the global norm, scaling of the loss, learning-rate curves.
+"""Optimizers on flat buffers, clipping by the global norm, scaling of the loss, learning-rate
+curves.
 
 optimizers   AdamW and SGD, groups of parameters, the curve of the learning rate
 shards       the state of an optimizer over replicas, a share on each
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 from mpipipe.optim.norm import GlobalNorm, gradient_norm
 from mpipipe.optim.optimizers import SGD, AdamW, Group, warmup_cosine
-from mpipipe.optim.optimizers import duplicate_name_error as duplicate_name_error  # for other rooms of the package
+from mpipipe.optim.optimizers import (
+    duplicate_name_error as duplicate_name_error,
+)  # for other rooms of the package
 from mpipipe.optim.shards import StateShard
 from mpipipe.optim.step import LossScaler, NormOfStep, clip_by_global_norm, scaled_step
 

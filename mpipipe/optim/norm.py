@@ -3,10 +3,11 @@
     by MPI     each rank sends the exact sum of its squares as few numbers
     on GPUs    squares of each parameter   NCCL: those of all ranks   factor, update
 
-The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So both have the
-same bits, on all ranks and however the model is cut. On GPUs the device computes the factor of the gradients, and a
-kernel takes it from the device's memory: the update is asked for before the host knows the norm. The host fetches the
-sums of squares meanwhile, to return the norm and to name a gradient that is not finite.
+The squares of each parameter are summed in float64, and the sums of all parameters are added
+exactly. So both have the same bits, on all ranks and however the model is cut. On GPUs the device
+computes the factor of the gradients, and a kernel takes it from the device's memory: the update is
+asked for before the host knows the norm. The host fetches the sums of squares meanwhile, to return
+the norm and to name a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class NonFiniteParameter(NamedTuple):
     name: str
 
     def refuse(self, comm: Communicator | None, when: str = "") -> NoReturn:
-        """Raise the NonFiniteError that names it: on all ranks of `comm`, which have all learnt of it."""
+        """Raise the NonFiniteError that names it: on all ranks of `comm`, which have all learnt of
+        it.
+        """
         remedy = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"
         message = f"the gradient of parameter {self.name} is not finite{when}"
         error = NonFiniteError(message, rank=self.rank, stage=self.stage, remedy=remedy)
@@ -67,20 +70,31 @@ class Counted(NamedTuple):
 
 
 class Norm:
-    """The norm over these stages of this rank and those of the ranks of `comm`, without names in `skip`."""
+    """The norm over these stages of this rank and those of the ranks of `comm`, without names in
+    `skip`.
+    """
 
-    def __init__(self, stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = ()) -> None:
-        self.stages, self.comm, self.skip = tuple(stages), comm, frozenset(skip)
-        self._group = None if comm is None or comm.size == 1 else group_of(comm)  # None where no rank is asked
+    def __init__(
+        self, stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = ()
+    ) -> None:
+        self.stages = tuple(stages)
+        self.comm = comm
+        self.skip = frozenset(skip)
+        self._group = (
+            None if comm is None or comm.size == 1 else group_of(comm)
+        )  # None where no rank is asked
         self._row: NcclRow | None = None  # where the norm is put together on GPUs
         self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
         self._mine = slice(0, 0)  # those of this rank
 
     def open(self, replicas: Communicator | None) -> None:
-        """Let the ranks of `comm` agree whether they put norms together on their GPUs; collective."""
+        """Let the ranks of `comm` agree whether they put norms together on their GPUs;
+        collective.
+        """
         if (group := self._group) is None:
             return
-        what, others = f"the {WHAT}", [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
+        what = f"the {WHAT}"
+        others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
         if agree_on_nccl([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
             everyone = group.gather(what, _owners(self._counted(), group.rank))
             start = sum(map(len, everyone[: group.rank]))
@@ -91,12 +105,14 @@ class Norm:
 
     def close(self) -> None:
         """Free what `open` has opened; collective, may be called twice."""
-        row, self._row = self._row, None
+        row = self._row
+        self._row = None
         if row is not None:
             row.close()
 
     def check(self, stages: Sequence[Any]) -> None:
-        """Raise ArgumentError for other stages, or other parameters that count, than those from the beginning.
+        """Raise ArgumentError for other stages, or other parameters that count, than those from the
+        beginning.
 
         The other ranks get the error, too, since they will wait for this one.
         """
@@ -107,11 +123,13 @@ class Norm:
                 raise ArgumentError(
                     "the stages of an optimizer are not those of the norm",
                     found=f"{len(stages)} stages",
-                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in their order",
+                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in "
+                    "their order",
                 )
             if self._row is None:
                 return
-            now, before = _owners(self._counted(), self._row.group.rank), self._owners[self._mine]
+            now = _owners(self._counted(), self._row.group.rank)
+            before = self._owners[self._mine]
             if now != before:
                 raise ArgumentError(
                     "the parameters that count in a norm have changed",
@@ -133,14 +151,15 @@ class Norm:
     def measure(self, scale: float) -> MeasuredNorm:
         """Add up the squares of all ranks; an error on one rank is raised on all.
 
-        The ranks exchange one row of numbers of fixed length. If a gradient is not finite, or a sum too long, all
-        squares are gathered, so that an error can name the parameter.
+        The ranks exchange one row of numbers of fixed length. If a gradient is not finite, or a sum
+        too long, all squares are gathered, so that an error can name the parameter.
         """
         if self.comm is None:
             reports = [self._report()]
         else:
             group = group_of(self.comm)
-            report, error = None, None
+            report = None
+            error = None
             try:
                 report = self._report()
             except Exception as caught:
@@ -167,12 +186,15 @@ class Norm:
         )
         squares = [square for row in rows for square in row.tolist()]
         owners = [(stage.index, name) for stage, names, _ in counted for name in names]
-        return squares, next((owner for owner, square in zip(owners, squares) if not math.isfinite(square)), None)
+        return squares, next(
+            (owner for owner, square in zip(owners, squares) if not math.isfinite(square)), None
+        )
 
     def _counted(self) -> list[Counted]:
         counted = []
         for stage in StageAdapter.of(self.stages):
-            gradients, copies = stage.gradients, stage.tied_copies
+            gradients = stage.gradients
+            copies = stage.tied_copies
             names = [name for name in gradients if name not in copies and name not in self.skip]
             starts = [gradients.offsets[name] for name in names]
             ranges = [(start, start + gradients[name].size) for start, name in zip(starts, names)]
@@ -188,11 +210,15 @@ def gpu_of(stages: Sequence[Any]) -> int | None:
 
 def _owners(counted: Sequence[Counted], rank: int | None) -> list[NonFiniteParameter]:
     """Rank, stage and name of each number that a rank has a part with."""
-    return [NonFiniteParameter(rank, each.stage.index, name) for each in counted for name in each.names]
+    return [
+        NonFiniteParameter(rank, each.stage.index, name) for each in counted for name in each.names
+    ]
 
 
 def _exact_sum(report: Report | None) -> list[int]:
-    """Return the number of parts of the exact sum of squares of this rank, and their bits as integers."""
+    """Return the number of parts of the exact sum of squares of this rank, and their bits as
+    integers.
+    """
     if report is None:
         return []
     squares, bad = report
@@ -206,11 +232,13 @@ def _exact_sum(report: Report | None) -> list[int]:
 def expansion(numbers: Iterable[float]) -> list[float]:
     """Return few numbers, of falling size, whose exact sum is that of the given ones.
 
-    A sum of doubles is in general no double, but it is the sum of a few: its value rounded, what rounding has left out,
-    rounded, and so on (Shewchuk, "Adaptive precision floating-point arithmetic", 1997). `math.fsum` over these and
-    those of other ranks rounds once, to the same bits as over all numbers.
+    A sum of doubles is in general no double, but it is the sum of a few: its value rounded, what
+    rounding has left out, rounded, and so on (Shewchuk, "Adaptive precision floating-point
+    arithmetic", 1997). `math.fsum` over these and those of other ranks rounds once, to the same
+    bits as over all numbers.
     """
-    left, parts = list(numbers), []
+    left = list(numbers)
+    parts = []
     while total := math.fsum(left):
         parts.append(total)
         left.append(-total)
@@ -218,16 +246,22 @@ def expansion(numbers: Iterable[float]) -> list[float]:
 
 
 class NormOnDevice:
-    """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply gradients by.
+    """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply
+    gradients by.
 
     It is NaN where a gradient is not finite. The numbers are those of `clip_factor`.
     """
 
     def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
-        counted, owners, start, row = norm._counted(), norm._owners, norm._mine.start, norm._row
+        counted = norm._counted()
+        owners = norm._owners
+        start = norm._mine.start
+        row = norm._row
         if row is None:
             owners = _owners(counted, None if norm.comm is None else norm.comm.rank)
-        self._owners, self._row, self._scale = owners, row, scale
+        self._owners = owners
+        self._row = row
+        self._scale = scale
         with nullcontext() if row is None else row.failing():
             make = arrays.empty if row is None else arrays.zeros
             squares = make((len(owners),), np.dtype(np.float64), "cuda")
@@ -245,7 +279,9 @@ class NormOnDevice:
 
     def result(self) -> MeasuredNorm:
         """Wait for the norm alone."""
-        if self._row is not None:  # whose other ranks may fail; the host must not wait for its device then
+        if (
+            self._row is not None
+        ):  # whose other ranks may fail; the host must not wait for its device then
             self._row.wait(self._download.is_done, keeping=self)
         squares = self._download.result()[0].tolist()
         for owner, square in zip(self._owners, squares):
@@ -254,26 +290,29 @@ class NormOnDevice:
         return MeasuredNorm(math.sqrt(math.fsum(squares)) / self._scale, None)
 
 
-# -- The public face --------------------------------------------------------------------------------------------------
+# -- The public face -------------------------------------------------------------------------------
 
 
 class GlobalNorm:
     """Over which stages and ranks a norm is taken, for `clip_by_global_norm` and `scaled_step`.
 
-    Where each rank has a GPU of its own and NCCL is used, the ranks put the norm together on their GPUs: the host asks
-    for the update before it knows the norm. Everywhere else MPI gathers it, as without this object. Norm and update
-    have the same bits either way.
+    Where each rank has a GPU of its own and NCCL is used, the ranks put the norm together on their
+    GPUs: the host asks for the update before it knows the norm. Everywhere else MPI gathers it, as
+    without this object. Norm and update have the same bits either way.
 
-    The constructor and `close` are collective. A context manager; after an error nothing collective is done.
+    The constructor and `close` are collective. A context manager; after an error nothing collective
+    is done.
 
     Parameters
     ----------
     stages : sequence of stages
-        The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must have been built.
+        The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must
+        have been built.
     comm, skip : communicator or None, collection of str
         As for `gradient_norm`.
     replicas : communicator, optional
-        The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can be used.
+        The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can
+        be used.
 
     Raises
     ------
@@ -321,14 +360,19 @@ class GlobalNorm:
             self.close()
 
 
-def norm_of(stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None) -> Norm:
-    """Return the norm that a function with these arguments is to take: `over`, or that of the others."""
+def norm_of(
+    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
+) -> Norm:
+    """Return the norm that a function with these arguments is to take: `over`, or that of the
+    others.
+    """
     if over is None:
         return Norm(stages, comm, skip)
     if comm is not None or skip:
         raise ArgumentError(
             "a GlobalNorm has its own communicator and names to skip",
-            found="over with " + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
+            found="over with "
+            + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
             expected="over alone",
         )
     over.norm.check(stages)
@@ -336,21 +380,27 @@ def norm_of(stages: Sequence[Any], comm: Communicator | None, skip: Collection[s
 
 
 def gradient_norm(
-    stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = (), scale: float = 1.0
+    stages: Sequence[Any],
+    comm: Communicator | None = None,
+    skip: Collection[str] = (),
+    scale: float = 1.0,
 ) -> float:
     """Return the norm of all gradients of the model: infinite or NaN where a gradient is.
 
-    The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So the result
-    does not depend on how the model is cut into stages and ranks, and is the same on all of them.
+    The squares of each parameter are summed in float64, and the sums of all parameters are added
+    exactly. So the result does not depend on how the model is cut into stages and ranks, and is the
+    same on all of them.
 
     Parameters
     ----------
     stages : sequence of stages
         The stages of this rank, as for an optimizer.
     comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
+        Over which the stages of the model are spread: a collective call. None: all of them are
+        here.
     skip : collection of str
-        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never count twice.
+        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never
+        count twice.
     scale : float
         Factor that the gradients carry; the result is without it.
 

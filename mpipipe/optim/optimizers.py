@@ -1,4 +1,6 @@
-"""Adam with decoupled weight decay, stochastic gradient descent with momentum, and learning-rate curves."""
+"""Adam with decoupled weight decay, stochastic gradient descent with momentum, and learning-rate
+curves.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ class FlatOptimizer:
         kinds: Sequence[str],
         replicas: Communicator | None,
     ):
-        self.stages, self.lr, self.weight_decay, self.groups = tuple(stages), lr, weight_decay, tuple(groups)
+        self.stages = tuple(stages)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.groups = tuple(groups)
         self._updated: list[StageAdapter] = []
         self._shards: Shards | None = None
         error = None
@@ -43,7 +48,8 @@ class FlatOptimizer:
             self._updated = _checked_stages(self.stages)
             strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
             if strange:
-                found, expected = ", ".join(strange), "a list of optim.Group"
+                found = ", ".join(strange)
+                expected = "a list of optim.Group"
                 raise ArgumentError("groups of an optimizer", found=found, expected=expected)
         except Exception as caught:
             error = caught
@@ -54,13 +60,20 @@ class FlatOptimizer:
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
-            {kind: arrays.zeros_like(stage.gradients.flat[slice(*self._share(number))]) for kind in kinds}
+            {
+                kind: arrays.zeros_like(stage.gradients.flat[slice(*self._share(number))])
+                for kind in kinds
+            }
             for number, stage in enumerate(self._updated)
         ]
 
     def _share(self, number: int) -> tuple[int, int]:
         """What of the flat parameters of a stage is updated here."""
-        return (0, self._updated[number].gradients.flat.size) if self._shards is None else self._shards.own(number)
+        return (
+            (0, self._updated[number].gradients.flat.size)
+            if self._shards is None
+            else self._shards.own(number)
+        )
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make one step with the gradients of the stages.
@@ -70,15 +83,17 @@ class FlatOptimizer:
         lr : float, optional
             Overrides the learning rate for this step.
         scale : float or cupy.ndarray
-            Factor of the gradients, which stay as they are. For stages on a GPU it may be there, () of float64; where
-            it is NaN then, parameters and state stay as they are.
+            Factor of the gradients, which stay as they are. For stages on a GPU it may be there, ()
+            of float64; where it is NaN then, parameters and state stay as they are.
 
         Raises
         ------
         MismatchError
-            The replicas of a sharded optimizer differ in numbers, or in a sample of their parameters and gradients.
+            The replicas of a sharded optimizer differ in numbers, or in a sample of their
+            parameters and gradients.
         """
-        rate, shards = self.lr if lr is None else lr, self._shards
+        rate = self.lr if lr is None else lr
+        shards = self._shards
         at = scale if isinstance(scale, float) else None  # else it is on the GPU
         numbers = dict(steps=self.steps, lr=float(rate), weight_decay=self.weight_decay, scale=at)
         with nullcontext() if shards is None else shards.step(**numbers):
@@ -91,31 +106,45 @@ class FlatOptimizer:
 
     def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
         """Update the share of a stage."""
-        stage, state, share = self._updated[number], self.state[number], self._share(number)
+        stage = self._updated[number]
+        state = self.state[number]
+        share = self._share(number)
         original = None if self._shards is None else self._shards.originals[number]
         parameters = stage.parameters.flat[slice(*share)] if original is None else original
-        gradients, copy = stage.gradients.flat, stage.kept_copy
+        gradients = stage.gradients.flat
+        copy = stage.kept_copy
         # a pipeline may have shortened the parameters
         for at, factor, decay, ranges in pieces(stage, self.groups, share):
             there = slice(at.start - share[0], at.stop - share[0])
             own = {kind: buffer[there] for kind, buffer in state.items()}
             decay = self.weight_decay if decay is None else decay
             update = Update(scale, ranges, None if copy is None else copy[at])
-            self._update(stage.kernels, parameters[there], gradients[at], own, rate * factor, decay, update)
+            self._update(
+                stage.kernels, parameters[there], gradients[at], own, rate * factor, decay, update
+            )
 
     def _update(
-        self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
+        self,
+        kernels: Kernels,
+        p: Array,
+        g: Array,
+        state: State,
+        rate: float,
+        decay: float,
+        how: Update,
     ) -> None:
         """Update a piece."""
         raise NotImplementedError
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Within this context `stage.parameters` of all stages are whole, to be read and written; collective.
+        """Within this context `stage.parameters` of all stages are whole, to be read and written;
+        collective.
 
-        With `replicas`, a stage that computes in half precision keeps float32 parameters of this replica's share alone,
-        and reading the others raises ArgumentError. Here they are put together, at 4 bytes for each. What is written is
-        to be equal on all replicas, and counts from the end on; arrays of the parameters are NaN then: take copies.
-        Elsewhere, as without `replicas`, parameters are whole anyway.
+        With `replicas`, a stage that computes in half precision keeps float32 parameters of this
+        replica's share alone, and reading the others raises ArgumentError. Here they are put
+        together, at 4 bytes for each. What is written is to be equal on all replicas, and counts
+        from the end on; arrays of the parameters are NaN then: take copies. Elsewhere, as without
+        `replicas`, parameters are whole anyway.
 
         Examples
         --------
@@ -134,17 +163,19 @@ class FlatOptimizer:
         return nullcontext() if self._shards is None else self._shards.whole()
 
     def named_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state by kind and by the names of parameters: views, which may be read and set.
+        """Return the state by kind and by the names of parameters: views, which may be read and
+        set.
 
         With `steps` this is all that an optimizer has to remember.
 
         Returns
         -------
         dict of dict of array
-            The kinds are "first" and "second" of AdamW, and "momentum" of SGD if it has any. Each array has the shape
-            of its parameter; with `replicas` it is a StateShard, this replica's part. A tied parameter that several
-            places of this rank share has one state, under the name of each place. ArgumentError is raised for two
-            stages with a parameter of the same name, and for one that is shared with a stage that is not here.
+            The kinds are "first" and "second" of AdamW, and "momentum" of SGD if it has any. Each
+            array has the shape of its parameter; with `replicas` it is a StateShard, this replica's
+            part. A tied parameter that several places of this rank share has one state, under the
+            name of each place. ArgumentError is raised for two stages with a parameter of the same
+            name, and for one that is shared with a stage that is not here.
 
         Examples
         --------
@@ -160,7 +191,8 @@ class FlatOptimizer:
                 owner, there = stage.owners.get(name, (stage.given, name))
                 if id(owner) not in numbers:
                     raise ArgumentError(
-                        f"the tied parameter {name} belongs to a stage that this optimizer does not have",
+                        f"the tied parameter {name} belongs to a stage that this optimizer does "
+                        "not have",
                         stage=stage.index,
                         remedy="give the optimizer all stages of this rank",
                     )
@@ -178,17 +210,18 @@ class FlatOptimizer:
 
 
 class AdamW(FlatOptimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019).
+    """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay
+    regularization", 2019).
 
-    Their algorithm 2: m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * weight_decay * p; then
-    p -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). Updates are in place, in the dtype of the stage's
-    parameters, with the scalars of the bias correction in float64.
+    Their algorithm 2: m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * weight_decay * p;
+    then p -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). Updates are in place, in the
+    dtype of the stage's parameters, with the scalars of the bias correction in float64.
 
     Parameters
     ----------
     stages : sequence of stages
-        The stages of this rank: each an nn.Stage, or any object whose `parameters` and `gradients` have one flat array
-        `flat` each (see `nn.FlatBuffer`).
+        The stages of this rank: each an nn.Stage, or any object whose `parameters` and `gradients`
+        have one flat array `flat` each (see `nn.FlatBuffer`).
     lr : float
         Learning rate.
     betas : (float, float)
@@ -198,18 +231,20 @@ class AdamW(FlatOptimizer):
     weight_decay : float
         Decay of the parameters whose `Parameter.decay` is set.
     groups : sequence of Group
-        Parameters with another learning rate or weight decay; where several match, the first counts. A pattern may
-        match nothing here: other ranks have other parameters.
+        Parameters with another learning rate or weight decay; where several match, the first
+        counts. A pattern may match nothing here: other ranks have other parameters.
     replicas : communicator, optional
-        The ranks with the same stages and gradients, as for `Pipeline`: each keeps the state of a share of the
-        parameters and updates that, and gets the rest from the others, for the same bits as without. The constructor,
-        which comes after that of the pipeline, and each step are collective over them then. Parameters of stages in
-        half precision are read and written by `whole_parameters` from then on.
+        The ranks with the same stages and gradients, as for `Pipeline`: each keeps the state of a
+        share of the parameters and updates that, and gets the rest from the others, for the same
+        bits as without. The constructor, which comes after that of the pipeline, and each step are
+        collective over them then. Parameters of stages in half precision are read and written by
+        `whole_parameters` from then on.
 
     Attributes
     ----------
     state : list of dict
-        For each stage `{"first": flat array m, "second": flat array v}`; with `replicas` of this replica's share.
+        For each stage `{"first": flat array m, "second": flat array v}`; with `replicas` of this
+        replica's share.
     before_write : list of callable
         Called without arguments before a step writes anything; so are those of the stages.
     steps : int
@@ -236,18 +271,29 @@ class AdamW(FlatOptimizer):
         replicas: Communicator | None = None,
     ):
         super().__init__(stages, lr, weight_decay, groups, ("first", "second"), replicas)
-        self.betas, self.eps = betas, eps
+        self.betas = betas
+        self.eps = eps
 
     def _update(
-        self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
+        self,
+        kernels: Kernels,
+        p: Array,
+        g: Array,
+        state: State,
+        rate: float,
+        decay: float,
+        how: Update,
     ) -> None:
         b1, b2 = self.betas
-        numbers = AdamWNumbers(b1, b2, self.eps, rate, 1 - b1**self.steps, 1 - b2**self.steps, shrink=1 - rate * decay)
+        numbers = AdamWNumbers(
+            b1, b2, self.eps, rate, 1 - b1**self.steps, 1 - b2**self.steps, shrink=1 - rate * decay
+        )
         kernels.adamw(p, g, state["first"], state["second"], numbers, how)
 
 
 class SGD(FlatOptimizer):
-    """Stochastic gradient descent: u = momentum * u + gradient + weight_decay * p, then p -= lr * u.
+    """Stochastic gradient descent: u = momentum * u + gradient + weight_decay * p, then p -= lr *
+    u.
 
     Updates are in place, in the dtype of the stage's parameters.
 
@@ -263,7 +309,8 @@ class SGD(FlatOptimizer):
     Attributes
     ----------
     state : list of dict
-        For each stage `{"momentum": flat array u}`, or `{}` without momentum; all else is as for `AdamW`.
+        For each stage `{"momentum": flat array u}`, or `{}` without momentum; all else is as for
+        `AdamW`.
     """
 
     def __init__(
@@ -275,32 +322,46 @@ class SGD(FlatOptimizer):
         groups: Sequence[Group] = (),
         replicas: Communicator | None = None,
     ):
-        super().__init__(stages, lr, weight_decay, groups, ("momentum",) if momentum else (), replicas)
+        super().__init__(
+            stages, lr, weight_decay, groups, ("momentum",) if momentum else (), replicas
+        )
         self.momentum = momentum
 
     def _update(
-        self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
+        self,
+        kernels: Kernels,
+        p: Array,
+        g: Array,
+        state: State,
+        rate: float,
+        decay: float,
+        how: Update,
     ) -> None:
         kernels.sgd(p, g, state.get("momentum"), self.momentum, decay, rate, how)
 
 
 def _checked_stages(stages: Sequence[Any]) -> list[StageAdapter]:
-    """Return the adapters of stages; raises ArgumentError for parameters that an optimizer should not update."""
+    """Return the adapters of stages; raises ArgumentError for parameters that an optimizer should
+    not update.
+    """
     adapters = StageAdapter.of(stages)
     for number, stage in enumerate(adapters):
-        own, gradients = stage.parameters.flat, stage.gradients.flat
+        own = stage.parameters.flat
+        gradients = stage.gradients.flat
         if own.size and (own.dtype not in (np.float32, np.float64) or gradients.dtype != own.dtype):
             raise ArgumentError(
                 f"parameters of the optimizer's stage {number} are in {own.dtype}",
                 stage=stage.index,
                 found=f"parameters in {own.dtype}, gradients in {gradients.dtype}",
-                expected="float32 or float64: in half precision most updates are lost when they are rounded",
-                remedy="keep parameters in float32 and compute in half precision, by torch.autocast or a cast in JAX",
+                expected="float32 or float64: in half precision most updates are lost when they "
+                "are rounded",
+                remedy="keep parameters in float32 and compute in half precision, by "
+                "torch.autocast or a cast in JAX",
             )
     return adapters
 
 
-# -- Groups of parameters with a learning rate and a weight decay of their own, as pieces of the flat buffers ---------
+# -- Groups of parameters with a learning rate and a weight decay of their own, as pieces of the flat buffers --
 #
 # flat     | 0.weight | 0.gain | 2.weight | 2.bias |        Group("*.bias", lr=2): two pieces, and two calls
 # pieces   |             lr             |   2 lr   |        of the kernel that updates them
@@ -313,12 +374,15 @@ class Group:
     Parameters
     ----------
     match : str or callable
-        Which parameters: a pattern of names as in a shell, such as `"*.bias"`, or a function `match(name, shape)` that
-        returns a bool. A tied parameter goes by its tie, which is the same in all places.
+        Which parameters: a pattern of names as in a shell, such as `"*.bias"`, or a function
+        `match(name, shape)` that returns a bool. A tied parameter goes by its tie, which is the
+        same in all places.
     lr : float
-        Factor of the optimizer's learning rate, and of what overrides that for a step. 0 keeps them as they are.
+        Factor of the optimizer's learning rate, and of what overrides that for a step. 0 keeps them
+        as they are.
     weight_decay : float, optional
-        In place of the optimizer's, and for vectors too. By default that of the optimizer, where a parameter decays.
+        In place of the optimizer's, and for vectors too. By default that of the optimizer, where a
+        parameter decays.
 
     Examples
     --------
@@ -337,14 +401,22 @@ class Group:
     def __post_init__(self) -> None:
         for name, number in (("lr", self.lr), ("weight_decay", self.weight_decay or 0.0)):
             if not 0 <= number < math.inf:
-                raise ArgumentError(f"{name} of a group", found=repr(number), expected="0 or more, and finite")
+                raise ArgumentError(
+                    f"{name} of a group", found=repr(number), expected="0 or more, and finite"
+                )
 
     def _has(self, name: str, shape: Shape) -> bool:
-        return fnmatchcase(name, self.match) if isinstance(self.match, str) else bool(self.match(name, shape))
+        return (
+            fnmatchcase(name, self.match)
+            if isinstance(self.match, str)
+            else bool(self.match(name, shape))
+        )
 
 
 class GroupPiece(NamedTuple):
-    """A part of the flat buffers with one learning rate; `ranges` are within it, None where all of it decays."""
+    """A part of the flat buffers with one learning rate; `ranges` are within it, None where all of
+    it decays.
+    """
 
     at: slice
     lr: float  # factor of the optimizer's
@@ -352,8 +424,11 @@ class GroupPiece(NamedTuple):
     ranges: list[tuple[int, int, bool]] | None  # (start, stop, decay)
 
 
-def pieces(stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int] | None = None) -> list[GroupPiece]:
-    """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them.
+def pieces(
+    stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int] | None = None
+) -> list[GroupPiece]:
+    """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what
+    is before them.
 
     Of a `share` (start, stop) there are the pieces that lie within.
     """
@@ -362,19 +437,32 @@ def pieces(stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int] 
     if not groups and (low, high) == (0, size):
         return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
-    pair = getattr(stage.gradients, "parts", 1) - 1  # an axis that complex parameters have here alone
+    pair = (
+        getattr(stage.gradients, "parts", 1) - 1
+    )  # an axis that complex parameters have here alone
     cuts: list[tuple[int, float, float | None]] = [(0, 1.0, None)]
     for name, start in sorted(stage.gradients.offsets.items(), key=lambda entry: entry[1]):
         shape = stage.gradients[name].shape
-        group = next((g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])), Group("*"))
+        group = next(
+            (g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])),
+            Group("*"),
+        )
         if 0 not in shape and cuts[-1][1:] != (group.lr, group.weight_decay):
-            cuts = [cut for cut in cuts if cut[0] != start] + [(start, group.lr, group.weight_decay)]
-    found, all_ranges = [], stage.decay_ranges
+            cuts = [cut for cut in cuts if cut[0] != start] + [
+                (start, group.lr, group.weight_decay)
+            ]
+    found = []
+    all_ranges = stage.decay_ranges
     for (start, lr, decay), stop in zip(cuts, [*(start for start, _, _ in cuts[1:]), size]):
-        start, stop = max(start, low), min(stop, high)
+        start = max(start, low)
+        stop = min(stop, high)
         if start >= stop:
             continue
-        ranges = [(max(a, start) - start, min(b, stop) - start, c) for a, b, c in all_ranges if a < stop and b > start]
+        ranges = [
+            (max(a, start) - start, min(b, stop) - start, c)
+            for a, b, c in all_ranges
+            if a < stop and b > start
+        ]
         found.append(GroupPiece(slice(start, stop), lr, decay, ranges if decay is None else None))
     return found
 
@@ -385,12 +473,13 @@ def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:
     return ArgumentError(
         f"two stages {where} have a parameter {name}",
         expected="names that are the parameters' own in the whole model",
-        remedy="give each nn.Stage its place in the model: first=0 for the first, and so on; torch_stage and jax_stage "
+        remedy="give each nn.Stage its place in the model: first=0 for the first, and so on; "
+        "torch_stage and jax_stage "
         "a prefix; and the arrays of a stage of your own names with its number in front",
     )
 
 
-# -- Learning-rate curves ---------------------------------------------------------------------------------------------
+# -- Learning-rate curves --------------------------------------------------------------------------
 
 
 def warmup_cosine(step: int, steps: int, peak: float, warmup: int, floor: float = 0.1) -> float:

@@ -1,15 +1,18 @@
-"""The state of an optimizer over replicas: each one keeps it for a share of the parameters, and updates that share.
+"""The state of an optimizer over replicas: each one keeps it for a share of the parameters, and
+updates that share.
 
     replica 0   gradients whole | update share 0 | share 0 -->  --> parameters whole
     replica 1   gradients whole | update share 1 | share 1 -->  --> parameters whole
 
-This is the first stage of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
-models", 2020). Gradients are summed as ever, and whole on each replica: so norms, clipping and the sums of tied
-parameters have the bits that they have without shares, for any number of replicas, and by MPI as by NCCL. An element of
-the parameters is updated by one replica and copied to the others. So all have the bits of an optimizer without shares.
+This is the first stage of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training
+trillion parameter models", 2020). Gradients are summed as ever, and whole on each replica: so
+norms, clipping and the sums of tied parameters have the bits that they have without shares, for any
+number of replicas, and by MPI as by NCCL. An element of the parameters is updated by one replica
+and copied to the others. So all have the bits of an optimizer without shares.
 
-A stage that computes with a copy in a half dtype has no other use for its parameters in float32: each replica keeps
-its share of these originals alone, and the copy is what is sent. Stages with adapters keep them, for sums with these.
+A stage that computes with a copy in a half dtype has no other use for its parameters in float32:
+each replica keeps its share of these originals alone, and the copy is what is sent. Stages with
+adapters keep them, for sums with these.
 """
 
 from __future__ import annotations
@@ -39,19 +42,27 @@ SAMPLE = 256  # elements
 
 
 def shares_of(size: int, replicas: int) -> list[Range]:
-    """Cut a flat buffer into a share for each replica; each begins at the edge of a block of 64 elements."""
+    """Cut a flat buffer into a share for each replica; each begins at the edge of a block of 64
+    elements.
+    """
     blocks = even_split(-(-size // ALIGNMENT), replicas)
-    return [(min(size, ALIGNMENT * block.start), min(size, ALIGNMENT * block.stop)) for block in blocks]
+    return [
+        (min(size, ALIGNMENT * block.start), min(size, ALIGNMENT * block.stop)) for block in blocks
+    ]
 
 
 class Shards:
-    """The share of each replica of the flat parameters of each stage; the constructor is collective over them.
+    """The share of each replica of the flat parameters of each stage; the constructor is collective
+    over them.
 
     `error` is why this rank has none: all replicas raise it.
     """
 
-    def __init__(self, replicas: Communicator, stages: Sequence[StageAdapter], error: Exception | None) -> None:
-        self.group, self.flats = group_of(replicas), _flats(stages)
+    def __init__(
+        self, replicas: Communicator, stages: Sequence[StageAdapter], error: Exception | None
+    ) -> None:
+        self.group = group_of(replicas)
+        self.flats = _flats(stages)
         # with names: two stages of one shape are no replicas
         facts = [
             (
@@ -71,7 +82,9 @@ class Shards:
         )
         self.ranges = [shares_of(stage.gradients.flat.size, self.group.size) for stage in stages]
         self.stages = list(stages)
-        self.originals: list[Array | None] = [None] * len(stages)  # this replica's share, where it is all that is here
+        self.originals: list[Array | None] = [None] * len(
+            stages
+        )  # this replica's share, where it is all that is here
         self._underway: list[ReplicaSum] = []
         self._first = True  # step
         self._nccl: NcclSums | None = None
@@ -85,31 +98,43 @@ class Shards:
 
     @contextmanager
     def step(self, **numbers: Any) -> Iterator[None]:
-        """Within this context replicas make a step, from equal parameters, gradients and numbers; collective.
+        """Within this context replicas make a step, from equal parameters, gradients and numbers;
+        collective.
 
-        Replicas that differ would have equal parameters after it, each share from another replica, and nothing later
-        would find that. So a sample of parameters and gradients is compared before; on GPUs, which it lets the host
-        wait for, in the first step alone.
+        Replicas that differ would have equal parameters after it, each share from another replica,
+        and nothing later would find that. So a sample of parameters and gradients is compared
+        before; on GPUs, which it lets the host wait for, in the first step alone.
         """
-        stages, error = self.stages, None
+        stages = self.stages
+        error = None
         now = _flats(stages)
         if now != self.flats:
             error = ArgumentError(
                 "the parameters of a sharded optimizer are others than at its construction",
                 found=", ".join(now),
                 expected=", ".join(self.flats),
-                remedy="build the pipeline first, and then the optimizer: it lets tied parameters share storage",
+                remedy="build the pipeline first, and then the optimizer: it lets tied parameters "
+                "share storage",
             )
-        sampled = [n for n, stage in enumerate(stages) if self._first or not arrays.is_device(stage.gradients.flat)]
+        sampled = [
+            n
+            for n, stage in enumerate(stages)
+            if self._first or not arrays.is_device(stage.gradients.flat)
+        ]
         self._first = False
-        numbers["sum of a sample of the parameters"] = sum(_sample(self._exchanged(n)[0]) for n in sampled)
-        numbers["sum of a sample of the gradients"] = sum(_sample(stages[n].gradients.flat) for n in sampled)
+        numbers["sum of a sample of the parameters"] = sum(
+            _sample(self._exchanged(n)[0]) for n in sampled
+        )
+        numbers["sum of a sample of the gradients"] = sum(
+            _sample(stages[n].gradients.flat) for n in sampled
+        )
         self.group.agree(
             "optim: a step over the replicas",
             tuple(numbers.items()),
             error=error,
             message=DIFFER,
-            remedy="give Pipeline the same replicas, which sums gradients over them, and change parameters, gradients "
+            remedy="give Pipeline the same replicas, which sums gradients over them, and change "
+            "parameters, gradients "
             "and learning rates on all of them alike",
         )
         with self._exchange("a step of a sharded optimizer"):
@@ -136,11 +161,16 @@ class Shards:
                 self._underway = []
 
     def _exchanged(self, number: int) -> tuple[Array, list[Range]]:
-        """What is whole on each replica between two steps, and the ranges in it: halves as int32, which MPI knows."""
-        stage, ranges = self.stages[number], self.ranges[number]
+        """What is whole on each replica between two steps, and the ranges in it: halves as int32,
+        which MPI knows.
+        """
+        stage = self.stages[number]
+        ranges = self.ranges[number]
         if self.originals[number] is None:
             return stage.parameters.flat, ranges
-        return stage.given.compute.flat.view(np.int32), [(start // 2, stop // 2) for start, stop in ranges]
+        return stage.given.compute.flat.view(np.int32), [
+            (start // 2, stop // 2) for start, stop in ranges
+        ]
 
     def give(self, number: int) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
@@ -172,9 +202,15 @@ class Shards:
                 announce_write(stage)  # a save may read them
                 stage.given.optimizer_writes_compute()
                 stage.sync_compute()
-                share = self.originals[number] = arrays.copy(originals.flat[slice(*self.own(number))])
-                compute, places = stage.given.compute, originals.offsets.items()
-                shards = {name: self.shard(number, at, compute[name], share, compute[name]) for name, at in places}
+                share = self.originals[number] = arrays.copy(
+                    originals.flat[slice(*self.own(number))]
+                )
+                compute = stage.given.compute
+                places = originals.offsets.items()
+                shards = {
+                    name: self.shard(number, at, compute[name], share, compute[name])
+                    for name, at in places
+                }
                 divide_buffer(originals, share, shards)
 
     @contextmanager
@@ -196,9 +232,16 @@ class Shards:
             if wholes:
                 self._divide()
 
-    def shard(self, number: int, start: int, like: Array, state: Array, copy: Array | None = None) -> StateShard:
-        """Return this replica's part of the state of one parameter, which starts here in the flat one of its stage."""
-        parts = [(min(max(a - start, 0), like.size), min(max(b - start, 0), like.size)) for a, b in self.ranges[number]]
+    def shard(
+        self, number: int, start: int, like: Array, state: Array, copy: Array | None = None
+    ) -> StateShard:
+        """Return this replica's part of the state of one parameter, which starts here in the flat
+        one of its stage.
+        """
+        parts = [
+            (min(max(a - start, 0), like.size), min(max(b - start, 0), like.size))
+            for a, b in self.ranges[number]
+        ]
         (first, last), begin = parts[self.group.rank], start - self.own(number)[0]
         part = state[begin + first : begin + last] if first < last else state[:0]
         return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
@@ -210,14 +253,17 @@ def _flats(stages: Sequence[StageAdapter]) -> list[str]:
 
 
 def _sample(flat: Array) -> float:
-    """Return the sum of some elements, the same ones on all replicas: NaN for any NaN, whose bits MPI may change."""
+    """Return the sum of some elements, the same ones on all replicas: NaN for any NaN, whose bits
+    MPI may change.
+    """
     values: list[float] = arrays.download(flat[:: -(-flat.size // SAMPLE) or 1].copy()).tolist()
     return sum(values)
 
 
 @dataclass(frozen=True)
 class StateShard:
-    """What one replica has of an array of a sharded optimizer; all replicas together have the array.
+    """What one replica has of an array of a sharded optimizer; all replicas together have the
+    array.
 
     That is its state, and parameters in float32 of stages that compute with a copy in a half dtype.
 

@@ -23,7 +23,8 @@ def clip_by_global_norm(
     scale: float = 1.0,
     over: GlobalNorm | None = None,
 ) -> float:
-    """Scale the gradients in place so that their norm is at most `max_norm`; return the norm before that.
+    """Scale the gradients in place so that their norm is at most `max_norm`; return the norm before
+    that.
 
     Parameters
     ----------
@@ -34,7 +35,8 @@ def clip_by_global_norm(
     comm, skip : communicator or None, collection of str
         As for `gradient_norm`, whose norm this is.
     scale : float
-        Factor that the gradients carry, and go on carrying. Both norms are those of gradients / scale.
+        Factor that the gradients carry, and go on carrying. Both norms are those of gradients /
+        scale.
     over : GlobalNorm, optional
         In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
 
@@ -56,7 +58,8 @@ def clip_by_global_norm(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
-    norm, adapters = norm_of(stages, comm, skip, over), StageAdapter.of(stages)
+    norm = norm_of(stages, comm, skip, over)
+    adapters = StageAdapter.of(stages)
     if norm.on_device:
         begun = NormOnDevice(norm, max_norm, scale)
         for stage in adapters:
@@ -66,38 +69,45 @@ def clip_by_global_norm(
         measured = norm.measure(scale)
         if measured.bad is None and measured.norm > max_norm:
             for stage in adapters:
-                stage.kernels.scale(stage.gradients.flat, max_norm / measured.norm, stage.gradients.flat)
+                stage.kernels.scale(
+                    stage.gradients.flat, max_norm / measured.norm, stage.gradients.flat
+                )
     if measured.bad is not None:
         measured.bad.refuse(norm.comm)
     return measured.norm
 
 
-# -- Scaling of the loss, for gradients too small for float16 ---------------------------------------------------------
+# -- Scaling of the loss, for gradients too small for float16 --------------------------------------
 #
-# The loss, and with it every gradient, is multiplied by a scale before the backward; the optimizer divides by it. An
-# infinite or NaN gradient tells that the scale was too large: the step is left out and the scale made smaller. It grows
-# after many good steps in a row (Micikevicius et al., "Mixed precision training", 2018).
+# The loss, and with it every gradient, is multiplied by a scale before the backward; the optimizer
+# divides by it. An infinite or NaN gradient tells that the scale was too large: the step is left
+# out and the scale made smaller. It grows after many good steps in a row (Micikevicius et al.,
+# "Mixed precision training", 2018).
 
 
-SMALLEST, LARGEST = 1.0, 2.0**64  # scale
+# scale
+SMALLEST = 1.0
+LARGEST = 2.0**64
 
 
 class LossScaler:
-    """The scale of the loss from step to step. It depends on nothing but the outcomes that `update` gets.
+    """The scale of the loss from step to step. It depends on nothing but the outcomes that `update`
+    gets.
 
     Parameters
     ----------
     initial : float
         First scale, in 1 ... 2^64.
     growth : float
-        At least 1: the scale is multiplied by it after `interval` steps in a row without overflow, up to 2^64.
+        At least 1: the scale is multiplied by it after `interval` steps in a row without overflow,
+        up to 2^64.
     backoff : float
         Between 0 and 1: the scale is multiplied by it after an overflow, down to 1.
     interval : int
         At least 1.
     dynamic : bool
-        False: the scale stays what it is. `LossScaler(1.0, dynamic=False)` is no scaling at all, which is enough for
-        bfloat16.
+        False: the scale stays what it is. `LossScaler(1.0, dynamic=False)` is no scaling at all,
+        which is enough for bfloat16.
 
     Attributes
     ----------
@@ -123,13 +133,22 @@ class LossScaler:
         interval: int = 2000,
         dynamic: bool = True,
     ):
-        if not (SMALLEST <= initial <= LARGEST and 1 <= growth < math.inf and 0 < backoff < 1 and interval >= 1):
+        if not (
+            SMALLEST <= initial <= LARGEST
+            and 1 <= growth < math.inf
+            and 0 < backoff < 1
+            and interval >= 1
+        ):
             raise ArgumentError(
                 "wrong scaling of the loss",
                 found=f"initial={initial}, growth={growth}, backoff={backoff}, interval={interval}",
-                expected="1 <= initial <= 2^64, growth >= 1 and finite, 0 < backoff < 1, interval >= 1",
+                expected="1 <= initial <= 2^64, growth >= 1 and finite, 0 < backoff < 1, interval "
+                ">= 1",
             )
-        self.scale, self.growth, self.backoff, self.interval = float(initial), growth, backoff, interval
+        self.scale = float(initial)
+        self.growth = growth
+        self.backoff = backoff
+        self.interval = interval
         self.dynamic = dynamic
         self.good = self.skipped = 0
         self.unread: list[NormOfStep] = []  # of steps on a GPU
@@ -140,21 +159,25 @@ class LossScaler:
         return self.dynamic and self.scale > SMALLEST
 
     def read_norms(self, wait: bool) -> None:
-        """Look at norms that steps before have left on the GPU: all of them, or those that are there by now."""
+        """Look at norms that steps before have left on the GPU: all of them, or those that are
+        there by now.
+        """
         while self.unread and (wait or self.unread[0].is_here()):
             float(self.unread.pop(0))
 
     def update(self, finite: bool) -> None:
         """Take note of a step, and whether all its gradients were `finite`."""
         factor = 1.0 if finite else self.backoff
-        self.good, self.skipped = self.good + 1 if finite else 0, self.skipped + (not finite)
+        self.good = self.good + 1 if finite else 0
+        self.skipped = self.skipped + (not finite)
         if self.good == self.interval:
-            self.good, factor = 0, self.growth
+            self.good = 0
+            factor = self.growth
         if self.dynamic:
             self.scale = min(LARGEST, max(SMALLEST, self.scale * factor))
 
 
-# -- A step with clipping and scaling ---------------------------------------------------------------------------------
+# -- A step with clipping and scaling --------------------------------------------------------------
 
 
 def check_max_norm(max_norm: float) -> None:
@@ -185,9 +208,10 @@ def scaled_step(
 ) -> float | NormOfStep | None:
     """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
 
-    If a gradient is infinite or NaN, on whichever rank, no rank makes the step. The gradients stay as they are. The
-    norm of the gradients, without scale and before clipping, is returned; None if no step was made. Where one GPU holds
-    the whole model and the scale is not dynamic, it is a `NormOfStep`, which waits for the GPU where it is read.
+    If a gradient is infinite or NaN, on whichever rank, no rank makes the step. The gradients stay
+    as they are. The norm of the gradients, without scale and before clipping, is returned; None if
+    no step was made. Where one GPU holds the whole model and the scale is not dynamic, it is a
+    `NormOfStep`, which waits for the GPU where it is read.
 
     Parameters
     ----------
@@ -203,8 +227,8 @@ def scaled_step(
     Raises
     ------
     NonFiniteError
-        A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
-        raise it, and it names rank, stage and parameter.
+        A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not
+        dynamic. All ranks raise it, and it names rank, stage and parameter.
     ArgumentError
         As `clip_by_global_norm`. The scaler is as it was.
 
@@ -232,7 +256,9 @@ def scaled_step(
 
 
 def _is_good(measured: MeasuredNorm, scaler: LossScaler, norm: Norm) -> bool:
-    """Let the scaler know whether gradients are finite; raise NonFiniteError where no smaller scale can help."""
+    """Let the scaler know whether gradients are finite; raise NonFiniteError where no smaller scale
+    can help.
+    """
     if measured.bad is not None and not scaler.can_shrink:
         measured.bad.refuse(norm.comm)
     scaler.update(measured.bad is None)
@@ -242,11 +268,15 @@ def _is_good(measured: MeasuredNorm, scaler: LossScaler, norm: Norm) -> bool:
 def _step_on_device(
     optimizer: Stepping, scaler: LossScaler, max_norm: float, lr: float | None, norm: Norm
 ) -> float | NormOfStep | None:
-    """Measure, and make the step or leave it out, on the device; the host waits only where the next step needs it."""
+    """Measure, and make the step or leave it out, on the device; the host waits only where the next
+    step needs it.
+    """
     scaler.read_norms(wait=False)
     begun = NormOnDevice(norm, max_norm, scaler.scale, divisor=scaler.scale)
     optimizer.step(lr=lr, scale=begun.factor)
-    if scaler.dynamic or norm.is_shared:  # the scale of the next step depends on it; or other ranks may fail
+    if (
+        scaler.dynamic or norm.is_shared
+    ):  # the scale of the next step depends on it; or other ranks may fail
         measured = begun.result()
         if measured.bad is not None:
             optimizer.steps -= 1  # the device has not made it
@@ -259,12 +289,13 @@ def _step_on_device(
 
 @total_ordering
 class NormOfStep:
-    """The norm of a step on a GPU. The host waits for it where `float()`, a comparison or a text reads it.
+    """The norm of a step on a GPU. The host waits for it where `float()`, a comparison or a text
+    reads it.
 
     It is no number of Python: `round`, `sum` and `json.dumps` take `float(norm)`.
 
-    Where a gradient was not finite, the device has left the step out. Reading raises NonFiniteError then, and so does
-    the next step with the same scaler that finds this one done.
+    Where a gradient was not finite, the device has left the step out. Reading raises NonFiniteError
+    then, and so does the next step with the same scaler that finds this one done.
 
     Parameters
     ----------

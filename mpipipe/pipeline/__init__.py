@@ -14,4 +14,13 @@ from mpipipe.pipeline.plan import PlannedAction, receive_window
 from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.units import merge, rows_of_any
 
-__all__ = ["Branches", "Loss", "Pipeline", "PlannedAction", "StepResult", "merge", "receive_window", "rows_of_any"]
+__all__ = [
+    "Branches",
+    "Loss",
+    "Pipeline",
+    "PlannedAction",
+    "StepResult",
+    "merge",
+    "receive_window",
+    "rows_of_any",
+]

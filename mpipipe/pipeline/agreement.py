@@ -10,24 +10,38 @@ from mpipipe.pipeline.batch import BatchFacts
 from mpipipe.text import counted
 
 CALLS = ("step", "forward_train", "backward", "evaluate", "forward", "durations", "close")
-DIFFERENT = "ranks call different methods of a pipeline, or with different scales or values of accumulate"
-REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same arguments"
+DIFFERENT = (
+    "ranks call different methods of a pipeline, or with different scales or values of accumulate"
+)
+REMEDY = (
+    f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with "
+    "the same arguments"
+)
 
 
 class Agreement:
     """The agreements of one pipeline."""
 
     def __init__(self, pipe: RankGroup, replicas: RankGroup | None, name: str) -> None:
-        self.pipe, self.replicas, self.where = pipe, replicas, f" of {name}"
+        self.pipe = pipe
+        self.replicas = replicas
+        self.where = f" of {name}"
         self.count = 0  # calls so far
         self.codes: dict[tuple[str, tuple], int] = {}
 
     def reach(
-        self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0, accumulate: bool = False
+        self,
+        call: str,
+        batch: BatchFacts,
+        error: Exception | None,
+        scale: float = 1.0,
+        accumulate: bool = False,
     ) -> tuple[BatchFacts, MpipipeError | None]:
-        """Return what was agreed on, and the error that every rank is to raise, or None; collective.
+        """Return what was agreed on, and the error that every rank is to raise, or None;
+        collective.
 
-        All ranks get the same error, and can go on together after it; they cannot after one that is raised here.
+        All ranks get the same error, and can go on together after it; they cannot after one that is
+        raised here.
         """
         self.count += 1
         if isinstance(error, MpipipeError) and error.rank is None:
@@ -35,10 +49,16 @@ class Agreement:
         ballot = self._ballot(call, scale, accumulate, error)
         table = ballot.cast(self.pipe, batch)
         whole = BatchFacts(*table.max(0).tolist())
-        rows, target_rows = whole.rows, whole.target_rows
+        rows = whole.rows
+        target_rows = whole.target_rows
         if not ballot.failed and rows and target_rows not in (0, rows):
-            message, found = "inputs and targets have different numbers of rows", counted(target_rows, "row")
-            ballot.refuse(MismatchError(message, found=f"{found} of targets", expected=f"{rows}, as the inputs have"))
+            message = "inputs and targets have different numbers of rows"
+            found = counted(target_rows, "row")
+            ballot.refuse(
+                MismatchError(
+                    message, found=f"{found} of targets", expected=f"{rows}, as the inputs have"
+                )
+            )
         targets: tuple[tuple[int, ...], ...] = (_of_replica(whole),)
         if self.replicas is not None:
             targets = tuple(map(tuple, ballot.cast(self.replicas, targets[0]).tolist()))
@@ -60,12 +80,18 @@ class Agreement:
             return agreed, problem
         return agreed, None
 
-    def _ballot(self, call: str, scale: float, accumulate: bool, error: Exception | None = None) -> Ballot:
+    def _ballot(
+        self, call: str, scale: float, accumulate: bool, error: Exception | None = None
+    ) -> Ballot:
         facts = (("scale", float(scale)), ("accumulate", accumulate))
         if (call, facts) not in self.codes:
-            self.codes = {(call, facts): digest(call, facts)}  # the next call nearly always has the same
+            self.codes = {
+                (call, facts): digest(call, facts)
+            }  # the next call nearly always has the same
         code = self.codes[call, facts]
-        return Ballot(call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code)
+        return Ballot(
+            call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code
+        )
 
 
 def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
@@ -77,6 +103,8 @@ def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
 def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> BatchFacts:
     """What is agreed on, from what one pipeline and then all replicas know."""
     first_rows, first_entries, mean_over, _ = replicas[0]
-    uneven = any(uneven or size * first_rows != first_entries * rows for rows, size, _, uneven in replicas)
+    uneven = any(
+        uneven or size * first_rows != first_entries * rows for rows, size, _, uneven in replicas
+    )
     counted, entries, *_ = map(sum, zip(*replicas))
     return facts._replace(counted=counted, entries=entries, mean_over=mean_over, uneven=uneven)

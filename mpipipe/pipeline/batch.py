@@ -1,4 +1,6 @@
-"""The batch of a call, checked and cut on the ranks that hold inputs or targets, and what is held while it runs."""
+"""The batch of a call, checked and cut on the ranks that hold inputs or targets, and what is held
+while it runs.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ from mpipipe.schedules import Schedule
 from mpipipe.text import counted
 
 KEPT_SIGNATURES = 64
-UNSAID, ROWS, ENTRIES = 0, 1, 2
+UNSAID = 0
+ROWS = 1
+ENTRIES = 2
 STEPS = ("step", "forward_train")  # calls that begin a training step, with all of its micro-batches
 
 
 class BatchFacts(NamedTuple):
-    """What this rank knows of the batch, with zeros where it holds neither inputs nor targets; or what all agreed on.
+    """What this rank knows of the batch, with zeros where it holds neither inputs nor targets; or
+    what all agreed on.
 
-    After the agreement `counted` and `entries` are of all replicas, and the last two are true where any rank says so.
+    After the agreement `counted` and `entries` are of all replicas, and the last two are true where
+    any rank says so.
     """
 
     signature: int = 0  # the same for inputs of the same shapes
@@ -37,7 +43,8 @@ class BatchFacts(NamedTuple):
     microbatches: int = 0
     listed: int = 0  # whether the inputs came as a list of micro-batches
     target_rows: int = 0  # as `rows`
-    counted: int = 0  # rows of the targets, also in a list; their entries where arrays of one share no axis of rows
+    # Rows of the targets, also in a list; their entries where arrays of one share no axis of rows.
+    counted: int = 0
     entries: int = 0  # of the arrays of all targets
     mean_over: int = 0  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
     uneven: int = 0  # whether rows of one micro-batch have more entries than those of another
@@ -50,7 +57,9 @@ class BatchFacts(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Inputs and targets of this rank, by unit; None if it holds none. `counts`: rows or entries of each."""
+    """Inputs and targets of this rank, by unit; None if it holds none. `counts`: rows or entries of
+    each.
+    """
 
     facts: BatchFacts = BatchFacts()
     inputs: Units | None = None
@@ -61,9 +70,10 @@ class Batch(NamedTuple):
 class BatchReader:
     """Checks and cuts the batches of one rank.
 
-    Where `loss.mean_over_entries` is true, targets count by their entries, else by their rows. `bare` is whether a
-    stage of this rank has a backward and does not show its gradients. `names` are those that inputs must have besides
-    the main array; None where the first stage does not say. `slicing` is how micro-batches are cut into slices.
+    Where `loss.mean_over_entries` is true, targets count by their entries, else by their rows.
+    `bare` is whether a stage of this rank has a backward and does not show its gradients. `names`
+    are those that inputs must have besides the main array; None where the first stage does not say.
+    `slicing` is how micro-batches are cut into slices.
     """
 
     def __init__(
@@ -76,12 +86,17 @@ class BatchReader:
         slicing: Slicing | None = None,
     ):
         self.slicing = slicing or Slicing()
-        self.schedule, self.has_loss, self.rank = schedule, loss is not None, rank
+        self.schedule = schedule
+        self.has_loss = loss is not None
+        self.rank = rank
         self.over_batch = bool(getattr(loss, "over_batch", False))
         said = getattr(loss, "mean_over_entries", None)
         self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
-        self.bare, self.trains, self.names = bare, not schedule.forwards_only, names
-        self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
+        self.bare = bare
+        self.trains = not schedule.forwards_only
+        self.names = names
+        self.first_rank = schedule.placement[0]
+        self.last_rank = schedule.placement[-1]
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:
@@ -95,7 +110,9 @@ class BatchReader:
         holds_inputs = self.rank == self.first_rank
         holds_targets = self.rank == self.last_rank and call in ("step", "evaluate")
         check_place("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
-        check_place("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage")
+        check_place(
+            "targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage"
+        )
         if holds_targets and not self.has_loss:
             raise ArgumentError(
                 "no loss on the rank of the last stage",
@@ -104,7 +121,10 @@ class BatchReader:
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
         counts: Sequence[float] | None = None
-        input_units, target_units, of_inputs, of_targets = None, None, (0, 0, 0, 0), (0, 0, 0, 0, 0)
+        input_units = None
+        target_units = None
+        of_inputs = (0, 0, 0, 0)
+        of_targets = (0, 0, 0, 0, 0)
         if holds_inputs:
             cut_inputs, rows = self._cut(call, "inputs", inputs)
             listed = isinstance(inputs, list) or callable(inputs)
@@ -116,32 +136,47 @@ class BatchReader:
         if holds_targets:
             cut_targets, rows = self._cut(call, "targets", targets)
             compared = _compared(targets, rows)
-            counts, rows, entries, uneven = self._count(cut_targets if callable(targets) else targets, rows)
+            counts, rows, entries, uneven = self._count(
+                cut_targets if callable(targets) else targets, rows
+            )
             target_units = self.slicing.units(cut_targets)
             if self.slicing.count > 1:
-                counts, uneven = self.slicing.counts(counts, cut_targets), True
+                counts = self.slicing.counts(counts, cut_targets)
+                uneven = True
             of_targets = compared, sum(rows), entries, self.mean_over, uneven
-        return Batch(BatchFacts(*of_inputs, *of_targets, self.bare), input_units, target_units, counts)
+        return Batch(
+            BatchFacts(*of_inputs, *of_targets, self.bare), input_units, target_units, counts
+        )
 
     @staticmethod
     def _check_names(inputs: list[Tree] | AskedBatch, names: Collection[str]) -> None:
-        """Raise ArgumentError unless each micro-batch has the names that layers take from the inputs."""
+        """Raise ArgumentError unless each micro-batch has the names that layers take from the
+        inputs.
+        """
         specs = inputs.specs[:1] if isinstance(inputs, AskedBatch) else map(MessageSpec.of, inputs)
         for structure in (spec.structure for spec in specs):
-            there = {name for name, *_ in structure.parts if name} if isinstance(structure, Forked) else set()
+            there = (
+                {name for name, *_ in structure.parts if name}
+                if isinstance(structure, Forked)
+                else set()
+            )
             if there != names:
-                missing, unused = sorted({*names} - there), sorted(there - {*names})
+                missing = sorted({*names} - there)
+                unused = sorted(there - {*names})
                 raise ArgumentError(
                     f"the inputs lack {', '.join(missing)}, which a layer takes"
                     if missing
                     else f"no layer takes {', '.join(unused)}, which the inputs have",
                     found=f"Branches with {', '.join(sorted(there))}" if there else "no Branches",
                     expected=f"Branches with {', '.join(sorted(names))}" if names else "no names",
-                    remedy="mpipipe.Branches(x, name=...), with a name for each that layers take and none before gives",
+                    remedy="mpipipe.Branches(x, name=...), with a name for each that layers take "
+                    "and none before gives",
                 )
 
     def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], list[int], int, bool]:
-        """Return what each micro-batch counts, its rows, all entries, and whether rows differ in how many they have."""
+        """Return what each micro-batch counts, its rows, all entries, and whether rows differ in
+        how many they have.
+        """
         if isinstance(targets, AskedBatch):
             entries = [spec.entries for spec in targets.specs]
         elif isinstance(targets, list):
@@ -153,10 +188,12 @@ class BatchReader:
         if 0 in rows:
             if self.mean_over == ROWS:
                 raise ArgumentError(
-                    "the loss is a mean over rows, and the targets of a micro-batch share no axis of rows",
+                    "the loss is a mean over rows, and the targets of a micro-batch share no axis "
+                    "of rows",
                     remedy="return (value, doutput, weight), and set no mean_over_entries",
                 )
-            rows, uneven = entries, True
+            rows = entries
+            uneven = True
         counts = entries if self.mean_over == ENTRIES else rows
         if self.over_batch:  # there is one value, which counts as all micro-batches together do
             return [sum(counts), *[0] * (len(counts) - 1)], rows, sum(entries), False
@@ -174,18 +211,27 @@ class BatchReader:
         return split(batch, microbatches)
 
     def _signature(self, batch: Any) -> int:
-        """A number from 1 to 2^62 for the shapes and dtypes of a batch, the same in every process."""
+        """A number from 1 to 2^62 for the shapes and dtypes of a batch, the same in every
+        process.
+        """
         listed: Any = isinstance(batch, list)
         if isinstance(batch, AskedBatch):
-            facts, listed = [(batch.specs[0].structure, batch.specs[0].leaves)], tuple(batch.rows)
+            facts = [(batch.specs[0].structure, batch.specs[0].leaves)]
+            listed = tuple(batch.rows)
         else:
             trees = [flatten(tree) for tree in (batch if listed else [batch])]
-            facts = [(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)) for leaves, structure in trees]
+            facts = [
+                (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+                for leaves, structure in trees
+            ]
         key = listed, tuple(facts)
         if key not in self.signatures:
             if len(self.signatures) == KEPT_SIGNATURES:
                 self.signatures.clear()
-            named = [(structure, [(shape, kind.name) for shape, kind in leaves]) for structure, leaves in facts]
+            named = [
+                (structure, [(shape, kind.name) for shape, kind in leaves])
+                for structure, leaves in facts
+            ]
             content = repr((key[0], named)).encode("utf-8", "backslashreplace")
             number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
             self.signatures[key] = number % (1 << 62) + 1
@@ -206,7 +252,9 @@ def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
 
 
 def _compared(batch: Any, rows: Sequence[int]) -> int:
-    """The rows of inputs that must be those of the targets: not of a list, which the user has cut."""
+    """The rows of inputs that must be those of the targets: not of a list, which the user has
+    cut.
+    """
     return 0 if isinstance(batch, list) or 0 in rows else sum(rows)
 
 
@@ -216,7 +264,9 @@ def _entries(tree: Tree) -> int:
 
 
 class MessageSpec:
-    """The arrays of one micro-batch on one edge: structure, (shape, dtype) of each leaf and of those with gradients."""
+    """The arrays of one micro-batch on one edge: structure, (shape, dtype) of each leaf and of
+    those with gradients.
+    """
 
     __slots__ = ("floating", "gradients", "leaves", "structure")
 
@@ -224,7 +274,9 @@ class MessageSpec:
         self.structure = structure
         self.leaves = tuple(leaves)
         self.floating = [arrays.is_floating(kind) for _, kind in self.leaves]
-        self.gradients = tuple(leaf for leaf, floating in zip(self.leaves, self.floating) if floating)
+        self.gradients = tuple(
+            leaf for leaf, floating in zip(self.leaves, self.floating) if floating
+        )
 
     @classmethod
     def of(cls, tree: Tree) -> MessageSpec:
@@ -235,7 +287,10 @@ class MessageSpec:
         return cls(structure, [(leaf.shape, leaf.dtype) for leaf in leaves])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MessageSpec) and (self.structure, self.leaves) == (other.structure, other.leaves)
+        return isinstance(other, MessageSpec) and (self.structure, self.leaves) == (
+            other.structure,
+            other.leaves,
+        )
 
     __hash__ = None  # type: ignore[assignment]  # compared, never a key
 
@@ -263,7 +318,9 @@ class MessageSpec:
         return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
 
     def encode(self) -> bytes:
-        return json.dumps([self.structure, [[kind.name, shape] for shape, kind in self.leaves]]).encode()
+        return json.dumps(
+            [self.structure, [[kind.name, shape] for shape, kind in self.leaves]]
+        ).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> MessageSpec:
@@ -274,21 +331,33 @@ class MessageSpec:
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
         """Return received gradients in the structure of the activation, None if a leaf has none."""
         source = iter(received)
-        return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
+        return unflatten(
+            [next(source) if floating else None for floating in self.floating], self.structure
+        )
 
-    def gradient_leaves(self, tree: Tree, what: str = "an input gradient", like: str = "its input") -> list:
-        """Return the arrays of the gradient `what`, in C order; raises ArgumentError if it does not fit `like`."""
+    def gradient_leaves(
+        self, tree: Tree, what: str = "an input gradient", like: str = "its input"
+    ) -> list:
+        """Return the arrays of the gradient `what`, in C order; raises ArgumentError if it does not
+        fit `like`.
+        """
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
         leaves, structure = ([tree], None) if tree is None else flatten(arrays.in_c_order(tree))
         if structure != self.structure:
-            raise ArgumentError(f"{what} has another structure than {like}", found=structure, expected=self.structure)
+            raise ArgumentError(
+                f"{what} has another structure than {like}",
+                found=structure,
+                expected=self.structure,
+            )
         wanted = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
         for leaf, (shape, kind) in zip(wanted, self.gradients):
             if not arrays.is_array(leaf) or leaf.shape != shape or leaf.dtype != kind:
                 raise ArgumentError(
                     f"{what} does not match {like}",
-                    found=f"{leaf.dtype.name}{list(leaf.shape)}" if arrays.is_array(leaf) else type(leaf).__name__,
+                    found=f"{leaf.dtype.name}{list(leaf.shape)}"
+                    if arrays.is_array(leaf)
+                    else type(leaf).__name__,
                     expected=f"{kind.name}{list(shape)}",
                 )
             check_sendable(leaf)
@@ -296,26 +365,39 @@ class MessageSpec:
 
 
 def owned(tree: Tree) -> Tree:
-    """Return copies, read-only: a function may fill the same arrays again for the next micro-batch."""
+    """Return copies, read-only: a function may fill the same arrays again for the next
+    micro-batch.
+    """
     return read_only(arrays.mapped(arrays.copied, tree))
 
 
 class AskedBatch:
     """The micro-batches that a user's function gives, each when it is asked for, and not kept.
 
-    The first is asked for at once: the ranks agree on its shapes, and all others must have the same. Their numbers of
-    rows may differ where an attribute `rows` of the function says how many each has.
+    The first is asked for at once: the ranks agree on its shapes, and all others must have the
+    same. Their numbers of rows may differ where an attribute `rows` of the function says how many
+    each has.
     """
 
-    def __init__(self, name: str, function: Any, microbatches: int, rank: int, may_be_fewer: bool) -> None:
-        self._name, self._function, self._rank = name, function, rank
+    def __init__(
+        self, name: str, function: Any, microbatches: int, rank: int, may_be_fewer: bool
+    ) -> None:
+        self._name = name
+        self._function = function
+        self._rank = rank
         with self._locating(0):
             first = owned(function(0))
             rows = rows_of_any(first)
         leaves, structure = flatten(first)
         given = getattr(function, "rows", None)
-        self.rows = [rows] * microbatches if given is None else [int(count) for count in np.atleast_1d(given)]
-        right = len(self.rows) == microbatches or (may_be_fewer and 0 < len(self.rows) < microbatches)
+        self.rows = (
+            [rows] * microbatches
+            if given is None
+            else [int(count) for count in np.atleast_1d(given)]
+        )
+        right = len(self.rows) == microbatches or (
+            may_be_fewer and 0 < len(self.rows) < microbatches
+        )
         if not right or (given is not None and (rows == 0 or min(self.rows) < 1)):
             raise ArgumentError(
                 f"the rows of the micro-batches that {name} gives",
@@ -331,7 +413,8 @@ class AskedBatch:
 
     def __getitem__(self, microbatch: int) -> Tree:
         if microbatch == 0 and self._first is not None:
-            tree, self._first = self._first, None
+            tree = self._first
+            self._first = None
             return tree
         try:  # the context below costs a microsecond
             tree = self._function(microbatch)
@@ -345,27 +428,33 @@ class AskedBatch:
     def _checked(self, microbatch: int, tree: Tree) -> Tree:
         """Return a micro-batch, read-only; raises ArgumentError if it is not as was agreed."""
         with self._locating(microbatch):
-            found, expected = MessageSpec.of(tree), self.specs[microbatch]
+            found = MessageSpec.of(tree)
+            expected = self.specs[microbatch]
             if found != expected:
                 raise ArgumentError(
                     "another shape, dtype or structure than was agreed on at the start of the call",
                     found=found,
                     expected=f"{expected}, by the shapes of micro-batch 0",
-                    remedy="give micro-batches of equal shapes, or a list of all of them in place of the function; or "
-                    "with other numbers of rows than the first, say how many each has in an attribute `rows`",
+                    remedy="give micro-batches of equal shapes, or a list of all of them in place "
+                    "of the function; or "
+                    "with other numbers of rows than the first, say how many each has in an "
+                    "attribute `rows`",
                 )
             return owned(tree)
 
     @contextmanager
     def _locating(self, microbatch: int) -> Iterator[None]:
-        """Let errors say which micro-batch they are of; those of the function become a StageError."""
+        """Let errors say which micro-batch they are of; those of the function become a
+        StageError.
+        """
         try:
             yield
         except PeerError:
             raise
         except MpipipeError as error:
             error.message = f"{self._name}({microbatch}): {error.message}"
-            error.rank, error.microbatch = self._rank, microbatch
+            error.rank = self._rank
+            error.microbatch = microbatch
             raise
         except Exception as error:
             raise StageError(
@@ -375,36 +464,48 @@ class AskedBatch:
             ) from error
 
 
-# -- What one call is to do on this rank, what it holds while it runs, and what it gives ------------------------------
+# -- What one call is to do on this rank, what it holds while it runs, and what it gives -----------
 
 
 Units: TypeAlias = "list[Tree] | AskedBatch | AskedSlices"  # inputs or targets by unit
 
 
 class CallInputs(NamedTuple):
-    """What one call is to do on this rank; `inputs` and `targets` are of the ranks of the first and the last stage."""
+    """What one call is to do on this rank; `inputs` and `targets` are of the ranks of the first and
+    the last stage.
+    """
 
     training: bool  # whether backwards follow
     inputs: Units
     targets: Units | None  # None where no loss is wanted
     outputs: bool  # whether the outputs of the last stage are wanted
     scale: float  # factor on all gradients
-    positions: list[Position]  # of each unit, for layers that draw random numbers, or attend to earlier slices
+    positions: list[
+        Position
+    ]  # of each unit, for layers that draw random numbers, or attend to earlier slices
 
 
 @dataclass(slots=True)
 class CallState:
-    """What this rank holds while a call runs, by (stage, unit) or unit: without slices a unit is a micro-batch."""
+    """What this rank holds while a call runs, by (stage, unit) or unit: without slices a unit is a
+    micro-batch.
+    """
 
     inputs: CallInputs
     marks: list  # of the clock, two for each action that has run
     # (what backward needs, lease), from forward until backward; the input until an R
     saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
     pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)  # from I to W
-    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)  # (edge, micro-batch, "F" or "B"), here
+    local: dict[tuple[int, int, str], Tree] = field(
+        default_factory=dict
+    )  # (edge, micro-batch, "F" or "B"), here
     loss_gradients: dict[int, Tree] = field(default_factory=dict)
-    download: tuple[list[int], Download] | None = None  # (micro-batches, copies of their losses to the host)
+    download: tuple[list[int], Download] | None = (
+        None  # (micro-batches, copies of their losses to the host)
+    )
     losses: dict[int, Any] = field(default_factory=dict)  # results, empty if they do not arise
-    awaiting: dict[int, tuple[Tree, Tree]] = field(default_factory=dict)  # (output, target), for a loss over the batch
+    awaiting: dict[int, tuple[Tree, Tree]] = field(
+        default_factory=dict
+    )  # (output, target), for a loss over the batch
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)

@@ -1,16 +1,18 @@
-"""Check mode (`Pipeline(check=True)`): finds the first array that is not finite or is written to, where that happens.
+"""Check mode (`Pipeline(check=True)`): finds the first array that is not finite or is written to,
+where that happens.
 
     forward   x -> y        x as it was; y finite                             y watched from here ...
     message   y -> x        x finite, as the sender found y
     loss      y -> dy       y and targets as they were; dy finite
     backward  dy -> dx      x, dy and saved as they were; gradients and dx finite     ... to here
 
-Stages, losses and messages are wrapped then, by classes that look at what goes in and comes out. Checksums tell whether
-an array was written to. Each array is looked at a few times: results after the next actions of the rank, where a buffer
-that is used again shows, and until their messages have left; what was saved, when its backward begins; the batch at the
-end of the call.
+Stages, losses and messages are wrapped then, by classes that look at what goes in and comes out.
+Checksums tell whether an array was written to. Each array is looked at a few times: results after
+the next actions of the rank, where a buffer that is used again shows, and until their messages have
+left; what was saved, when its backward begins; the batch at the end of the call.
 
-With a `scale` other than 1 gradients may overflow: an optim.LossScaler looks for that. They are not looked at then.
+With a `scale` other than 1 gradients may overflow: an optim.LossScaler looks for that. They are not
+looked at then.
 """
 
 from __future__ import annotations
@@ -33,38 +35,52 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
 from mpipipe.text import counted
 
-OWN_ARRAYS = "write into arrays of your own: x.copy(), dy.copy(), and a new y and dx for each micro-batch"
-OVERFLOW = "look for a division by 0, a log or sqrt out of range, an overflow of exp or of a product, a step too large"
+OWN_ARRAYS = (
+    "write into arrays of your own: x.copy(), dy.copy(), and a new y and dx for each micro-batch"
+)
+OVERFLOW = (
+    "look for a division by 0, a log or sqrt out of range, an overflow of exp or of a "
+    "product, a step too large"
+)
 SOURCE = "look at what is named last in `found`: it was so before"
 ON_ITS_WAY = (
-    "it was finite when it was sent: it was written to after that, or changed on its way. MPIPIPE_SYNC_SENDS=1, and "
+    "it was finite when it was sent: it was written to after that, or changed on its way. "
+    "MPIPIPE_SYNC_SENDS=1, and "
     "with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
 )
-Sources: TypeAlias = "Sequence[tuple[str, Any]]"  # (what it is, arrays) of all that a result was computed from
+Sources: TypeAlias = (
+    "Sequence[tuple[str, Any]]"  # (what it is, arrays) of all that a result was computed from
+)
 
 
-# -- What is seen in arrays: entries that are not finite, and checksums that tell whether one was written to ----------
+# -- What is seen in arrays: entries that are not finite, and checksums that tell whether one was written to --
 
 
 def non_finite(value: Any, name: str) -> str | None:
-    """Describe the first array in `value` that has entries which are NaN or infinite; None where all are finite."""
+    """Describe the first array in `value` that has entries which are NaN or infinite; None where
+    all are finite.
+    """
     for leaf, array in arrays.named_leaves(value, name):
         if arrays.is_floating(array.dtype):
             host = arrays.on_host(array)
             finite = np.isfinite(host)
             if not finite.all():
                 first = np.unravel_index(int(np.argmin(finite)), host.shape)
-                nans, wrong = int(np.isnan(host).sum()), host.size - int(np.count_nonzero(finite))
+                nans = int(np.isnan(host).sum())
+                wrong = host.size - int(np.count_nonzero(finite))
                 at = f" at [{', '.join(map(str, first))}]" if host.ndim else ""
                 return (
-                    f"{leaf}, {_described(array)}: {wrong} of {counted(host.size, 'number')} not finite ({nans} NaN, "
+                    f"{leaf}, {_described(array)}: {wrong} of {counted(host.size, 'number')} not "
+                    f"finite ({nans} NaN, "
                     f"{wrong - nans} infinite), the first{at}: {host[first]}"
                 )
     return None
 
 
 def first_source(sources: Sources) -> str:
-    """Return the end of a sentence that describes the first of these that is not finite; "" where all are."""
+    """Return the end of a sentence that describes the first of these that is not finite; "" where
+    all are.
+    """
     found = next(filter(None, (non_finite(tree, what) for what, tree in sources)), None)
     return f"; before that: {found}" if found else ""
 
@@ -85,13 +101,18 @@ class Watched(NamedTuple):
         return None
 
 
-def watched(stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()) -> Watched:
-    """Take the checksums of the arrays in `value`, except those that share memory with an array in `without`."""
+def watched(
+    stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()
+) -> Watched:
+    """Take the checksums of the arrays in `value`, except those that share memory with an array in
+    `without`.
+    """
     others = [array for _, array in arrays.named_leaves(without, "")]
     leaves = [
         (leaf, array)
         for leaf, array in arrays.named_leaves(value, name, grown=False)
-        if not array.dtype.hasobject and not any(arrays.shares_memory(array, other) for other in others)
+        if not array.dtype.hasobject
+        and not any(arrays.shares_memory(array, other) for other in others)
     ]
     return Watched(stage, microbatch, leaves, [_checksum(array) for _, array in leaves])
 
@@ -104,7 +125,7 @@ def _described(array: Array) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
 
 
-# -- What is known of the arrays of a call ----------------------------------------------------------------------------
+# -- What is known of the arrays of a call ---------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -112,20 +133,30 @@ class Returned:
     """What a stage has returned, and who may read it."""
 
     arrays: Watched  # of y or dx
-    action: tuple[int, str]  # (stage, name of the action): the next of its kind would use a buffer again
+    action: tuple[
+        int, str
+    ]  # (stage, name of the action): the next of its kind would use a buffer again
     sent: int | None = None  # messages after which it is read no more; None before its own was sent
 
 
 class Checks:
-    """What is known of the arrays of the call under way on this rank; the mailbox knows what has been sent."""
+    """What is known of the arrays of the call under way on this rank; the mailbox knows what has
+    been sent.
+    """
 
     def __init__(self, rank: int, last_stage: int, mailbox: Mailbox) -> None:
-        self.rank, self.last_stage, self.mailbox = rank, last_stage, mailbox
-        self.gradients_of: dict[int, Callable[[], dict[str, Array]]] = {}  # stage -> its gradients by their names
+        self.rank = rank
+        self.last_stage = last_stage
+        self.mailbox = mailbox
+        self.gradients_of: dict[
+            int, Callable[[], dict[str, Array]]
+        ] = {}  # stage -> its gradients by their names
         self._clear()
 
     def _clear(self, training: bool = False, gradients: bool = False) -> None:
-        self.training, self.gradients = training, gradients  # whether backwards follow; whether they are looked at
+        # whether backwards follow; whether they are looked at
+        self.training = training
+        self.gradients = gradients
         self.handed: dict[tuple[int, int], Watched] = {}  # (stage, micro-batch) -> x
         self.batch: dict[tuple[str, int], Watched] = {}  # the user's arrays
         self.recent: list[Returned] = []
@@ -134,9 +165,14 @@ class Checks:
 
     def begin(self, inputs: CallInputs) -> None:
         self._clear(inputs.training, inputs.scale == 1)
-        for name, stage, trees in (("inputs", 0, inputs.inputs), ("targets", self.last_stage, inputs.targets)):
+        for name, stage, trees in (
+            ("inputs", 0, inputs.inputs),
+            ("targets", self.last_stage, inputs.targets),
+        ):
             for position, tree in zip(inputs.positions, trees if isinstance(trees, list) else ()):
-                self.batch[name, position.microbatch] = watched(stage, position.microbatch, tree, name)
+                self.batch[name, position.microbatch] = watched(
+                    stage, position.microbatch, tree, name
+                )
 
     def end(self) -> None:
         """End a call whose actions have ended and whose messages have left."""
@@ -148,22 +184,40 @@ class Checks:
         self._clear(gradients=self.gradients)
 
     def look_at_sums(self) -> None:
-        """Look at the gradients that a step hands out, after the sums over replicas and places of tied parameters."""
+        """Look at the gradients that a step hands out, after the sums over replicas and places of
+        tied parameters.
+        """
         if self.gradients:
-            what = "the sum of a gradient over replicas, or places of a tied parameter, is not finite"
+            what = (
+                "the sum of a gradient over replicas, or places of a tied parameter, is not finite"
+            )
             for stage, gradients in self.gradients_of.items():
                 self.finite(gradients(), "gradient", what, stage=stage)
 
     def finite(
-        self, tree: Any, name: str, what: str, sources: Sources = (), remedy: str = OVERFLOW, stage: int | None = None
+        self,
+        tree: Any,
+        name: str,
+        what: str,
+        sources: Sources = (),
+        remedy: str = OVERFLOW,
+        stage: int | None = None,
     ) -> None:
-        """Raise NonFiniteError if an array is not finite; the first of its `sources` that is not is named, too."""
+        """Raise NonFiniteError if an array is not finite; the first of its `sources` that is not is
+        named, too.
+        """
         found = non_finite(tree, name)
         if found is not None:
             source = first_source(sources)
-            remedy, found = SOURCE if source else remedy, f"{found}{source}"
+            remedy = SOURCE if source else remedy
+            found = f"{found}{source}"
             raise NonFiniteError(
-                what, rank=self.rank, stage=stage, found=found, expected="finite numbers", remedy=remedy
+                what,
+                rank=self.rank,
+                stage=stage,
+                found=found,
+                expected="finite numbers",
+                remedy=remedy,
             )
 
     def unchanged(self, arrays: Watched, what: str) -> None:
@@ -171,13 +225,17 @@ class Checks:
         found = arrays.change()
         if found is not None:
             place = dict(rank=self.rank, stage=arrays.stage, microbatch=arrays.microbatch)
-            raise StageError(what, **place, found=found, expected="the content that it had", remedy=OWN_ARRAYS)
+            raise StageError(
+                what, **place, found=found, expected="the content that it had", remedy=OWN_ARRAYS
+            )
 
     def after(self, action: tuple[int, str], microbatch: int) -> None:
         """Look at what was returned by the actions before this one."""
-        sent, left = len(self.mailbox.sent), len(self.mailbox.sent) - len(self.mailbox.outgoing)
+        sent = len(self.mailbox.sent)
+        left = len(self.mailbox.sent) - len(self.mailbox.outgoing)
         self._look_at_recent(f"{action[1]} of stage {action[0]}, micro-batch {microbatch}")
-        recent, self.recent = self.recent, []
+        recent = self.recent
+        self.recent = []
         for result in recent:
             result.sent = sent if result.sent is None else result.sent
             if result.action != action or left < result.sent:
@@ -197,7 +255,9 @@ class Checks:
             self.unchanged(result.arrays, what)
 
     def take_back(self, stage: int, microbatch: int) -> None:
-        """Look at y for the last time, before the backward: from now on the stage may write to it."""
+        """Look at y for the last time, before the backward: from now on the stage may write to
+        it.
+        """
         found = self.returned.pop((stage, microbatch, "y"), None)
         for result in self.recent:
             if result.action == (stage, "forward") and result.arrays.microbatch == microbatch:
@@ -208,7 +268,7 @@ class Checks:
             self.unchanged(found, "y was written to after its stage had returned it")
 
 
-# -- Stages, losses and messages in check mode: as others, with a look at what goes in and comes out ------------------
+# -- Stages, losses and messages in check mode: as others, with a look at what goes in and comes out --
 
 
 class Kept(NamedTuple):
@@ -224,15 +284,20 @@ class CheckedStage:
 
     def __init__(self, stage: StageAdapter, checks: Checks) -> None:
         assert stage.number is not None  # it is attached
-        self.adapter, self.stage, self.checks, self.number = stage, stage.given, checks, stage.number
+        self.adapter = stage
+        self.stage = stage.given
+        self.checks = checks
+        self.number = stage.number
         checks.gradients_of[self.number] = self.named_gradients
 
     def forward(self, x: Tree, position: Position | None = None) -> Any:
         """As the stage's own; what it saved comes back within a Kept."""
-        checks, forward = self.checks, self.stage.forward
+        checks = self.checks
+        forward = self.stage.forward
         microbatch = (self.stage.position if position is None else position).microbatch
         key = self.number, microbatch
-        again, handed = key in checks.handed, checks.handed.get(key)
+        again = key in checks.handed
+        handed = checks.handed.get(key)
         if handed is None and self.number == 0:  # not there where a function has given it just now
             handed = checks.batch.get(("inputs", microbatch))
         if handed is None:
@@ -250,11 +315,15 @@ class CheckedStage:
         checks.finite(y, "y", "forward returned an output that is not finite", self._sources(x))
         checks.after((self.number, "forward"), microbatch)
         if not again:
-            checks.recent.append(Returned(watched(*key, y, "y", without=x), (self.number, "forward")))
+            checks.recent.append(
+                Returned(watched(*key, y, "y", without=x), (self.number, "forward"))
+            )
         if not checks.training:
             return y, saved
         checks.handed[key] = handed
-        return y, Kept(saved, microbatch, {"x": handed, "saved": self._watched(microbatch, saved, "saved")})
+        return y, Kept(
+            saved, microbatch, {"x": handed, "saved": self._watched(microbatch, saved, "saved")}
+        )
 
     def backward(self, dy: Tree, kept: Kept) -> Tree:
         arrays = self._before(dy, kept)
@@ -273,21 +342,28 @@ class CheckedStage:
 
     def backward_weight(self, kept: Kept) -> None:
         for name, copies in kept.arrays.items():
-            self.checks.unchanged(copies, f"{name} was written to between input gradient and weight gradient")
+            self.checks.unchanged(
+                copies, f"{name} was written to between input gradient and weight gradient"
+            )
         self.stage.backward_weight(kept.saved)
         del kept.arrays["pending"]  # they are the stage's own
         self._after("weight gradient", kept.arrays, kept)
 
     def named_gradients(self) -> dict[str, Array]:
-        found: dict[str, Array] = {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
+        found: dict[str, Array] = (
+            {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
+        )
         for model in self.adapter.models:
             found |= {name: array for name, array in model.gradients.items()}
             found |= {f"{name}, part": array for name, array in model.buffers.parts.items()}
         return found
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
-        """Look at what the backward of a micro-batch is given; return what it must leave as it is."""
-        checks, microbatch = self.checks, kept.microbatch
+        """Look at what the backward of a micro-batch is given; return what it must leave as it
+        is.
+        """
+        checks = self.checks
+        microbatch = kept.microbatch
         for name, copies in kept.arrays.items():
             checks.unchanged(copies, f"{name} was written to between forward and backward")
         checks.take_back(self.number, microbatch)
@@ -303,24 +379,35 @@ class CheckedStage:
             self.checks.finite(self.named_gradients(), "gradient", what, self._sources())
 
     def _return_gradient(self, name: str, dx: Tree, dy: Tree, kept: Kept) -> None:
-        checks, others = self.checks, [dy, [array for _, array in kept.arrays["x"].leaves]]
+        checks = self.checks
+        others = [dy, [array for _, array in kept.arrays["x"].leaves]]
         if checks.gradients:
-            checks.finite(dx, "dx", f"{name} returned an input gradient that is not finite", self._sources())
+            checks.finite(
+                dx, "dx", f"{name} returned an input gradient that is not finite", self._sources()
+            )
         result = watched(self.number, kept.microbatch, dx, "dx", without=others)
         checks.recent.append(Returned(result, (self.number, name)))
 
     def _watched(self, microbatch: int, value: Any, name: str) -> Watched:
-        """What a stage keeps for its backward, without the gradients, to which other micro-batches add meanwhile."""
+        """What a stage keeps for its backward, without the gradients, to which other micro-batches
+        add meanwhile.
+        """
         return watched(self.number, microbatch, value, name, without=self.adapter.gradient_arrays)
 
     def _sources(self, x: Tree = ()) -> Sources:
-        """What a result was computed from: of a stage, all but the first have had their x looked at."""
-        parameters = [_named(getattr(each, "parameters", None)) for each in (self.stage, *self.adapter.models)]
+        """What a result was computed from: of a stage, all but the first have had their x looked
+        at.
+        """
+        parameters = [
+            _named(getattr(each, "parameters", None)) for each in (self.stage, *self.adapter.models)
+        ]
         return [("the input of this call", x), *(("parameter", each) for each in parameters)]
 
 
 def _named(holder: Any) -> dict[str, Array]:
-    """The arrays of a user's gradients or parameters by their names; by `flat` where they have none."""
+    """The arrays of a user's gradients or parameters by their names; by `flat` where they have
+    none.
+    """
     if isinstance(holder, Mapping) and holder:
         return dict(holder)
     flat = flat_if_any(holder)
@@ -336,11 +423,18 @@ class CheckedLoss(Loss):
         self._sources: Sources = ()
 
     def call(
-        self, output: Tree, target: Tree, factor: float, position: Position | None = None, weigh: Weigh | None = None
+        self,
+        output: Tree,
+        target: Tree,
+        factor: float,
+        position: Position | None = None,
+        weigh: Weigh | None = None,
     ) -> Any:
         checks = self._checks
         names = ("y", "the output of the last stage"), ("targets", "its targets")
-        handed = [watched(None, None, tree, name) for tree, (name, _) in zip((output, target), names)]
+        handed = [
+            watched(None, None, tree, name) for tree, (name, _) in zip((output, target), names)
+        ]
         self._sources = [("the targets of this call", target)]
         result = super().call(output, target, factor, position, weigh)
         for copies, (_, what) in zip(handed, names):

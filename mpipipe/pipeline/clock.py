@@ -1,6 +1,8 @@
-"""How long actions take: by the host's clock, or by events on a GPU, where the host runs ahead of the work.
+"""How long actions take: by the host's clock, or by events on a GPU, where the host runs ahead of
+the work.
 
-A call leaves two marks for each action. They become seconds when somebody asks, or when many calls have piled up.
+A call leaves two marks for each action. They become seconds when somebody asks, or when many calls
+have piled up.
 """
 
 from __future__ import annotations
@@ -37,10 +39,16 @@ class HostClock:
 
     def __init__(self) -> None:
         self.busy = 0.0  # seconds of all actions of the last call
-        self.span = 0.0  # from the first action of the last call to the end of the last one, where this clock knows
-        self.host_elapsed = self.entered = 0.0  # seconds of the last call by the host's clock, and its start
-        self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])  # (op, stage) -> [seconds, count]
-        # seconds of all training steps so far, in actions and in all; on a GPU as far as marks were read
+        # From the first action of the last call to the end of the last one, where this clock knows.
+        self.span = 0.0
+        self.host_elapsed = self.entered = (
+            0.0  # seconds of the last call by the host's clock, and its start
+        )
+        self.totals: dict[tuple[str, int], list] = defaultdict(
+            lambda: [0.0, 0]
+        )  # (op, stage) -> [seconds, count]
+        # seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
+        # read
         self.training_seconds = np.zeros(2)
         self.trains = False  # whether the call under way is a training step
         self.recorder: Recorder | None = None
@@ -62,7 +70,9 @@ class HostClock:
         return max(self.host_elapsed, self.span)
 
     def begin(self, actions: Sequence[PlannedAction], training: bool) -> list:
-        """Begin the actions of a call; return the list that takes its marks, two for each action, in order."""
+        """Begin the actions of a call; return the list that takes its marks, two for each action,
+        in order.
+        """
         if self.running is not None:  # it has failed
             self.end()
         while len(self.ended) > MOST_CALLS or (self.ended and self._can_read(self.ended[0])):
@@ -88,20 +98,27 @@ class HostClock:
             self.running.others.append((name, start, end))
 
     def settle(self) -> None:
-        """Make the numbers of all calls that have ended final; on a GPU this waits for the last action."""
+        """Make the numbers of all calls that have ended final; on a GPU this waits for the last
+        action.
+        """
         while self.ended:
             self._read(self.ended.popleft())
 
     def means(self, stages: int, recompute: bool) -> np.ndarray:
-        """Return mean seconds of forward, input gradient and weight gradient, (3, stages); 0 for stages elsewhere.
+        """Return mean seconds of forward, input gradient and weight gradient, (3, stages); 0 for
+        stages elsewhere.
 
-        An R counts as a forward; with `recompute` as a part of the input gradient, for the user's schedule has no R.
+        An R counts as a forward; with `recompute` as a part of the input gradient, for the user's
+        schedule has no R.
         """
         self.settle()
         names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if recompute else "F"}
         seconds, counts = np.zeros((2, 3, stages))
         for (op, stage), (total, count) in self.totals.items():
-            place = "FBW".index(names[op]), stage  # a stage may have both B and I: it may split some backwards only
+            place = (
+                "FBW".index(names[op]),
+                stage,
+            )  # a stage may have both B and I: it may split some backwards only
             seconds[place] += total
             counts[place] += 0 if op == "R" and recompute else count
         return seconds / np.maximum(counts, 1)
@@ -129,13 +146,18 @@ class HostClock:
                 entry[0] += seconds
                 entry[1] += 1
         if self.recorder is not None:
-            spans = [(str(action), begun, ended) for action, (begun, ended) in zip(call.actions, times.tolist())]
+            spans = [
+                (str(action), begun, ended)
+                for action, (begun, ended) in zip(call.actions, times.tolist())
+            ]
             for name, begun, ended in sorted([*spans, *call.others], key=lambda span: span[2]):
                 self.recorder.add(name, begun, ended)
 
 
 class DeviceClock(HostClock):
-    """The same for actions whose work is on the current stream: marks are events, read once the work is done."""
+    """The same for actions whose work is on the current stream: marks are events, read once the
+    work is done.
+    """
 
     waits = True
 

@@ -1,4 +1,6 @@
-"""The agreement of all ranks on the pipeline that they are about to build, before anything is built."""
+"""The agreement of all ranks on the pipeline that they are about to build, before anything is
+built.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Arguments(NamedTuple):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there are several; not for what cannot be their communicator, which is an error by now."""
+        """Whether there are several; not for what cannot be their communicator, which is an error
+        by now.
+        """
         try:
             return self.replicas is not None and runtime.resolve(self.replicas).size > 1
         except MpipipeError:
@@ -77,7 +81,9 @@ class Partners(NamedTuple):
 
 
 def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
-    """Check the arguments of a Pipeline on every rank of `comm`; raises the same error on all where one is wrong."""
+    """Check the arguments of a Pipeline on every rank of `comm`; raises the same error on all where
+    one is wrong.
+    """
     known = attributes(comm).get("group")
     if known is not None:  # it can say who is missing, which a new communicator cannot
         known.agree(CALL)
@@ -90,10 +96,14 @@ def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
 
 
 def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
-    """Free groups after an error that all their ranks raise; let the other ranks know of any other error."""
+    """Free groups after an error that all their ranks raise; let the other ranks know of any other
+    error.
+    """
     for group in groups:
         if group.agreed_on(error):
-            with suppress(PeerError):  # of a rank that failed elsewhere: this rank may be the one to report `error`
+            with suppress(
+                PeerError
+            ):  # of a rank that failed elsewhere: this rank may be the one to report `error`
                 group.close()
         else:
             text = f"{error}" if isinstance(error, MpipipeError) else f"{error!r}"
@@ -129,15 +139,21 @@ def _agree(groups: list[RankGroup], arguments: Arguments) -> Partners:
 
 
 def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
-    """Check the arguments on each rank, and compare what all ranks of the pipe must have in common."""
+    """Check the arguments on each rank, and compare what all ranks of the pipe must have in
+    common.
+    """
     error: Exception | None = None
     adapters: list[StageAdapter] = []
     facts: tuple = ()
-    mine, device = None, "cpu"
-    replicas, schedule = arguments.replicas, arguments.schedule
+    mine = None
+    device = "cpu"
+    replicas = arguments.replicas
+    schedule = arguments.schedule
     try:
         settings.check_settings()
-        if arguments.check and settings.NCCL.is_on:  # the host would wait for a device that waits for ranks
+        if (
+            arguments.check and settings.NCCL.is_on
+        ):  # the host would wait for a device that waits for ranks
             raise ArgumentError(
                 "check mode looks at arrays on the host, between messages",
                 found="MPIPIPE_NCCL=on",
@@ -164,7 +180,10 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
     except Exception as caught:
         error = caught
     message = "ranks were given different pipelines"
-    remedy = "build the same schedule with the same arguments, and set the same environment, on every rank"
+    remedy = (
+        "build the same schedule with the same arguments, and set the same environment, on "
+        "every rank"
+    )
     pipe.agree(CALL, facts, error=error, message=message, remedy=remedy)
     ties = pipe.gather(f"{CALL}: ties", mine)
     try:
@@ -185,21 +204,27 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
     )
 
 
-# -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------------------------
+# -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------
 #
 #     pipe 0    rank 0 . rank 1 . rank 2        every rank first agrees within its pipe, then with its partners, which
 #     pipe 1    rank 0 . rank 1 . rank 2        are the ranks below and above it, and then within its pipe once more
 #
-# Where only some ranks of a pipe were given replicas, the others have no partners to agree with: their partners in
-# other pipes would wait in vain. So partners first ask each other whether that is so.
+# Where only some ranks of a pipe were given replicas, the others have no partners to agree with:
+# their partners in other pipes would wait in vain. So partners first ask each other whether that is
+# so.
 
 
 def _error_of_replicas(
-    others: RankGroup, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
+    others: RankGroup,
+    stages: Sequence[StageAdapter],
+    arguments: Arguments,
+    error: MpipipeError | None,
 ) -> MpipipeError | None:
-    """Return the error that all partners are to raise: of one of their pipes, or because their stages differ.
+    """Return the error that all partners are to raise: of one of their pipes, or because their
+    stages differ.
 
-    Raises where the pipe of any partner has ranks without replicas. Its own pipe learns that from this rank.
+    Raises where the pipe of any partner has ranks without replicas. Its own pipe learns that from
+    this rank.
     """
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     try:
@@ -207,9 +232,13 @@ def _error_of_replicas(
     except PeerError:
         if error is None:
             raise
-        apart = True  # a partner has raised already, for what this rank has said: its own error is the one to report
+        # A partner has raised already, for what this rank has said: its own error is the one to
+        # report.
+        apart = True
     if apart:
-        lacking: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
+        lacking: MpipipeError = error or PeerError(
+            "some ranks of another pipeline were given no replicas"
+        )
         raise_for_partners(lacking, lacking.reported_elsewhere or error is None)
     facts: tuple = ()
     problem: Exception | None = error
@@ -220,9 +249,13 @@ def _error_of_replicas(
             facts = (*_common_facts(arguments), *own)
         except Exception as caught:  # a stage of the user's own may not give its arrays
             problem = caught
-    remedy = "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
+    remedy = (
+        "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
+    )
     try:
-        others.agree(f"{CALL}: replicas", facts, (), problem, "the replicas of a pipeline differ", remedy)
+        others.agree(
+            f"{CALL}: replicas", facts, (), problem, "the replicas of a pipeline differ", remedy
+        )
     except MpipipeError as caught:
         if not caught.agreed:
             raise
@@ -231,17 +264,24 @@ def _error_of_replicas(
 
 
 def _share_state(others: RankGroup, stages: Sequence[StageAdapter]) -> None:
-    """Let the state of modules, such as statistics of batch norm, begin as that of replica 0, as PyTorch's DDP does."""
+    """Let the state of modules, such as statistics of batch norm, begin as that of replica 0, as
+    PyTorch's DDP does.
+    """
     state = [array for stage in stages for model in stage.models for array in model.state.values()]
     if state:
-        first = others.gather(f"{CALL}: state", [*map(arrays.download, state)] if others.rank == 0 else None)[0]
+        first = others.gather(
+            f"{CALL}: state", [*map(arrays.download, state)] if others.rank == 0 else None
+        )[0]
         for array, value in zip(state, first, strict=True):
             array[...] = arrays.upload(value) if arrays.is_device(array) else value
 
 
 def _digests(stages: Sequence[StageAdapter]) -> list[str]:
-    """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their values."""
-    shapes, values = blake2b(digest_size=8), blake2b(digest_size=8)
+    """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their
+    values.
+    """
+    shapes = blake2b(digest_size=8)
+    values = blake2b(digest_size=8)
     for stage in stages:
         if stage.models:
             named = [
@@ -249,26 +289,43 @@ def _digests(stages: Sequence[StageAdapter]) -> list[str]:
                 for model in stage.models
                 for name, array in (*model.parameters.items(), *model.state.items())
             ]
-            flats = [flat for model in stage.models for flat in (model.parameters.flat, model.buffers.held.flat)]
+            flats = [
+                flat
+                for model in stage.models
+                for flat in (model.parameters.flat, model.buffers.held.flat)
+            ]
         else:
-            holder, give = getattr(stage.given, "parameters", None), getattr(stage.given, "state_dict", dict)
+            holder = getattr(stage.given, "parameters", None)
+            give = getattr(stage.given, "state_dict", dict)
             view = None if flat_if_any(holder) is None else FlatView.of(holder)
             trained: dict[str, Array] = dict(view or {})
-            rest = {name: array for name, array in give().items() if name not in trained and arrays.is_array(array)}
+            rest = {
+                name: array
+                for name, array in give().items()
+                if name not in trained and arrays.is_array(array)
+            }
             named = [("", flat, "") for flat in stage.gradient_arrays]
             named += [(name, array, "") for name, array in (trained | rest).items()]
             flats = [*([] if view is None else [view.flat]), *rest.values()]
-        shapes.update("".join(f"{name} {array.dtype} {array.shape} {more}" for name, array, more in named).encode())
+        shapes.update(
+            "".join(
+                f"{name} {array.dtype} {array.shape} {more}" for name, array, more in named
+            ).encode()
+        )
         for flat in map(arrays.download, flats):
-            values.update(flat.reshape(-1).view(np.uint8).data)  # bfloat16 is no type that hashes know
+            values.update(
+                flat.reshape(-1).view(np.uint8).data
+            )  # bfloat16 is no type that hashes know
     return [shapes.hexdigest(), values.hexdigest()]
 
 
-# -- What a pipeline may be given, checked on each rank before the ranks agree ----------------------------------------
+# -- What a pipeline may be given, checked on each rank before the ranks agree ---------------------
 
 
 def device_of(stages: Sequence[StageAdapter]) -> str:
-    """Where the stages of this rank compute, "cpu" or "cuda"; raises ArgumentError if they differ."""
+    """Where the stages of this rank compute, "cpu" or "cuda"; raises ArgumentError if they
+    differ.
+    """
     devices = [stage.device for stage in stages]
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
@@ -284,22 +341,30 @@ def device_of(stages: Sequence[StageAdapter]) -> str:
             "the stages of a rank are not all on its current GPU",
             found=f"stages on {sorted(numbers)}",
             expected=f"GPU {arrays.current_gpu()} alone",
-            remedy="one GPU for each rank: mpipipe.select_device() once, and device='cuda' for all stages",
+            remedy="one GPU for each rank: mpipipe.select_device() once, and device='cuda' for "
+            "all stages",
         )
     return kinds.pop()
 
 
 def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapter]:
-    """Return this rank's stages; raise ArgumentError or ScheduleError for arguments of Pipeline that are wrong."""
-    stages, schedule, loss = arguments.stages, arguments.schedule, arguments.loss
+    """Return this rank's stages; raise ArgumentError or ScheduleError for arguments of Pipeline
+    that are wrong.
+    """
+    stages = arguments.stages
+    schedule = arguments.schedule
+    loss = arguments.loss
     if not isinstance(schedule, Schedule):
-        raise ArgumentError("schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule")
+        raise ArgumentError(
+            "schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule"
+        )
     if schedule.ranks != comm.size:
         raise ArgumentError(
             "the schedule has another number of ranks than the communicator",
             found=f"{counted(schedule.ranks, 'rank')} in the schedule",
             expected=f"{comm.size}, the size of the communicator",
-            remedy="build the schedule for this communicator, or split the communicator with mpipipe.Mesh",
+            remedy="build the schedule for this communicator, or split the communicator with "
+            "mpipipe.Mesh",
         )
     check(schedule)
     numbers = schedule.stages_of(comm.rank)
@@ -332,16 +397,20 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
                     "a stage has parameters to train, and the schedule has no backward for it",
                     found=f"trained_from = {schedule.trained_from}",
                     expected="stages before that whose parameters are all frozen",
-                    remedy="freeze them: nn.Stage(frozen=['*']), or give schedules.with_frozen the frozen stages",
+                    remedy="freeze them: nn.Stage(frozen=['*']), or give schedules.with_frozen "
+                    "the frozen stages",
                 )
         except ArgumentError as error:
-            error.rank, error.stage = comm.rank, number
+            error.rank = comm.rank
+            error.stage = number
             raise
     if arguments.has_replicas:
         _check_own_gradients(numbers, adapters)
     if loss is not None and not callable(loss):
         raise ArgumentError(
-            "loss", found=type(loss).__name__, expected="a function (output, target) -> (value, doutput)"
+            "loss",
+            found=type(loss).__name__,
+            expected="a function (output, target) -> (value, doutput)",
         )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
@@ -350,54 +419,76 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
 
 
 def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None:
-    """Raise ArgumentError where lengths, a stage or the loss do not go together with the slices of a schedule."""
-    count, lengths, loss = arguments.schedule.slices, arguments.slice_lengths, arguments.loss
-    if lengths is not None and ([*map(type, lengths)] != [int] * count or min(lengths) < 1 or count == 1):
+    """Raise ArgumentError where lengths, a stage or the loss do not go together with the slices of
+    a schedule.
+    """
+    count = arguments.schedule.slices
+    lengths = arguments.slice_lengths
+    loss = arguments.loss
+    if lengths is not None and (
+        [*map(type, lengths)] != [int] * count or min(lengths) < 1 or count == 1
+    ):
         raise ArgumentError(
             "slice_lengths",
             found=lengths,
-            expected=f"None, or {counted(count, 'whole number')} of at least 1, one for each slice of the schedule"
+            expected=f"None, or {counted(count, 'whole number')} of at least 1, one for each "
+            "slice of the schedule"
             if count > 1
             else "None for a schedule without slices",
         )
     for number, stage in stages.items():
         stage.check_slices(number, count if lengths is None else tuple(lengths))
-    whole, by_rows = getattr(loss, "over_batch", False), getattr(loss, "mean_over_entries", None) is False
+    whole = getattr(loss, "over_batch", False)
+    by_rows = getattr(loss, "mean_over_entries", None) is False
     if count > 1 and arguments.schedule.stages - 1 in stages and (whole or by_rows):
         raise ArgumentError(
             "the loss does not go together with the slices of sequences",
             found="loss.over_batch" if whole else "loss.mean_over_entries = False",
             expected="a mean over target entries, of one slice at a time",
-            remedy="set loss.mean_over_entries = True where that is so, or return (value, doutput, weight); or take a "
+            remedy="set loss.mean_over_entries = True where that is so, or return (value, "
+            "doutput, weight); or take a "
             "schedule without slices",
         )
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:
-    """Raise ArgumentError unless the last stage has all of its forwards before its first backward."""
+    """Raise ArgumentError unless the last stage has all of its forwards before its first
+    backward.
+    """
     last = schedule.stages - 1
-    ops = [action.op for action in schedule.orders[schedule.placement[last]] if action.stage == last]
+    ops = [
+        action.op for action in schedule.orders[schedule.placement[last]] if action.stage == last
+    ]
     backward = next((place for place, op in enumerate(ops) if op in "BI"), len(ops))
     if "F" in ops[backward:]:
         raise ArgumentError(
             f"{what} needs all outputs before the first backward",
             stage=last,
-            found=f"{schedule.name}, whose first backward comes after {counted(ops[:backward].count('F'), 'forward')}",
+            found=f"{schedule.name}, whose first backward comes after "
+            f"{counted(ops[:backward].count('F'), 'forward')}",
             expected="an order with all forwards of the last stage first",
             remedy="schedules.gpipe, or schedules.looped_bfs with several stages on a rank",
         )
 
 
 def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter]) -> None:
-    """Refuse stages with gradients in one memory: replicas sum those of each stage, one stage after the other."""
+    """Refuse stages with gradients in one memory: replicas sum those of each stage, one stage after
+    the other.
+    """
     for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
-        if any(arrays.shares_memory(flat, there) for flat in stage.gradient_arrays for there in second.gradient_arrays):
+        if any(
+            arrays.shares_memory(flat, there)
+            for flat in stage.gradient_arrays
+            for there in second.gradient_arrays
+        ):
             raise ArgumentError(
-                "two stages of a rank have their gradients in the same memory, which replicas would sum twice",
+                "two stages of a rank have their gradients in the same memory, which replicas "
+                "would sum twice",
                 stage=other,
                 found=f"{second.name} with gradients of stage {number}",
                 expected="gradients of its own",
-                remedy="give each an array of its own; nn.Stage ties a parameter of several stages (tie=...)",
+                remedy="give each an array of its own; nn.Stage ties a parameter of several "
+                "stages (tie=...)",
             )
 
 
@@ -408,7 +499,8 @@ PROMISED_TAG_UB = 32767  # what every MPI offers
 
 
 def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
-    """Return the plan of a rank, after all that its constructor of a Pipeline does with a schedule that `build` makes.
+    """Return the plan of a rank, after all that its constructor of a Pipeline does with a schedule
+    that `build` makes.
 
     >>> from mpipipe import schedules
     >>> len(construct_on_paper(lambda: schedules.one_f_one_b(ranks=64, microbatches=256), rank=7).steps)

@@ -1,12 +1,13 @@
-"""What a pipeline says when something goes wrong: how far it is, in a report of a hang; a GPU without memory.
+"""What a pipeline says when something goes wrong: how far it is, in a report of a hang; a GPU
+without memory.
 
 Nothing extra is noted for an action. The clock makes two marks for each action of the plan anyway:
 
     marks  0 . . 1 . . 2 . . 3        an even number: the next action waits for its message
            |0F0 |     |0F1 |          an odd number: an action computes
 
-The mailbox keeps which messages it has sent. A message that must have left by now, according to the plan, and has not,
-was skipped.
+The mailbox keeps which messages it has sent. A message that must have left by now, according to the
+plan, and has not, was skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction
 from mpipipe.pipeline.result import PipelineState
 
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recomputation",
+}
 Function: TypeAlias = Callable[[PlannedAction, CallState], None]  # that runs an action
 SENT = 64  # messages of a call that a dump names
 
@@ -45,9 +52,12 @@ class PipelineFlight:
     """The last call of a pipeline on one rank."""
 
     def __init__(self, group: RankGroup, messages: StageMessages, state: PipelineState) -> None:
-        self.group, self.messages, self.state = group, messages, state
+        self.group = group
+        self.messages = messages
+        self.state = state
         self.call: KeptCall | None = None
-        self.begun, self.running = 0, False
+        self.begun = 0
+        self.running = False
         group.context.add_inspectable(self)
 
     def begin(self, call: str, number: int, plan: ActionPlan, marks: list) -> None:
@@ -70,8 +80,14 @@ class PipelineFlight:
         done, computes = divmod(len(call.marks), 2)
         steps = call.plan.steps
         # the last action may not have sent all of its own messages yet
-        ended, sent = done if computes or self.group.context.long_waits else done - 1, set(call.sent)
-        skipped = [message for step in steps[: max(0, ended)] for message in step.sends if message not in sent]
+        ended = done if computes or self.group.context.long_waits else done - 1
+        sent = set(call.sent)
+        skipped = [
+            message
+            for step in steps[: max(0, ended)]
+            for message in step.sends
+            if message not in sent
+        ]
         account = idle._replace(
             call=call.number,
             doing=f"the end of {call.name}",
@@ -85,7 +101,8 @@ class PipelineFlight:
         action = steps[done]
         awaited = None if computes else self.messages.mailbox.awaited
         return account._replace(
-            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, in {call.name}",
+            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, "
+            f"in {call.name}",
             stage=action.stage,
             microbatch=action.microbatch,
             expects=self._message(awaited) if awaited in action.receives else None,
@@ -93,20 +110,25 @@ class PipelineFlight:
 
     def _message(self, envelope: Envelope) -> Message:
         peer = self.group.members[envelope.peer]
-        return Message(envelope.name, envelope.subject, peer, envelope.data, self.messages.bytes_of(envelope))
+        return Message(
+            envelope.name, envelope.subject, peer, envelope.data, self.messages.bytes_of(envelope)
+        )
 
 
-# -- Errors of an action: the layer that they came through, and what helps where a GPU runs out of memory --------------
+# -- Errors of an action: the layer that they came through, and what helps where a GPU runs out of memory --
 
 
 REMEDY = (
-    "recompute=True, which keeps the inputs of stages alone; more stages, or more and so smaller micro-batches; "
+    "recompute=True, which keeps the inputs of stages alone; more stages, or more and so smaller "
+    "micro-batches; "
     "MPIPIPE_GRAPHS=0, without the temporary arrays that each CUDA graph keeps"
 )
 
 
 def layer_of(error: Exception) -> str:
-    """Return " of layer 3 (Conv)" for the innermost layer that an error has come through; "" for none."""
+    """Return " of layer 3 (Conv)" for the innermost layer that an error has come through; "" for
+    none.
+    """
     found = ""
     for frame, _ in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
@@ -116,7 +138,9 @@ def layer_of(error: Exception) -> str:
 
 
 def memory_error(what: str, error: Exception) -> StageError | None:
-    """Return the error that explains a lack of device memory in the action `what`; None if `error` is another kind."""
+    """Return the error that explains a lack of device memory in the action `what`; None if `error`
+    is another kind.
+    """
     shortage = arrays.memory_shortage(error)
     if shortage is None:
         return None

@@ -1,4 +1,6 @@
-"""The machinery of a pipeline on one rank: built once all ranks have agreed, and run call by call."""
+"""The machinery of a pipeline on one rank: built once all ranks have agreed, and run call by
+call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position, kernels
 from mpipipe.pipeline.agreement import Agreement
-from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place
+from mpipipe.pipeline.batch import (
+    STEPS,
+    Batch,
+    BatchFacts,
+    BatchReader,
+    CallInputs,
+    CallState,
+    check_place,
+)
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Arguments, Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight, memory_error
@@ -47,25 +57,46 @@ class Engine:
 
     def __init__(self, partners: Partners, arguments: Arguments) -> None:
         _, schedule, loss, recompute, _, _, input_grads, slice_lengths = arguments
-        self.partners, self.steps_taken, self.input_grads = partners, 0, input_grads
+        self.partners = partners
+        self.steps_taken = 0
+        self.input_grads = input_grads
         self.schedule: Schedule = schedule
         self.slicing = Slicing(schedule.slices, slice_lengths)
-        pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
-        numbers, device = schedule.stages_of(rank), partners.device
+        pipe = partners.pipe
+        replicas = partners.replicas
+        stages = partners.stages
+        rank = partners.pipe.rank
+        numbers = schedule.stages_of(rank)
+        device = partners.device
         pipe.comm.Set_name("mpipipe pipeline")
         pipe.context.pipelines += 1
-        name = f"pipeline {pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
+        name = (
+            f"pipeline {pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
+        )
 
-        tags = Tags(schedule.placement, schedule.units, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
+        tags = Tags(
+            schedule.placement,
+            schedule.units,
+            runtime.tag_upper_bound(pipe.comm),
+            schedule.skip_ends,
+        )
         ties = TieNames(partners.ties, tags.channels, tags.base)
         self.nccl = choose_nccl(partners)  # whether NCCL carries sums over replicas, and why
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
         how = tags.channels + ties.channels, settings.SYNC_SENDS.is_on, device
         mailbox = Mailbox(make_transport(pipe.comm, *how, group=pipe), pipe)
-        self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
-        self.messages = StageMessages(mailbox) if checks is None else CheckedMessages(mailbox, checks)
+        self.checks = checks = (
+            Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
+        )
+        self.messages = (
+            StageMessages(mailbox) if checks is None else CheckedMessages(mailbox, checks)
+        )
         self.ties = Ties(pipe, mailbox.transport, stages, numbers, ties)
-        self.sums = None if replicas is None else GradientSums(replicas, sums_by_nccl, pipe.size > 1, stages)
+        self.sums = (
+            None
+            if replicas is None
+            else GradientSums(replicas, sums_by_nccl, pipe.size > 1, stages)
+        )
 
         self.agreement = Agreement(pipe, replicas, name)
         self.weighing = Weighing(pipe, replicas, schedule.placement[-1])
@@ -87,17 +118,27 @@ class Engine:
                 stage.computes = CheckedStage(stage, checks)
             elif device == "cuda" and settings.GRAPHS.is_on:
                 use_graphs(stage)
-        bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
+        bare = any(
+            schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages)
+        )
         names = stages[0].input_names if numbers and numbers[0] == 0 else None
         self.batches = BatchReader(schedule, rank, loss, bare, names, self.slicing)
-        self.tags, self.recompute = tags, recompute
-        self.training_plan = ActionPlan(before_backwards(schedule) if recompute else schedule, rank, tags)
+        self.tags = tags
+        self.recompute = recompute
+        self.training_plan = ActionPlan(
+            before_backwards(schedule) if recompute else schedule, rank, tags
+        )
         self.unread: list[SharedLoss] = []  # of training steps, on the GPU
-        self.forward_plans: dict[int, ActionPlan] = {}  # of calls without backwards, by the number of micro-batches
-        # (facts, state, plan, number of its actions that have run) of a step between forward_train and backward
+        self.forward_plans: dict[
+            int, ActionPlan
+        ] = {}  # of calls without backwards, by the number of micro-batches
+        # (facts, state, plan, number of its actions that have run) of a step between forward_train
+        # and backward
         self.halfway: tuple[BatchFacts, CallState, ActionPlan, int] | None = None
 
-        executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that was not closed
+        # no circle holds an engine that was not closed
+        executor = self.executor
+        recorders = pipe.context.recorders
         abandon = partial(executor.abandon, recorders)
         self.state = PipelineState(name, rank, partners.groups, lambda: executor.place, abandon)
         self.flight = PipelineFlight(pipe, self.messages, self.state)
@@ -108,21 +149,30 @@ class Engine:
             group.related = partners.groups
 
     def agree(
-        self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0, accumulate: bool = False
+        self,
+        call: str,
+        inputs: Any = None,
+        targets: Any = None,
+        scale: Any = 1.0,
+        accumulate: bool = False,
     ) -> tuple[Batch, BatchFacts]:
-        """Check this rank's arguments of a call, and agree with the peers that all ranks make it (agreement.py).
+        """Check this rank's arguments of a call, and agree with the peers that all ranks make it
+        (agreement.py).
 
         For "backward" the gradients of the outputs are in place of `inputs`.
         """
         self.state.check(call)
         self.executor.clock.enter()
-        error, batch = None, Batch()
+        error = None
+        batch = Batch()
         try:
             if (self.halfway is not None) != (call == "backward"):
                 raise ArgumentError(
-                    f"{call} was called {'without' if self.halfway is None else 'between'} a forward_train"
+                    f"{call} was called {'without' if self.halfway is None else 'between'} a "
+                    "forward_train"
                     + (" before it" if self.halfway is None else " and its backward"),
-                    remedy="call forward_train, then backward once, and no other method of this pipeline between them",
+                    remedy="call forward_train, then backward once, and no other method of this "
+                    "pipeline between them",
                 )
             if call in STEPS and self.recorder is not None:
                 self.recorder.begin_step()
@@ -135,23 +185,33 @@ class Engine:
             if call in (*STEPS, "backward"):
                 for stage in self.partners.stages:
                     stage.check_storage()
-            if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
+            if not isinstance(scale, (int, float, np.number)) or not (
+                scale > 0 and math.isfinite(scale)
+            ):
                 raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
         except Exception as caught:
-            error, scale = caught, 1.0
+            error = caught
+            scale = 1.0
         with self.state:
-            agreed, problem = self.agreement.reach(call, batch.facts, error, scale, bool(accumulate))
+            agreed, problem = self.agreement.reach(
+                call, batch.facts, error, scale, bool(accumulate)
+            )
         if problem is not None:
             raise problem
         return batch, agreed
 
-    def begin(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
+    def begin(
+        self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0
+    ) -> tuple[ActionPlan, CallState]:
         training = call in STEPS
         plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
-        replica, slices = self.partners.replica, self.slicing.count
+        replica = self.partners.replica
+        slices = self.slicing.count
         numbers = units(agreed.microbatches * slices, slices)
-        positions = [Position(self.steps_taken, unit, replica, training, training) for unit in numbers]
+        positions = [
+            Position(self.steps_taken, unit, replica, training, training) for unit in numbers
+        ]
         outputs = call in ("forward", "forward_train")
         inputs = CallInputs(training, batch.inputs or [], batch.targets, outputs, scale, positions)
         try:
@@ -199,7 +259,9 @@ class Engine:
             self.read_losses(wait=False)
             with self.making_gradients(accumulate) as before:
                 state = self.run("step", batch, agreed, scale)
-                if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
+                if (
+                    self.sums is not None
+                ):  # before losses are fetched: the device must wait for no rank that may fail
                     self.sums.wait()
                 shared = self.share_losses("step", state)
             total, problem = self.weighing.settle(shared, self.partners.stages)
@@ -214,9 +276,11 @@ class Engine:
 
     @contextmanager
     def making_gradients(self, accumulate: bool) -> Iterator[list[tuple[Array, Array]]]:
-        """Within this context stages add to gradients that begin with zeros, and are summed over ties at its end.
+        """Within this context stages add to gradients that begin with zeros, and are summed over
+        ties at its end.
 
-        To `accumulate`, a copy of those that are there is kept: (gradients, copy) of each array, sums already.
+        To `accumulate`, a copy of those that are there is kept: (gradients, copy) of each array,
+        sums already.
         """
         stages = self.partners.stages
         before: list[tuple[Array, Array]] = []
@@ -259,20 +323,35 @@ class Engine:
         return agreed, state
 
     def write_hooks(self) -> list[list]:
-        """The lists of functions that are called before anything writes to parameters of this rank."""
+        """The lists of functions that are called before anything writes to parameters of this
+        rank.
+        """
         things = [thing for stage in self.partners.stages for thing in (stage.given, *stage.models)]
-        return [hooks for hooks in (getattr(thing, "before_write", None) for thing in things) if hooks is not None]
+        return [
+            hooks
+            for hooks in (getattr(thing, "before_write", None) for thing in things)
+            if hooks is not None
+        ]
 
     def take_gradients(self, state: CallState, gradients: Any, scale: float) -> None:
-        """Take the caller's gradients of the outputs; raises ArgumentError where they do not fit."""
+        """Take the caller's gradients of the outputs; raises ArgumentError where they do not
+        fit.
+        """
         root = self.schedule.placement[-1]
-        check_place("gradients", gradients, self.executor.rank == root, f"rank {root}, which holds the last stage")
+        check_place(
+            "gradients",
+            gradients,
+            self.executor.rank == root,
+            f"rank {root}, which holds the last stage",
+        )
         outputs = [state.outputs[unit] for unit in range(len(state.outputs))]
         parts = split_as(gradients, self.slicing.whole(outputs)) if outputs else []
         for unit, (gradient, y) in enumerate(zip(self.slicing.cut_as(parts, outputs), outputs)):
             try:
                 if self.checks is not None and scale == 1:
-                    self.checks.finite(gradient, "doutput", "a gradient that backward was given is not finite")
+                    self.checks.finite(
+                        gradient, "doutput", "a gradient that backward was given is not finite"
+                    )
                 state.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
                 error.microbatch = state.inputs.positions[unit].microbatch
@@ -280,11 +359,17 @@ class Engine:
                 raise
 
     def backward(self, gradients: Any, scale: Any, accumulate: bool) -> list | None:
-        """Run the backwards of the step whose forwards have run; return the gradients of its inputs."""
+        """Run the backwards of the step whose forwards have run; return the gradients of its
+        inputs.
+        """
         self.agree("backward", gradients, None, scale, accumulate)
         assert self.halfway is not None  # agreed
         (agreed, state, plan, count), self.halfway = self.halfway, None
-        state.outputs, state.inputs, self.flight.running = {}, state.inputs._replace(scale=scale), True
+        state.outputs, state.inputs, self.flight.running = (
+            {},
+            state.inputs._replace(scale=scale),
+            True,
+        )
         for hooks in self.write_hooks():
             hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
         if self.checks is not None:
@@ -299,8 +384,12 @@ class Engine:
         return self.input_gradients(state, 1.0)
 
     def input_gradients(self, state: CallState, scale: float) -> list | None:
-        """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
-        grads = self.slicing.whole([state.input_gradients[unit] for unit in range(len(state.input_gradients))])
+        """The gradients of the inputs by micro-batch, without a factor that they carry; None where
+        there are none.
+        """
+        grads = self.slicing.whole(
+            [state.input_gradients[unit] for unit in range(len(state.input_gradients))]
+        )
         return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
 
     def share_losses(self, call: str, state: CallState) -> SharedLoss:
@@ -313,16 +402,23 @@ class Engine:
             where = self.executor.rank, self.schedule.stages - 1, when
             own_losses = OwnLosses(state.losses, waiting, download, where)
         return SharedLoss(
-            self.weighing, own_losses, microbatches, f"{call} (call {self.agreement.count}) of {self.state.name}"
+            self.weighing,
+            own_losses,
+            microbatches,
+            f"{call} (call {self.agreement.count}) of {self.state.name}",
         )
 
     def read_losses(self, wait: bool) -> None:
-        """Look at losses that steps before have left on the GPU: all of them, or those that are there by now."""
+        """Look at losses that steps before have left on the GPU: all of them, or those that are
+        there by now.
+        """
         while self.unread and (wait or self.unread[0].is_here()):
             self.unread.pop(0).read()
 
     def end(self, problem: MpipipeError | None = None) -> None:
-        """Note how long the call took, and let go of its arrays; raise what all ranks have found wrong."""
+        """Note how long the call took, and let go of its arrays; raise what all ranks have found
+        wrong.
+        """
         self.executor.clock.leave()
         self.executor.state = None
         self.flight.running = False
@@ -341,14 +437,23 @@ class Engine:
         recorders = self.partners.pipe.context.recorders
         if recorder is not None:
             recorders.add(recorder)
-            self._forget = weakref.finalize(self, recorders.discard, recorder)  # this pipeline may never be closed
+            self._forget = weakref.finalize(
+                self, recorders.discard, recorder
+            )  # this pipeline may never be closed
 
     def share_durations(self) -> np.ndarray:
-        """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
-        pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.recompute)
+        """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3,
+        stages).
+        """
+        pipe = self.partners.pipe
+        mine = self.executor.clock.means(self.schedule.stages, self.recompute)
         everyone = np.zeros((pipe.size, *mine.shape))
         with self.state:
-            pipe.wait(own(pipe.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
+            pipe.wait(
+                own(pipe.comm.Iallgather(mine, everyone)),
+                "the durations of all stages",
+                everyone=True,
+            )
         return everyone.sum(0)
 
     def close(self) -> None:
@@ -356,7 +461,9 @@ class Engine:
         try:
             self.agree("close")
         except MpipipeError as error:
-            if self.halfway is not None and self.state.is_open:  # receives of gradients are posted, which never come
+            if (
+                self.halfway is not None and self.state.is_open
+            ):  # receives of gradients are posted, which never come
                 self.state.fail(error)
             raise
         with self.state:
@@ -374,7 +481,8 @@ class Engine:
 
 def _refuse_write() -> None:
     raise ArgumentError(
-        "parameters would be written between forward_train and its backward, which needs them as they were",
+        "parameters would be written between forward_train and its backward, which needs them as "
+        "they were",
         remedy="call backward first, and then step of the optimizer",
     )
 
@@ -384,7 +492,8 @@ def _refuse_write() -> None:
 
 def choose_nccl(partners: Partners) -> NcclChoice:
     """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
-    pipe, device = partners.pipe, partners.device
+    pipe = partners.pipe
+    device = partners.device
     if partners.check:  # the host would wait for a device that waits for another rank
         return NcclChoice(False, "check mode looks at arrays on the host")
     if partners.replicas is None and device != "cuda" and not settings.NCCL.is_on:

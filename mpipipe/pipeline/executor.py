@@ -1,7 +1,8 @@
 """Runs the actions of a plan: takes what an action needs, calls the stage, hands on what it made.
 
-There is one loop for every schedule. What a forward saved is held until the backward that needs it; the buffers of
-received arrays go back to the mailbox then. Where the forward is run again, its input alone is held until then.
+There is one loop for every schedule. What a forward saved is held until the backward that needs it;
+the buffers of received arrays go back to the mailbox then. Where the forward is run again, its
+input alone is held until then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.diagnostics import NAMES, Function, layer_of, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, unscaled
-from mpipipe.pipeline.messages import KNOWN_SHAPES, Branches, StageMessages, copy_if_aliased, parted, remedy_of
+from mpipipe.pipeline.messages import (
+    KNOWN_SHAPES,
+    Branches,
+    StageMessages,
+    copy_if_aliased,
+    parted,
+    remedy_of,
+)
 from mpipipe.pipeline.plain import PlainBackward, PlainForward, is_plain
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction
 from mpipipe.trace import Recorder
@@ -32,7 +40,9 @@ Program: TypeAlias = list[tuple[Run, PlannedAction]]
 
 
 class Executor:
-    """The actions of one rank. With `recompute` every forward that has a backward is run again, for errors."""
+    """The actions of one rank. With `recompute` every forward that has a backward is run again, for
+    errors.
+    """
 
     def __init__(
         self,
@@ -45,8 +55,14 @@ class Executor:
         recompute: bool,
         input_grads: bool,
     ):
-        self.rank, self.stages, self.messages, self.sums = partners.pipe.rank, partners.stages, messages, sums
-        self.loss, self.weighing, self.recompute = loss, weighing, recompute  # the shares of micro-batches in the loss
+        self.rank = partners.pipe.rank
+        self.stages = partners.stages
+        self.messages = messages
+        self.sums = sums
+        # the shares of micro-batches in the loss
+        self.loss = loss
+        self.weighing = weighing
+        self.recompute = recompute
         self.input_grads = input_grads
         self.functions: dict[str, Function] = {
             "F": self._forward,
@@ -61,7 +77,8 @@ class Executor:
         self.now = self.clock.now
         self.place = f"rank {self.rank}"  # for the report of an interruption
         self.programs: dict[tuple[int, int], Program] = {}  # by (signature, id of the plan)
-        # of the call under way, or of one that has failed: kernels and messages may still touch its arrays
+        # of the call under way, or of one that has failed: kernels and messages may still touch its
+        # arrays
         self.state: CallState | None = None
 
     def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
@@ -71,9 +88,16 @@ class Executor:
         return self.state
 
     def program(self, plan: ActionPlan, training: bool) -> Program:
-        """The actions of a plan, each with the function that runs it: the shortest one where shapes are known."""
+        """The actions of a plan, each with the function that runs it: the shortest one where shapes
+        are known.
+        """
         messages = self.messages
-        usual = training and messages.known and self.clock.recorder is None and type(messages) is StageMessages
+        usual = (
+            training
+            and messages.known
+            and self.clock.recorder is None
+            and type(messages) is StageMessages
+        )
         if not usual:
             return [(self._bound(step, plain=False), step) for step in plan.steps]
         key = messages.signature, id(plan)
@@ -97,8 +121,11 @@ class Executor:
         return partial(self._complete, run, action) if action.completes else run
 
     def _complete(self, run: Run, action: PlannedAction, state: CallState) -> None:
-        """Run the last action that adds to the gradients of a stage, and start their sums over replicas."""
-        sums, chunk = self.sums, action.chunk
+        """Run the last action that adds to the gradients of a stage, and start their sums over
+        replicas.
+        """
+        sums = self.sums
+        chunk = action.chunk
         if sums is not None:
             sums.watch(chunk)
         run(state)
@@ -109,7 +136,9 @@ class Executor:
             self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
 
     def run(self, program: Program, state: CallState) -> None:
-        """Run actions. What a stage raises comes out as an error that names rank, stage, micro-batch."""
+        """Run actions. What a stage raises comes out as an error that names rank, stage,
+        micro-batch.
+        """
         if not program:  # of the second half of a step, where no stage of this rank has a backward
             return
         action = program[0][1]
@@ -124,15 +153,22 @@ class Executor:
             raise
         except Exception as error:
             raise self._stage_error(NAMES[action.op], action, error) from error
-        except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
-            self.place = f"rank {self.rank}, stage {action.stage}, micro-batch {action.microbatch}, {NAMES[action.op]}"
+        except (
+            BaseException
+        ):  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
+            self.place = (
+                f"rank {self.rank}, stage {action.stage}, micro-batch "
+                f"{action.microbatch}, {NAMES[action.op]}"
+            )
             raise
 
     def end(self, state: CallState) -> None:
         self.clock.end()
 
     def abandon(self, recorders: set[Recorder]) -> None:
-        """Give up a call that has failed: its messages, its sums, and its recording, since the step never ends."""
+        """Give up a call that has failed: its messages, its sums, and its recording, since the step
+        never ends.
+        """
         recorders.discard(self.clock.recorder)
         self.messages.mailbox.cancel()
         if self.sums is not None:
@@ -155,7 +191,8 @@ class Executor:
         found = memory_error(what, error)
         if found is None:
             found = StageError(
-                f"{what}{layer_of(error)} raised {type(error).__name__}: {error}", remedy=remedy_of(error)
+                f"{what}{layer_of(error)} raised {type(error).__name__}: {error}",
+                remedy=remedy_of(error),
             )
         self._locate(found, action)
         return found
@@ -167,8 +204,13 @@ class Executor:
         error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
-        inputs, microbatch = state.inputs, action.microbatch
-        x, lease = (inputs.inputs[microbatch], ()) if action.first else self.messages.take(action, state.local)
+        inputs = state.inputs
+        microbatch = action.microbatch
+        x, lease = (
+            (inputs.inputs[microbatch], ())
+            if action.first
+            else self.messages.take(action, state.local)
+        )
         target = inputs.targets[microbatch] if action.last and inputs.targets is not None else None
         position = inputs.positions[microbatch]
         if inputs.training and not action.keeps:
@@ -203,8 +245,12 @@ class Executor:
         elif lease:
             self.messages.mailbox.release(lease)
 
-    def _gather(self, action: PlannedAction, state: CallState, y: Tree, target: Tree, microbatch: int) -> None:
-        """Keep an output until all are there; then evaluate the loss over the batch, which counts as micro-batch 0."""
+    def _gather(
+        self, action: PlannedAction, state: CallState, y: Tree, target: Tree, microbatch: int
+    ) -> None:
+        """Keep an output until all are there; then evaluate the loss over the batch, which counts
+        as micro-batch 0.
+        """
         state.awaiting[microbatch] = y, target
         count = len(self.weighing.shares)
         if len(state.awaiting) < count:
@@ -216,41 +262,66 @@ class Executor:
         state.loss_gradients = dict(enumerate(state.loss_gradients.get(0, ())))
         self._download_losses(state)
 
-    def evaluate_loss(self, action: PlannedAction, state: CallState, y: Any, target: Any, microbatch: int) -> None:
+    def evaluate_loss(
+        self, action: PlannedAction, state: CallState, y: Any, target: Any, microbatch: int
+    ) -> None:
         assert self.loss is not None  # agreed at the start of the call
-        inputs, loss, weighing = state.inputs, self.loss, self.weighing
+        inputs = state.inputs
+        loss = self.loss
+        weighing = self.weighing
         factor = weighing.shares[microbatch] * inputs.scale if inputs.training else 1.0
-        weigh = partial(weighing.take, microbatch, training=True) if loss.weighs and inputs.training else None
+        weigh = (
+            partial(weighing.take, microbatch, training=True)
+            if loss.weighs and inputs.training
+            else None
+        )
         try:
             result = loss.call(y, target, factor, inputs.positions[microbatch], weigh)
         except MpipipeError:
             raise
         except Exception as error:  # an error of the loss is not blamed on the stage
             raise self._stage_error("the loss", action, error) from error
-        if type(result) is tuple and len(result) == 2 and type(result[0]) is float and math.isfinite(result[0]):
+        if (
+            type(result) is tuple
+            and len(result) == 2
+            and type(result[0]) is float
+            and math.isfinite(result[0])
+        ):
             value, gradient = result  # the usual case
             weight = None
         else:
             value, gradient, weight = loss.checked(result)
         state.losses[microbatch] = value
         if weigh is not None:
-            left = float(weight != 0)  # the loss has multiplied its gradient; without a weight that counts it is zero
+            left = float(
+                weight != 0
+            )  # the loss has multiplied its gradient; without a weight that counts it is zero
         elif weight is None and weighing.known:
             left = 1.0
         else:
             left = weighing.take(microbatch, weight, inputs.training)
         if inputs.training:
-            state.loss_gradients[microbatch] = loss.scaled(gradient, left if loss.takes_factor else left * factor, y)
-        if len(state.losses) == len(weighing.shares):  # the backwards to come need not be done when these are wanted
+            state.loss_gradients[microbatch] = loss.scaled(
+                gradient, left if loss.takes_factor else left * factor, y
+            )
+        if len(state.losses) == len(
+            weighing.shares
+        ):  # the backwards to come need not be done when these are wanted
             self._download_losses(state)
 
     def _download_losses(self, state: CallState) -> None:
-        waiting = [m for m, value in state.losses.items() if type(value) is not float and arrays.is_device(value)]
+        waiting = [
+            m
+            for m, value in state.losses.items()
+            if type(value) is not float and arrays.is_device(value)
+        ]
         if waiting:
             state.download = waiting, arrays.Download([state.losses[m] for m in waiting])
 
     def _recompute(self, action: PlannedAction, state: CallState) -> None:
-        """Run the forward again, at the same position and so with the same random numbers. Nothing is sent."""
+        """Run the forward again, at the same position and so with the same random numbers. Nothing
+        is sent.
+        """
         key = action.stage, action.microbatch
         x, lease = state.saved[key]
         state.marks.append(self.now())
@@ -260,12 +331,20 @@ class Executor:
         state.saved[key] = saved, lease
 
     def _backward(self, action: PlannedAction, state: CallState) -> None:
-        """Run a whole backward, or an input gradient, which keeps what its weight gradient needs."""
-        microbatch, last = action.microbatch, action.last
-        dy, lease = (state.loss_gradients.pop(microbatch), ()) if last else self.messages.take(action, state.local)
+        """Run a whole backward, or an input gradient, which keeps what its weight gradient
+        needs.
+        """
+        microbatch = action.microbatch
+        last = action.last
+        dy, lease = (
+            (state.loss_gradients.pop(microbatch), ())
+            if last
+            else self.messages.take(action, state.local)
+        )
         saved, kept = state.saved.pop((action.stage, microbatch))
         leases = (*lease, *kept) if lease and kept else lease or kept
-        computes, whole = self.stages[action.chunk].computes, action.op == "B"
+        computes = self.stages[action.chunk].computes
+        whole = action.op == "B"
         state.marks.append(self.now())
         if whole:
             dx = computes.backward(dy, saved)
@@ -274,7 +353,9 @@ class Executor:
             state.pending[action.stage, microbatch] = pending, leases
         state.marks.append(self.now())
         skips: dict[str, Tree] = {}
-        if action.gives or (type(dx) is Branches and not action.first):  # else of the side inputs of the batch
+        if action.gives or (
+            type(dx) is Branches and not action.first
+        ):  # else of the side inputs of the batch
             dx, skips = parted(dx, action.gives, NAMES[action.op])
         if leases and (type(dx) is not np.ndarray or dx.base is not None):
             dx = copy_if_aliased(dx, leases)

@@ -3,12 +3,14 @@
     compute      last backward of a stage:   | layer 3 | layer 2 | layer 1 | layer 0 |
     NCCL                                              | bucket 0 | bucket 1 |    bucket 2 |
 
-By NCCL they start bucket by bucket while the last backward of the stage (or its last weight gradient) goes on, as its
-layers end. That needs an `nn.Stage` with layers of this package on a GPU, and the same order of buckets on all
-replicas, which they agree on. All other sums start when the last backward of their stage has ended.
+By NCCL they start bucket by bucket while the last backward of the stage (or its last weight
+gradient) goes on, as its layers end. That needs an `nn.Stage` with layers of this package on a GPU,
+and the same order of buckets on all replicas, which they agree on. All other sums start when the
+last backward of their stage has ended.
 
-In a pipeline of several ranks all sums by NCCL start when the last message of the rank has ended. A message that the
-host moves on piece by piece might come after a sum otherwise, which waits for another rank.
+In a pipeline of several ranks all sums by NCCL start when the last message of the rank has ended. A
+message that the host moves on piece by piece might come after a sum otherwise, which waits for
+another rank.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ from mpipipe.stages import StageAdapter
 
 
 class LayerBuckets:
-    """The buckets of a stage in the order in which its layers complete them; they take their turns as layers end."""
+    """The buckets of a stage in the order in which its layers complete them; they take their turns
+    as layers end.
+    """
 
     def __init__(self, model: Stage, ready: GradientReady) -> None:
-        self.model, self.ready = model, ready  # which gradients are ready once a layer has ended
+        # which gradients are ready once a layer has ended
+        self.model = model
+        self.ready = ready
         count = max(1, sums.BUCKET_BYTES // ready.arrays[0].array.itemsize)
         self.buckets = cut([gradients.pieces for gradients in ready.arrays], count)
         self.left: deque[Bucket] = deque()  # whose sums have not started
@@ -44,18 +50,29 @@ class LayerBuckets:
 
 
 class GradientSums:
-    """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them.
+    """The sums of one rank's gradients over the replicas; the constructor and `close` are
+    collective over them.
 
     `messages` is True where the pipeline has other ranks, which send this one messages.
     """
 
-    def __init__(self, replicas: RankGroup, nccl: NcclSums | None, messages: bool, stages: Sequence[StageAdapter]):
-        self.replicas, self.nccl, self.stages = replicas, nccl, stages
+    def __init__(
+        self,
+        replicas: RankGroup,
+        nccl: NcclSums | None,
+        messages: bool,
+        stages: Sequence[StageAdapter],
+    ):
+        self.replicas = replicas
+        self.nccl = nccl
+        self.stages = stages
         self.underway: list[ReplicaSum] = []  # that this call has started
         self._by_layers: list[LayerBuckets | None] = [None] * len(stages)
         self._postpones = nccl is not None and messages
         self._postponed: list[int] = []  # chunks whose sums start when the last message has ended
-        if nccl is not None and not messages:  # by layers as far as all replicas have the same buckets
+        if (
+            nccl is not None and not messages
+        ):  # by layers as far as all replicas have the same buckets
             for chunk, stage in enumerate(stages):
                 ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
                 if ready is not None and nccl.takes(ready.arrays[0].array):
@@ -67,9 +84,11 @@ class GradientSums:
                     self._by_layers[chunk] = None
 
     def by_layers(self, chunk: int) -> LayerBuckets | None:
-        """Return the buckets of a stage whose sums start as its layers end; None if they start after its backward.
+        """Return the buckets of a stage whose sums start as its layers end; None if they start
+        after its backward.
 
-        So they do where the gradients are elsewhere by now: a later pipeline may let parameters share their storage.
+        So they do where the gradients are elsewhere by now: a later pipeline may let parameters
+        share their storage.
         """
         buckets = self._by_layers[chunk]
         moved = buckets is None or buckets.model.gradients.flat is not buckets.ready.arrays[0].array
@@ -77,10 +96,13 @@ class GradientSums:
 
     def begin(self) -> None:
         """Begin a call."""
-        self.underway, self._postponed = [], []
+        self.underway = []
+        self._postponed = []
 
     def watch(self, chunk: int) -> None:
-        """Before the action that completes a stage's gradients: start the sums of its layers as these end."""
+        """Before the action that completes a stage's gradients: start the sums of its layers as
+        these end.
+        """
         buckets = self.by_layers(chunk)
         if buckets is not None:
             buckets.left = deque(buckets.buckets)
@@ -112,7 +134,9 @@ class GradientSums:
                 self.underway.append(AllReduce(self.replicas.comm, array))
 
     def wait(self) -> None:
-        """Start the sums that were postponed, and wait for all of this call; its messages have ended."""
+        """Start the sums that were postponed, and wait for all of this call; its messages have
+        ended.
+        """
         for chunk in self._postponed:
             self._complete(chunk)
         for pending in self.underway:
@@ -133,15 +157,15 @@ class GradientSums:
             self.nccl.close()
 
 
-# -- Gradients cut into buckets, in the order in which the layers of a stage complete them ----------------------------
+# -- Gradients cut into buckets, in the order in which the layers of a stage complete them ---------
 #
 #     layer        0     1     2          | 0 1 2 |
 #     matrices     |-----|-----|-----|    |-------|  gains and biases
 #     bucket          2     1     0           3
 #
-# A backward goes from the last layer to the first. A bucket is complete when the first of its layers has ended. So
-# it is cut from the end of the buffer, where it can at the edge of a layer, and what holds pieces of all layers
-# stands apart.
+# A backward goes from the last layer to the first. A bucket is complete when the first of its
+# layers has ended. So it is cut from the end of the buffer, where it can at the edge of a layer,
+# and what holds pieces of all layers stands apart.
 
 
 class Bucket(NamedTuple):
@@ -154,9 +178,11 @@ class Bucket(NamedTuple):
 
 
 def cut(arrays: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]:
-    """Return the buckets of some arrays, of at most `count` elements, those first that are complete first.
+    """Return the buckets of some arrays, of at most `count` elements, those first that are complete
+    first.
 
-    An array is given by its pieces in the order of memory: (where it ends, place of the layer that writes to it).
+    An array is given by its pieces in the order of memory: (where it ends, place of the layer that
+    writes to it).
     """
     buckets = []
     for array, pieces in enumerate(arrays):
@@ -166,14 +192,18 @@ def cut(arrays: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]
 
 
 def _rising(pieces: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Pieces as (start, stop, place), in longest runs of consecutive ones whose places do not fall."""
+    """Pieces as (start, stop, place), in longest runs of consecutive ones whose places do not
+    fall.
+    """
     runs: list[list[tuple[int, int, int]]] = []
-    start, before = 0, -1
+    start = 0
+    before = -1
     for stop, place in pieces:
         if not runs or place < before:
             runs.append([])
         runs[-1].append((start, stop, place))
-        start, before = stop, place
+        start = stop
+        before = place
     return runs
 
 
@@ -182,7 +212,8 @@ def _cut_run(run: Sequence[tuple[int, int, int]], count: int) -> list[tuple[int,
 
     A bucket begins at the edge of a layer where that leaves it half of `count` at least.
     """
-    first, stop = run[0][0], run[-1][1]
+    first = run[0][0]
+    stop = run[-1][1]
     edges = [after[0] for before, after in pairwise(run) if before[2] < after[2]]
     buckets = []
     while stop > first:

@@ -1,11 +1,14 @@
-"""The actions of a stage as CUDA graphs: one launch each, where small micro-batches leave the GPU waiting for Python.
+"""The actions of a stage as CUDA graphs: one launch each, where small micro-batches leave the GPU
+waiting for Python.
 
-A graph repeats the same work on the same memory. So there are slots: the arrays of one micro-batch under way, from its
-forward to its last backward, at fixed places. A forward takes a free slot and copies its input there. Results are
-copied out, so that neither messages nor the loss see an array that the next micro-batch of the slot will write.
+A graph repeats the same work on the same memory. So there are slots: the arrays of one micro-batch
+under way, from its forward to its last backward, at fixed places. A forward takes a free slot and
+copies its input there. Results are copied out, so that neither messages nor the loss see an array
+that the next micro-batch of the slot will write.
 
-Each slot has graphs of its own, for the forward and for each kind of backward. The first action of a kind runs without
-one, since it compiles kernels, measures, and fills caches. The next one is recorded.
+Each slot has graphs of its own, for the forward and for each kind of backward. The first action of
+a kind runs without one, since it compiles kernels, measures, and fills caches. The next one is
+recorded.
 """
 
 from __future__ import annotations
@@ -23,8 +26,15 @@ from mpipipe.stages import StageAdapter
 
 logger = logging.getLogger("mpipipe")
 
-METHODS = {"forward", "backward", "backward_input", "backward_weight"}  # which a recording does not call again
-MOST_KINDS = 4  # shapes of input of one stage that are recorded; inputs of more shapes run without graphs
+METHODS = {
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+}  # which a recording does not call again
+MOST_KINDS = (
+    4  # shapes of input of one stage that are recorded; inputs of more shapes run without graphs
+)
 MOST_IN_VAIN = 8  # changes in a row of what was read, after which nothing more is recorded
 Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
@@ -44,12 +54,18 @@ class Slot:
 class Kind:
     """What inputs of one shape and dtype have in common."""
 
-    met: set[Key] = field(default_factory=set)  # actions that have run, and may be recorded when they come again
+    met: set[Key] = field(
+        default_factory=set
+    )  # actions that have run, and may be recorded when they come again
     made: int = 0  # number of slots
-    free: dict[int, Slot] = field(default_factory=dict)  # slots that no micro-batch has, by their numbers
+    free: dict[int, Slot] = field(
+        default_factory=dict
+    )  # slots that no micro-batch has, by their numbers
 
     def take(self, x: Array) -> Slot:
-        """Take the first free slot, so that a micro-batch has the same one in all steps; make one if none is free."""
+        """Take the first free slot, so that a micro-batch has the same one in all steps; make one
+        if none is free.
+        """
         if self.free:
             return self.free.pop(min(self.free))
         self.made += 1
@@ -74,7 +90,9 @@ class Saved:
     pending_by_graph: bool = False  # whether a recorded input gradient writes `pending` each time
 
     def __del__(self) -> None:
-        """The slot is free once what was saved is dropped: after the last backward, or after a call that failed."""
+        """The slot is free once what was saved is dropped: after the last backward, or after a call
+        that failed.
+        """
         if self.kind is not None and self.slot is not None:
             self.kind.free[self.slot.number] = self.slot
 
@@ -92,14 +110,20 @@ class StageGraphs:
 
     def __init__(self, stage: nn.Stage) -> None:
         self.stage = stage
-        self.reason = arrays.graphs_refused() or unrecordable(stage)  # why no more is recorded; "" where it is
+        self.reason = arrays.graphs_refused() or unrecordable(
+            stage
+        )  # why no more is recorded; "" where it is
         self._kinds: dict[tuple, Kind] = {}
-        self._read: tuple = ()  # what recordings have read: where parameters and gradients are, and the layers
+        # What recordings have read: where parameters and gradients are, and the layers.
+        self._read: tuple = ()
         self._in_vain = 0  # changes of it in a row without a recording between them
         logger.info("%s", self)
 
     def __str__(self) -> str:
-        return f"CUDA graphs: stage {self.stage.index} {f'has none: {self.reason}' if self.reason else 'has them'}"
+        return (
+            f"CUDA graphs: stage {self.stage.index} "
+            f"{f'has none: {self.reason}' if self.reason else 'has them'}"
+        )
 
     @property
     def recorded(self) -> int:
@@ -107,7 +131,8 @@ class StageGraphs:
         return sum(len(slot.graphs) for kind in self._kinds.values() for slot in kind.free.values())
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
-        stage, kind = self.stage, None
+        stage = self.stage
+        kind = None
         if not self.reason:
             self._forget_if_changed()
             x = stage.first_layer.upload(accepted_input(stage, x))
@@ -127,14 +152,27 @@ class StageGraphs:
         return y, Saved(saved, mode, kind)
 
     def _forget_if_changed(self) -> None:
-        """Record anew where parameters have moved, and where an attribute of some layer was set since the last time."""
+        """Record anew where parameters have moved, and where an attribute of some layer was set
+        since the last time.
+        """
         stage = self.stage
-        flats, owners = (stage.compute.flat, stage.gradients.flat), tuple(stage.buffers.owners.items())
+        flats = (stage.compute.flat, stage.gradients.flat)
+        owners = tuple(stage.buffers.owners.items())
         read = (*flats, owners, nn.Layer.changes)
-        if len(self._read) == len(read) and all(map(is_, flats, self._read)) and read[2:] == self._read[2:]:
+        if (
+            len(self._read) == len(read)
+            and all(map(is_, flats, self._read))
+            and read[2:] == self._read[2:]
+        ):
             return
-        self._read, self._kinds, self._in_vain = read, {}, self._in_vain + 1
-        always = "attributes of layers change from one forward to the next" if self._in_vain > MOST_IN_VAIN else ""
+        self._read = read
+        self._kinds = {}
+        self._in_vain = self._in_vain + 1
+        always = (
+            "attributes of layers change from one forward to the next"
+            if self._in_vain > MOST_IN_VAIN
+            else ""
+        )
         self.reason = unrecordable(stage) or always
         if self.reason:
             logger.warning("%s", self)
@@ -150,16 +188,26 @@ class StageGraphs:
         return arrays.copy(dx) if by_graph and dx is not None else dx, kept
 
     def backward_weight(self, kept: Saved) -> None:
-        stage, slot, key = self.stage, kept.slot, ("backward_weight", *kept.mode)
-        if kept.kind is not None and kept.kind.meets(key) and slot is not None and kept.pending_by_graph:
+        stage = self.stage
+        slot = kept.slot
+        key = ("backward_weight", *kept.mode)
+        if (
+            kept.kind is not None
+            and kept.kind.meets(key)
+            and slot is not None
+            and kept.pending_by_graph
+        ):
             if self._record(slot, key, lambda: stage.backward_weight(kept.pending)):
                 self._launch(slot, key)
                 return
         stage.backward_weight(kept.pending)
 
-    def _backward(self, action: str, dy: Array, kept: Saved, work: Callable[[Array, Any], Any]) -> tuple[Any, bool]:
+    def _backward(
+        self, action: str, dy: Array, kept: Saved, work: Callable[[Array, Any], Any]
+    ) -> tuple[Any, bool]:
         """Return (what a backward of the stage returns, whether a graph has written it)."""
-        slot, key = kept.slot, (action, *kept.mode)
+        slot = kept.slot
+        key = (action, *kept.mode)
         if kept.kind is not None and kept.kind.meets(key) and slot is not None:
             if arrays.is_device(dy) and dy.flags.c_contiguous:
                 place = slot.dy = arrays.empty_like(dy) if slot.dy is None else slot.dy
@@ -180,11 +228,15 @@ class StageGraphs:
         if stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
             return False
         if key not in slot.graphs and not self.reason:
-            poll, stage.poll = stage.poll, lambda: None  # messages are no part of the work
+            # messages are no part of the work
+            poll = stage.poll
+            stage.poll = lambda: None
             try:
                 slot.graphs[key] = arrays.record_graph(work)
                 self._in_vain = 0
-            except Exception as error:  # whatever it is, the work can be done without a graph, or raises it again
+            except (
+                Exception
+            ) as error:  # whatever it is, the work can be done without a graph, or raises it again
                 self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
                 logger.warning("%s", self)
             finally:
@@ -192,7 +244,7 @@ class StageGraphs:
         return key in slot.graphs
 
 
-# -- Whether CUDA graphs can record what a stage does -----------------------------------------------------------------
+# -- Whether CUDA graphs can record what a stage does ----------------------------------------------
 
 
 def unrecordable(stage: Stage) -> str:

@@ -1,18 +1,20 @@
-"""The loss of a pipeline: what a user's function returns, what each micro-batch counts, and how all ranks learn it.
+"""The loss of a pipeline: what a user's function returns, what each micro-batch counts, and how all
+ranks learn it.
 
-The loss of a step is sum(w v) / sum(w), over all micro-batches of all replicas. A backward begins before the last
-weight is known. So each one carries a provisional share w c, and the whole is divided by their sum at the end:
+The loss of a step is sum(w v) / sum(w), over all micro-batches of all replicas. A backward begins
+before the last weight is known. So each one carries a provisional share w c, and the whole is
+divided by their sum at the end:
 
     last stage    share w0 c   share w1 c   share w2 c | sum s of all shares |
     all ranks     backward 0   backward 1   backward 2 | ................... | gradients / s, loss / s
 
-c is a power of two, near 1 / sum(w) of the step before, and the same on all ranks: it changes the exponents of what is
-computed, and no bits. With it half-precision gradients keep the range that they have without weights. The first step
-takes the weights for numbers of target entries.
+c is a power of two, near 1 / sum(w) of the step before, and the same on all ranks: it changes the
+exponents of what is computed, and no bits. With it half-precision gradients keep the range that
+they have without weights. The first step takes the weights for numbers of target entries.
 
-Without weights from the loss the shares are known before: by target entries where the loss declares that it is a mean
-over them (`mean_over_entries`), else by rows. They add up to 1, and nothing is corrected. A loss that declares nothing
-is refused where the two differ.
+Without weights from the loss the shares are known before: by target entries where the loss declares
+that it is a mean over them (`mean_over_entries`), else by rows. They add up to 1, and nothing is
+corrected. A loss that declares nothing is refused where the two differ.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ LARGEST = 1000  # exponent of c, so that weights may have any size that a float 
 
 
 class Loss:
-    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding, for others after.
+    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding,
+    for others after.
 
-    One with a parameter `weigh` has gradients of its own parameters, which nobody can scale after it. In a training
-    step it calls weigh(weight or None) once, and multiplies all its gradients by the result.
+    One with a parameter `weigh` has gradients of its own parameters, which nobody can scale after
+    it. In a training step it calls weigh(weight or None) once, and multiplies all its gradients by
+    the result.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -51,36 +55,59 @@ class Loss:
         self.takes_factor = takes_parameter(function, "factor")
         self.takes_position = takes_parameter(function, "position")
         self.weighs = takes_parameter(function, "weigh")
-        self.over_batch = bool(getattr(function, "over_batch", False))  # takes and gives lists, once for all
+        self.over_batch = bool(
+            getattr(function, "over_batch", False)
+        )  # takes and gives lists, once for all
         self.uploads = not getattr(function, "wants_host_targets", False)
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
 
     def taking_head(self) -> AbstractContextManager[None]:
-        """Within this context the last stage leaves the product of its head to the function, if that is made for it."""
+        """Within this context the last stage leaves the product of its head to the function, if
+        that is made for it.
+        """
         return nullcontext() if self.with_head is None else self.with_head.taking_over()
 
     def call(
-        self, output: Tree, target: Tree, factor: float, position: Position | None = None, weigh: Weigh | None = None
+        self,
+        output: Tree,
+        target: Tree,
+        factor: float,
+        position: Position | None = None,
+        weigh: Weigh | None = None,
     ) -> Any:
-        """Return what the function returns. Beside an output on a GPU, it has its target there too."""
+        """Return what the function returns. Beside an output on a GPU, it has its target there
+        too.
+        """
         if self.uploads and type(output) is not np.ndarray:
             target = _beside(output, target)
         if self.weighs:
             return self.function(output, target, factor=factor, position=position, weigh=weigh)
         if self.takes_position:
             return self.function(output, target, factor=factor, position=position)
-        return self.function(output, target, factor=factor) if self.takes_factor else self.function(output, target)
+        return (
+            self.function(output, target, factor=factor)
+            if self.takes_factor
+            else self.function(output, target)
+        )
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
-        """Return (value, gradient, weight or None) of a result, or raise ArgumentError. Weight 0 has value NaN."""
+        """Return (value, gradient, weight or None) of a result, or raise ArgumentError. Weight 0
+        has value NaN.
+        """
         if type(result) is not tuple or len(result) not in (2, 3):
             raise ArgumentError(
-                "a loss returns (value, gradient of the output), or (value, gradient of the output, weight)",
-                found=f"a tuple of {len(result)}" if type(result) is tuple else type(result).__name__,
+                "a loss returns (value, gradient of the output), or (value, gradient of the "
+                "output, weight)",
+                found=f"a tuple of {len(result)}"
+                if type(result) is tuple
+                else type(result).__name__,
                 expected="a tuple of two or three",
-                remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that returns a number",
+                remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that "
+                "returns a number",
             )
-        value, gradient, weight = result[0], result[1], None
+        value = result[0]
+        gradient = result[1]
+        weight = None
         if len(result) == 3:
             weight = checked_weight(result[2])
             if weight == 0:
@@ -88,7 +115,9 @@ class Loss:
         if type(value) is not float:
             if getattr(value, "size", 1) != 1:
                 raise ArgumentError(
-                    "the value of a loss", found=f"an array of shape {value.shape}", expected="one number"
+                    "the value of a loss",
+                    found=f"an array of shape {value.shape}",
+                    expected="one number",
                 )
             value = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
             on_device = arrays.is_device(value)
@@ -106,9 +135,17 @@ class Loss:
 
     @staticmethod
     def scaled(gradient: Any, factor: float, output: Any) -> Any:
-        """Return the gradient times a factor; raises ArgumentError if it does not fit the output. 0 zeroes all."""
-        if factor == 1 and type(gradient) is type(output) is np.ndarray:  # the common case, on the hot path
-            if gradient.shape == output.shape and gradient.dtype == output.dtype and output.dtype.kind == "f":
+        """Return the gradient times a factor; raises ArgumentError if it does not fit the output. 0
+        zeroes all.
+        """
+        if (
+            factor == 1 and type(gradient) is type(output) is np.ndarray
+        ):  # the common case, on the hot path
+            if (
+                gradient.shape == output.shape
+                and gradient.dtype == output.dtype
+                and output.dtype.kind == "f"
+            ):
                 return gradient
         if type(output) is list:  # of a loss over the batch
             gradient = gradient if factor else output  # all zeroed
@@ -129,9 +166,13 @@ class Loss:
             if arrays.is_device(leaf) != arrays.is_device(like):
                 found, expected = (f"an array on {arrays.device_of(each)}" for each in (leaf, like))
                 raise ArgumentError(
-                    "the gradient of the loss does not match the output", found=found, expected=expected
+                    "the gradient of the loss does not match the output",
+                    found=found,
+                    expected=expected,
                 )
-        return spec.gradient_tree([x if factor == 1 else kernels.of_array(x).scale(x, factor) for x in leaves])
+        return spec.gradient_tree(
+            [x if factor == 1 else kernels.of_array(x).scale(x, factor) for x in leaves]
+        )
 
 
 def _beside(output: Any, target: Any) -> Any:
@@ -140,11 +181,15 @@ def _beside(output: Any, target: Any) -> Any:
         return [_beside(*pair) for pair in zip(output, target, strict=True)]
     if not any(map(arrays.is_device, flatten(output)[0])):
         return target
-    return arrays.mapped(lambda leaf: leaf if arrays.is_device(leaf) else arrays.upload(leaf), target)
+    return arrays.mapped(
+        lambda leaf: leaf if arrays.is_device(leaf) else arrays.upload(leaf), target
+    )
 
 
 def checked_weight(weight: Any) -> float:
-    """Return the weight of a loss as a float; raises ArgumentError unless it is a finite number of at least 0."""
+    """Return the weight of a loss as a float; raises ArgumentError unless it is a finite number of
+    at least 0.
+    """
     if isinstance(weight, (np.ndarray, np.generic)) and weight.ndim == 0:
         weight = weight.item()
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
@@ -153,17 +198,22 @@ def checked_weight(weight: Any) -> float:
             "the weight of a loss",
             found=repr(weight) if is_number else type(weight).__name__,
             expected="a finite number of at least 0",
-            remedy="return how many things the value is a mean over, such as target.size or float(mask.sum())",
+            remedy="return how many things the value is a mean over, such as target.size or "
+            "float(mask.sum())",
         )
     return float(weight)
 
 
 def check_finite(value: Any) -> None:
-    """Raise NonFiniteError for a loss that is infinite or NaN, ArgumentError for what is no number."""
+    """Raise NonFiniteError for a loss that is infinite or NaN, ArgumentError for what is no
+    number.
+    """
     try:
         finite = math.isfinite(value)
     except (TypeError, ValueError):
-        raise ArgumentError("the value of a loss", found=type(value).__name__, expected="one number") from None
+        raise ArgumentError(
+            "the value of a loss", found=type(value).__name__, expected="one number"
+        ) from None
     if not finite:
         raise NonFiniteError(
             "the loss is not finite",
@@ -177,18 +227,25 @@ def unscaled(tree: Tree, scale: float) -> Tree:
     if tree is None or scale == 1:
         return tree
     leaves, structure = flatten(tree)
-    return unflatten([None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure)
+    return unflatten(
+        [None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure
+    )
 
 
-# -- What each micro-batch counts -------------------------------------------------------------------------------------
+# -- What each micro-batch counts ------------------------------------------------------------------
 
 
 class Weighing:
     """The shares of micro-batches in the loss of a pipeline, on one rank."""
 
     def __init__(self, pipe: RankGroup, replicas: RankGroup | None, root: int) -> None:
-        self.pipe, self.replicas, self.root = pipe, replicas, root  # the rank of the last stage
-        self.given: bool | None = None  # whether this rank's loss returns weights; None where none was evaluated yet
+        # the rank of the last stage
+        self.pipe = pipe
+        self.replicas = replicas
+        self.root = root
+        self.given: bool | None = (
+            None  # whether this rank's loss returns weights; None where none was evaluated yet
+        )
         self.agreed: bool | None = None  # the same of all replicas, once all ranks know it
         self.shares: list[float] = []  # of this rank's micro-batches in the call under way
         self.known = False  # whether a loss without a weight leaves them as they are
@@ -197,23 +254,31 @@ class Weighing:
 
     def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
-        self._facts, self.known = facts, self.given is False and not facts.uneven
+        self._facts = facts
+        self.known = self.given is False and not facts.uneven
         total = facts.total or 1
         self.shares = [count / total for count in counts]
 
     @property
     def exponent(self) -> int:
-        """That of c; before the first training step with weights, by the number of target entries."""
+        """That of c; before the first training step with weights, by the number of target
+        entries.
+        """
         assert self._facts is not None  # asked for within a call
         return _exponent(self._facts.entries) if self._exponent is None else self._exponent
 
     def weight_of(self, shared: SharedLoss) -> float:
-        """Return the sum of the weights of a call; where the loss gives none, the rows or entries of all targets."""
+        """Return the sum of the weights of a call; where the loss gives none, the rows or entries
+        of all targets.
+        """
         assert self._facts is not None  # asked for after a call
-        return math.ldexp(shared.total, self.exponent) if shared.givers else float(self._facts.total)
+        return (
+            math.ldexp(shared.total, self.exponent) if shared.givers else float(self._facts.total)
+        )
 
     def take(self, microbatch: int, weight: float | None, training: bool) -> float:
-        """Take the weight of a micro-batch; return the factor from its presumed share to the real one.
+        """Take the weight of a micro-batch; return the factor from its presumed share to the real
+        one.
 
         Raises ArgumentError where the loss should have given a weight, or no weight.
         """
@@ -225,34 +290,47 @@ class Weighing:
             raise ArgumentError(
                 "the loss returns a weight for some micro-batches only",
                 found="no weight" if weight is None else f"the weight {weight}",
-                expected=f"{'a weight' if self.given else 'none'}, as for the first micro-batch of this pipeline",
+                expected=f"{'a weight' if self.given else 'none'}, as for the first micro-batch "
+                "of this pipeline",
                 remedy="return (value, doutput, weight) always, or (value, doutput) always",
             )
         if weight is None:
             if facts.uneven and facts.mean_over == UNSAID:
                 raise ArgumentError(
-                    "rows of some micro-batches have more target entries than rows of others, or are in slices, and "
+                    "rows of some micro-batches have more target entries than rows of others, or "
+                    "are in slices, and "
                     "the loss does not say what its value is a mean over",
                     found="(value, doutput)",
                     expected="a weight for each micro-batch",
-                    remedy="return (value, doutput, weight), where weight is how many things value is a mean over, "
+                    remedy="return (value, doutput, weight), where weight is how many things "
+                    "value is a mean over, "
                     "such as target.size; or set loss.mean_over_entries = True or False (rows)",
                 )
             return 1.0
         if training and facts.bare:
             raise ArgumentError(
-                "the loss returns weights, and a stage does not show its gradients, which the sum of weights divides",
+                "the loss returns weights, and a stage does not show its gradients, which the sum "
+                "of weights divides",
                 expected="stages with an attribute `gradients`",
-                remedy="give the stage `gradients`: an object with one array `flat`, or None where there are none",
+                remedy="give the stage `gradients`: an object with one array `flat`, or None "
+                "where there are none",
             )
-        presumed, share = self.shares[microbatch], weight * math.ldexp(1.0, -self.exponent)
+        presumed = self.shares[microbatch]
+        share = weight * math.ldexp(1.0, -self.exponent)
         if math.isinf(share):
-            raise ArgumentError("the weight of a loss is too large", found=weight, expected="one near those before it")
+            raise ArgumentError(
+                "the weight of a loss is too large",
+                found=weight,
+                expected="one near those before it",
+            )
         self.shares[microbatch] = share
         return share / presumed
 
-    def settle(self, shared: SharedLoss, stages: Sequence[StageAdapter] = ()) -> tuple[float, MpipipeError | None]:
-        """Return (sum of all shares, error that all ranks are to raise), and divide gradients of `stages` by the sum.
+    def settle(
+        self, shared: SharedLoss, stages: Sequence[StageAdapter] = ()
+    ) -> tuple[float, MpipipeError | None]:
+        """Return (sum of all shares, error that all ranks are to raise), and divide gradients of
+        `stages` by the sum.
 
         The sum is 1 where the loss gives no weights.
         """
@@ -265,7 +343,9 @@ class Weighing:
             return 1.0, problem
         if stages:
             done: list[Array] = []  # two stages of a user's own may add to one array
-            for gradients in (flat for stage in stages for flat in stage.gradient_arrays if shared.total != 1):
+            for gradients in (
+                flat for stage in stages for flat in stage.gradient_arrays if shared.total != 1
+            ):
                 if not any(arrays.shares_memory(gradients, other) for other in done):
                     kernels.of_array(gradients).scale(gradients, 1 / shared.total, gradients)
                     done.append(gradients)
@@ -274,12 +354,16 @@ class Weighing:
 
     def _problem(self, shared: SharedLoss) -> MpipipeError | None:
         """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
-        givers, total, replicas = shared.givers, shared.total, 1 if self.replicas is None else self.replicas.size
+        givers = shared.givers
+        total = shared.total
+        replicas = 1 if self.replicas is None else self.replicas.size
         if 0 < givers < replicas:
             found = f"{givers} of {replicas} replicas with weights"
             remedy = "give the same loss to all replicas"
             message = "the loss returns weights on some replicas only"
-            problem: MpipipeError = MismatchError(message, found=found, expected="all or none", remedy=remedy)
+            problem: MpipipeError = MismatchError(
+                message, found=found, expected="all or none", remedy=remedy
+            )
         elif givers and not 0 < total < math.inf:
             problem = ArgumentError(
                 f"the weights of {shared.what} add up to {total}",
@@ -289,7 +373,9 @@ class Weighing:
             )
         else:
             return None
-        return found_by_all(problem, [self.pipe] if self.replicas is None else [self.pipe, self.replicas])
+        return found_by_all(
+            problem, [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
+        )
 
 
 def _exponent(count: float) -> int:
@@ -297,14 +383,16 @@ def _exponent(count: float) -> int:
     return math.frexp(count)[1] - 1 if count else 0
 
 
-# -- The losses of a call: from the rank of the last stage to all ranks of its pipeline -------------------------------
+# -- The losses of a call: from the rank of the last stage to all ranks of its pipeline ------------
 #
 # table    losses of this pipeline's micro-batches | sum of share x loss | sum of shares | replicas with weights |
 #                                                    these three are sums over all replicas
 
 
 class OwnLosses(NamedTuple):
-    """The losses of a call on the rank of the last stage. `waiting` are on the device, and `download` brings them."""
+    """The losses of a call on the rank of the last stage. `waiting` are on the device, and
+    `download` brings them.
+    """
 
     losses: dict[int, Any]  # by unit
     waiting: list[int]
@@ -316,7 +404,9 @@ class OwnLosses(NamedTuple):
         return self.download is None or self.download.is_done()
 
     def read(self) -> list[float]:
-        """Return the losses in order. Raises NonFiniteError for the first one from the device that is not finite."""
+        """Return the losses in order. Raises NonFiniteError for the first one from the device that
+        is not finite.
+        """
         values = [] if self.download is None else self.download.result()
         for unit, value in zip(self.waiting, values):
             self.losses[unit] = float(value.item())
@@ -331,25 +421,39 @@ class OwnLosses(NamedTuple):
 
 
 class SharedLoss:
-    """Mean loss over all replicas, and losses of this pipeline's micro-batches, on every rank; collective.
+    """Mean loss over all replicas, and losses of this pipeline's micro-batches, on every rank;
+    collective.
 
-    `own` are the losses of this pipeline on the rank of its last stage, and None elsewhere. Where there is no other
-    rank they may stay on the device until somebody reads them.
+    `own` are the losses of this pipeline on the rank of its last stage, and None elsewhere. Where
+    there is no other rank they may stay on the device until somebody reads them.
     """
 
-    def __init__(self, weighing: Weighing, own_losses: OwnLosses | None, microbatches: int, what: str) -> None:
-        pipe, replicas, root = weighing.pipe, weighing.replicas, weighing.root
+    def __init__(
+        self, weighing: Weighing, own_losses: OwnLosses | None, microbatches: int, what: str
+    ) -> None:
+        pipe = weighing.pipe
+        replicas = weighing.replicas
+        root = weighing.root
         self.what = f"the loss of {what}"
         self._own = own_losses
         self._shares = weighing.shares
         self._table = np.zeros(microbatches + 3)
         if own_losses is not None and weighing.given:
             self._table[-2:] = sum(self._shares), 1
-        if pipe.size == 1 and replicas is None and own_losses is not None and own_losses.download is not None:
+        if (
+            pipe.size == 1
+            and replicas is None
+            and own_losses is not None
+            and own_losses.download is not None
+        ):
             return
         self.read()
         if replicas is not None and pipe.rank == root:
-            replicas.wait(AllReduce(replicas.comm, self._table[-3:]), f"{self.what} of the replicas", everyone=True)
+            replicas.wait(
+                AllReduce(replicas.comm, self._table[-3:]),
+                f"{self.what} of the replicas",
+                everyone=True,
+            )
         if pipe.size > 1:
             pipe.wait(own(pipe.comm.Ibcast(self._table, root)), self.what, everyone=True)
 
@@ -376,13 +480,17 @@ class SharedLoss:
         self._table[-3] = mean
 
     def _by_microbatch(self, losses: Sequence[float]) -> Any:
-        """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where these have none."""
+        """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where
+        these have none.
+        """
         microbatches = len(self._table) - 3
         if len(losses) == microbatches:
             return losses
         shares = np.reshape(self._shares, (microbatches, -1))
         sums = np.where(shares > 0, shares * np.reshape(losses, shares.shape), 0).sum(1)
-        return np.divide(sums, shares.sum(1), out=np.full(microbatches, np.nan), where=shares.any(1))
+        return np.divide(
+            sums, shares.sum(1), out=np.full(microbatches, np.nan), where=shares.any(1)
+        )
 
     @property
     def mean(self) -> float:

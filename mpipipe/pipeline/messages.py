@@ -1,8 +1,9 @@
-"""What travels between stages: which arrays a message holds, and the messages of one rank, as trees of arrays.
+"""What travels between stages: which arrays a message holds, and the messages of one rank, as trees
+of arrays.
 
-The shapes of all messages follow from the shapes of the inputs. The first call with new input shapes sends a header
-before each activation; the specs of its messages are kept, so that later calls with the same shapes send no headers
-and post their receives before the data is sent.
+The shapes of all messages follow from the shapes of the inputs. The first call with new input
+shapes sends a header before each activation; the specs of its messages are kept, so that later
+calls with the same shapes send no headers and post their receives before the data is sent.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from mpipipe.nn import sum_of
 from mpipipe.pipeline.batch import MessageSpec
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
 
-Local: TypeAlias = "dict[tuple[int, int, str], Tree]"  # (edge, micro-batch, "F" or "B") -> data that stays on the rank
+# (edge, micro-batch, "F" or "B") -> data that stays on the rank.
+Local: TypeAlias = "dict[tuple[int, int, str], Tree]"
 KNOWN_SHAPES = 32  # input shapes whose specs and receive buffers are kept
 
 
 class StageMessages:
     """Activations and gradients of one rank, sent and received as trees.
 
-    A received tree comes with a lease on its buffers, which goes back through `mailbox.release` once nothing reads the
-    tree.
+    A received tree comes with a lease on its buffers, which goes back through `mailbox.release`
+    once nothing reads the tree.
     """
 
     def __init__(self, mailbox: Mailbox):
@@ -37,7 +39,9 @@ class StageMessages:
         self.known = False  # whether this call's specs were kept by an earlier one
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
-        self.receive_schedules: dict[tuple[int, int], tuple[list[Incoming], int]] = {}  # by (signature, id of plan)
+        self.receive_schedules: dict[
+            tuple[int, int], tuple[list[Incoming], int]
+        ] = {}  # by (signature, id of plan)
         self.plan: ActionPlan | None = None  # of the last call
         self.signature = 0  # of its inputs
 
@@ -45,15 +49,22 @@ class StageMessages:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
         key = signature, id(plan)
         self.known = signature in self.kept
-        if not self.known and len(self.kept) == KNOWN_SHAPES:  # every rank drops them at the same call
+        if (
+            not self.known and len(self.kept) == KNOWN_SHAPES
+        ):  # every rank drops them at the same call
             self.kept.clear()
             self.receive_schedules.clear()
             self.mailbox.drop_buffers()
         self.plan, self.signature, self.specs = plan, signature, self.kept.get(signature, {})
         if self.known and key not in self.receive_schedules:
-            leaves = [self._leaves(self.specs[each.edge, each.microbatch], each) for each in plan.receives]
+            leaves = [
+                self._leaves(self.specs[each.edge, each.microbatch], each) for each in plan.receives
+            ]
             window = plan.window * max(map(len, leaves), default=0)
-            self.receive_schedules[key] = self.mailbox.receive_schedule(plan.receives, leaves), window
+            self.receive_schedules[key] = (
+                self.mailbox.receive_schedule(plan.receives, leaves),
+                window,
+            )
         schedule, window = self.receive_schedules[key] if self.known else ([], 0)
         self.mailbox.begin_call(schedule, window)
 
@@ -75,7 +86,9 @@ class StageMessages:
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
-        """Bytes that the last call sent (a failed call: all of a whole one), by (edge or name of a skip, way)."""
+        """Bytes that the last call sent (a failed call: all of a whole one), by (edge or name of a
+        skip, way).
+        """
         totals: dict[tuple[int | str, str], int] = {}
         for envelope in () if self.plan is None else self.plan.sends:
             nbytes = self.bytes_of(envelope)
@@ -93,17 +106,25 @@ class StageMessages:
         return unflatten([slot.view for slot in lease], spec.structure), lease
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        """Return (gradient of the activation that was sent under this edge and micro-batch, lease)."""
+        """Return (gradient of the activation that was sent under this edge and micro-batch,
+        lease).
+        """
         spec = self.specs[envelope.edge, envelope.microbatch]
         lease = self._take(envelope, spec.gradients)
         return spec.gradient_tree([slot.view for slot in lease]), lease
 
     def _take(self, envelope: Envelope, leaves: Sequence[Leaf]) -> Lease:
         mailbox = self.mailbox
-        return [mailbox.take() for _ in leaves] if self.known else mailbox.take_unknown(envelope, leaves)
+        return (
+            [mailbox.take() for _ in leaves]
+            if self.known
+            else mailbox.take_unknown(envelope, leaves)
+        )
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
-        """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the same inputs."""
+        """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the
+        same inputs.
+        """
         key = envelope.edge, envelope.microbatch
         if not self.known:
             tree = arrays.in_c_order(tree)
@@ -128,10 +149,12 @@ class StageMessages:
         else:
             self.mailbox.put(envelope, spec.gradient_leaves(tree))
 
-    # -- what comes to an action and leaves it, along the chain of stages and over skips ------------------------
+    # -- what comes to an action and leaves it, along the chain of stages and over skips -----------
 
     def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
-        """Return what comes to an action, in Branches where some comes over skips, and the lease of all of it."""
+        """Return what comes to an action, in Branches where some comes over skips, and the lease of
+        all of it.
+        """
         forward = action.op == "F"
         receive, way = (self.receive_activation, "F") if forward else (self.receive_gradient, "B")
         lease: Lease = ()
@@ -148,11 +171,16 @@ class StageMessages:
             else:
                 tree, more = receive(port.message)
                 lease = (*lease, *more)
-            skips[port.name] = sum_of(skips[port.name], tree) if port.name in skips else tree  # of several takers
+            skips[port.name] = (
+                sum_of(skips[port.name], tree) if port.name in skips else tree
+            )  # of several takers
         return Branches(main, **skips), lease
 
-    def give(self, action: PlannedAction, local: Local, main: Tree, skips: dict[str, Tree], lease: Lease) -> None:
-        """Hand on what an action gives to the next stage, and then over skips: both ends know this order.
+    def give(
+        self, action: PlannedAction, local: Local, main: Tree, skips: dict[str, Tree], lease: Lease
+    ) -> None:
+        """Hand on what an action gives to the next stage, and then over skips: both ends know this
+        order.
 
         `lease` is that of the arrays which the action took.
         """
@@ -171,16 +199,20 @@ class StageMessages:
                     send(port.message, tree)
 
 
-# -- Arrays that more than one owner reads ----------------------------------------------------------------------------
+# -- Arrays that more than one owner reads ---------------------------------------------------------
 #
-# A stage may return what it has received, or a view of it. The mailbox uses the buffers of received arrays again, so
-# such a result is copied before it is kept or sent. A stage must not write to what it has received: on the host it is
-# handed read-only views.
+# A stage may return what it has received, or a view of it. The mailbox uses the buffers of received
+# arrays again, so such a result is copied before it is kept or sent. A stage must not write to what
+# it has received: on the host it is handed read-only views.
 
 
 def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
-    """Return `tree`, with a copy in place of each leaf that shares memory with an array of `leases`."""
-    if type(tree) is np.ndarray and tree.base is None:  # it owns its memory, and a received array on the host does not
+    """Return `tree`, with a copy in place of each leaf that shares memory with an array of
+    `leases`.
+    """
+    if (
+        type(tree) is np.ndarray and tree.base is None
+    ):  # it owns its memory, and a received array on the host does not
         return tree
     if tree is None:
         return None
@@ -190,7 +222,9 @@ def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
     leaves, structure = flatten(tree)
     if not any(_shares_memory(leaf, buffers) for leaf in leaves):
         return tree
-    return unflatten([arrays.copy(leaf) if _shares_memory(leaf, buffers) else leaf for leaf in leaves], structure)
+    return unflatten(
+        [arrays.copy(leaf) if _shares_memory(leaf, buffers) else leaf for leaf in leaves], structure
+    )
 
 
 def _shares_memory(leaf: Array | None, buffers: Sequence[Array]) -> bool:
@@ -200,19 +234,28 @@ def _shares_memory(leaf: Array | None, buffers: Sequence[Array]) -> bool:
 
 
 def remedy_of(error: Exception) -> str | None:
-    """What to do where a stage or a loss has tried to write to an array that it was handed; None for other errors."""
+    """What to do where a stage or a loss has tried to write to an array that it was handed; None
+    for other errors.
+    """
     if not isinstance(error, ValueError) or "read-only" not in str(error):
         return None
-    return "copy an array that you were handed (x, dy, targets) before you write to it: it belongs to others, too"
+    return (
+        "copy an array that you were handed (x, dy, targets) before you write to it: it "
+        "belongs to others, too"
+    )
 
 
-# -- What a stage with skips returned, taken apart: the tree for the chain of stages, and one tree for each skip ------
+# -- What a stage with skips returned, taken apart: the tree for the chain of stages, and one tree for each skip --
 
 
-def parted(result: Tree | Branches, ports: Sequence[Port], what: str) -> tuple[Tree, dict[str, Tree]]:
-    """Take what a stage returned apart: (tree for the chain, name -> tree for each of its skips that wants one).
+def parted(
+    result: Tree | Branches, ports: Sequence[Port], what: str
+) -> tuple[Tree, dict[str, Tree]]:
+    """Take what a stage returned apart: (tree for the chain, name -> tree for each of its skips
+    that wants one).
 
-    Raises StageError if one of these is missing, or one is there that the stage does not have. `what` is the action.
+    Raises StageError if one of these is missing, or one is there that the stage does not have.
+    `what` is the action.
     """
     main, given = (result.main, result.skips) if type(result) is Branches else (result, {})
     wanted = {port.name for port in ports if port.wanted}
@@ -220,8 +263,11 @@ def parted(result: Tree | Branches, ports: Sequence[Port], what: str) -> tuple[T
         there = ", ".join(given)
         raise StageError(
             f"the {what} of a stage does not give what its skips want",
-            found=f"Branches with {there or 'no skips'}" if type(result) is Branches else type(result).__name__,
+            found=f"Branches with {there or 'no skips'}"
+            if type(result) is Branches
+            else type(result).__name__,
             expected=f"mpipipe.Branches with {', '.join(sorted(wanted))}" if wanted else "no skips",
-            remedy="return Branches(tree, name=tree) with a tree for each skip of schedules.with_skips, and no other",
+            remedy="return Branches(tree, name=tree) with a tree for each skip of "
+            "schedules.with_skips, and no other",
         )
     return main, {name: tree for name, tree in given.items() if name in wanted}

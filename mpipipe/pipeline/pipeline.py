@@ -22,38 +22,44 @@ Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
 class Pipeline:
     """Stages on the ranks of a communicator, run by a schedule.
 
-    The constructor, `step`, `forward_train`, `backward`, `evaluate`, `forward`, `durations` and `close` are
-    collective.
+    The constructor, `step`, `forward_train`, `backward`, `evaluate`, `forward`, `durations` and
+    `close` are collective.
 
     Parameters
     ----------
     stages : sequence of stages
-        This rank's stages, one for each of its logical stages in `schedule.placement`, in rising order; see Notes.
+        This rank's stages, one for each of its logical stages in `schedule.placement`, in rising
+        order; see Notes.
     schedule : Schedule
         What `mpipipe.schedules` makes or reads. It is checked here, before the first message.
     comm : mpi4py.MPI.Intracomm, optional
-        Communicator with one rank for each rank of the schedule; by default COMM_WORLD. It is duplicated.
+        Communicator with one rank for each rank of the schedule; by default COMM_WORLD. It is
+        duplicated.
     loss : callable, optional
-        `loss(output, target) -> (value, doutput)` or `(value, doutput, weight)`, needed on the rank of the last stage.
-        `value` is a mean, `doutput` its gradient, shaped as the output, `weight` over how many things: a finite number;
-        with 0 the others are not looked at. Without it a micro-batch counts by its rows, or by its target entries where
-        `loss.mean_over_entries`, as in `nn`. A parameter `factor` multiplies doutput before it is rounded. With
-        `loss.over_batch = True` it is called once, with lists of the outputs and targets of all micro-batches, and
-        returns a list of gradients: for schedules in which the last stage has all forwards before its first backward.
+        `loss(output, target) -> (value, doutput)` or `(value, doutput, weight)`, needed on the rank
+        of the last stage. `value` is a mean, `doutput` its gradient, shaped as the output, `weight`
+        over how many things: a finite number; with 0 the others are not looked at. Without it a
+        micro-batch counts by its rows, or by its target entries where `loss.mean_over_entries`, as
+        in `nn`. A parameter `factor` multiplies doutput before it is rounded. With `loss.over_batch
+        = True` it is called once, with lists of the outputs and targets of all micro-batches, and
+        returns a list of gradients: for schedules in which the last stage has all forwards before
+        its first backward.
     recompute : bool
-        Keep only the input of each stage, and run its forward again: an R before each backward of the schedule.
+        Keep only the input of each stage, and run its forward again: an R before each backward of
+        the schedule.
     replicas : mpi4py.MPI.Intracomm, optional
-        Communicator of the ranks with the same stages and parameters, over which gradients are summed; by default this
-        is a single pipeline.
+        Communicator of the ranks with the same stages and parameters, over which gradients are
+        summed; by default this is a single pipeline.
     check : bool, optional
-        Look at all arrays for NaN, infinity and forbidden writes, and raise where the first is; the same on all ranks.
-        By default what MPIPIPE_CHECK says. Costs time and memory: docs/sharp-bits.md.
+        Look at all arrays for NaN, infinity and forbidden writes, and raise where the first is; the
+        same on all ranks. By default what MPIPIPE_CHECK says. Costs time and memory:
+        docs/sharp-bits.md.
     input_grads : bool
-        Whether training steps compute the gradients of the inputs; the same on every rank. Without them the first layer
-        saves a product, and `backward` returns None everywhere.
+        Whether training steps compute the gradients of the inputs; the same on every rank. Without
+        them the first layer saves a product, and `backward` returns None everywhere.
     slice_lengths : sequence of int, optional
-        With a schedule of n slices, how many positions each has, along axis 1 of all inputs and targets; by default
-        they are even. See docs/stages.md.
+        With a schedule of n slices, how many positions each has, along axis 1 of all inputs and
+        targets; by default they are even. See docs/stages.md.
 
     Attributes
     ----------
@@ -63,9 +69,11 @@ class Pipeline:
     Raises
     ------
     ArgumentError, ScheduleError, MismatchError
-        The same error on every rank: arguments are wrong, or ranks disagree. The collective methods do so, too.
+        The same error on every rank: arguments are wrong, or ranks disagree. The collective methods
+        do so, too.
     StageError, NonFiniteError
-        By a call, on the rank where a failure inside it happened, and PeerError on the others. The pipeline ends.
+        By a call, on the rank where a failure inside it happened, and PeerError on the others. The
+        pipeline ends.
 
     Notes
     -----
@@ -74,8 +82,9 @@ class Pipeline:
     an array, or a tuple or dict of arrays. A stage may keep x until its backward, must not write to x or dy (on the
     host they are read-only), nor use the memory of y or dx again within the step: they are sent from where they lie.
 
-    To take part in replicas a stage has `gradients`: None, or an object whose `flat` is one contiguous array of all
-    gradients, the same in all steps: zeroed at the start of each, summed at its end. More of this: docs/stages.md.
+    To take part in replicas a stage has `gradients`: None, or an object whose `flat` is one
+    contiguous array of all gradients, the same in all steps: zeroed at the start of each, summed at
+    its end. More of this: docs/stages.md.
 
     Examples
     --------
@@ -126,70 +135,86 @@ class Pipeline:
         except BaseException as error:
             end_groups(partners.groups, error)
             raise
-        self.stages, self.schedule, self.rank = list(stages), schedule, partners.pipe.rank
+        self.stages = list(stages)
+        self.schedule = schedule
+        self.rank = partners.pipe.rank
 
-    def step(self, inputs: Batched, targets: Batched, scale: float = 1.0, accumulate: bool = False) -> StepResult:
+    def step(
+        self, inputs: Batched, targets: Batched, scale: float = 1.0, accumulate: bool = False
+    ) -> StepResult:
         """Run forward and backward of one batch, and leave its gradients in the stages.
 
-        Gradients are zeroed first, and are those of the mean loss over all micro-batches of all replicas.
+        Gradients are zeroed first, and are those of the mean loss over all micro-batches of all
+        replicas.
 
         Parameters
         ----------
         inputs : array, tuple or dict of arrays, list of such, function, or None
-            On the rank of stage 0 C-contiguous arrays (rows, ...), cut along axis 0 into M micro-batches whose sizes
-            differ by one at most, or a list of M such, whose shapes may differ; None on the other ranks. A function is
-            called with the number of each micro-batch at its first forward (with 0 at the start of the call), and what
-            it returns is not kept longer than needed. All have the shapes of the first, or as many rows as an
+            On the rank of stage 0 C-contiguous arrays (rows, ...), cut along axis 0 into M
+            micro-batches whose sizes differ by one at most, or a list of M such, whose shapes may
+            differ; None on the other ranks. A function is called with the number of each
+            micro-batch at its first forward (with 0 at the start of the call), and what it returns
+            is not kept longer than needed. All have the shapes of the first, or as many rows as an
             attribute `rows` of the function, M numbers, says.
         targets : array, tuple or dict of arrays, list of such, function, or None
             The same on the rank of the last stage, for the loss.
         scale : float
-            Factor on the loss where the backward begins, the same on every rank, against underflow of float16
-            (optim.LossScaler). Gradients in the stages carry it; loss and input gradients in the result do not.
+            Factor on the loss where the backward begins, the same on every rank, against underflow
+            of float16 (optim.LossScaler). Gradients in the stages carry it; loss and input
+            gradients in the result do not.
         accumulate : bool
-            Whether gradients are added to those that are there, and not zeroed; the same on every rank. What is there
-            counts as summed over replicas, as a step leaves it. Each step adds the gradients of its own mean loss times
-            `scale`: with 1 / K, those of K batches of one size add up to the mean over all. A copy of the gradients is
-            kept during the step.
+            Whether gradients are added to those that are there, and not zeroed; the same on every
+            rank. What is there counts as summed over replicas, as a step leaves it. Each step adds
+            the gradients of its own mean loss times `scale`: with 1 / K, those of K batches of one
+            size add up to the mean over all. A copy of the gradients is kept during the step.
         """
         return self.engine.step(inputs, targets, scale, accumulate)
 
     def forward_train(self, inputs: Batched) -> Batched:
-        """Run the forwards of a training step, for gradients that the caller makes from the outputs.
+        """Run the forwards of a training step, for gradients that the caller makes from the
+        outputs.
 
-        `backward` follows, and no other call of this pipeline comes between the two, nor an optimizer. The schedule has
-        all forwards of the last stage before its first backward, as GPipe and looped breadth-first have: else every
-        rank raises ArgumentError. Inputs are those of `step`, outputs those of `forward`, read-only on the host where
-        the inputs were a list or function. docs/stages.md has an example.
+        `backward` follows, and no other call of this pipeline comes between the two, nor an
+        optimizer. The schedule has all forwards of the last stage before its first backward, as
+        GPipe and looped breadth-first have: else every rank raises ArgumentError. Inputs are those
+        of `step`, outputs those of `forward`, read-only on the host where the inputs were a list or
+        function. docs/stages.md has an example.
         """
         agreed, state = self.engine.forward_train(inputs)
         with self.engine.state:
             return _outputs(self.engine, agreed.listed, state)
 
-    def backward(self, gradients: Batched, scale: float = 1.0, accumulate: bool = False) -> list | None:
-        """Run the backwards of the step that `forward_train` has begun, and leave its gradients in the stages.
+    def backward(
+        self, gradients: Batched, scale: float = 1.0, accumulate: bool = False
+    ) -> list | None:
+        """Run the backwards of the step that `forward_train` has begun, and leave its gradients in
+        the stages.
 
         After an ArgumentError on all ranks the step is as `forward_train` left it.
 
         Parameters
         ----------
         gradients : array, tuple or dict of arrays, list of such, or None
-            On the rank of the last stage, of a number L with respect to the outputs, in their form or as a list of M;
-            None on the other ranks. Those of all replicas are summed: for the mean over R replicas each divides by R.
+            On the rank of the last stage, of a number L with respect to the outputs, in their form
+            or as a list of M; None on the other ranks. Those of all replicas are summed: for the
+            mean over R replicas each divides by R.
         scale, accumulate : float, bool
             As for `step`.
 
         Returns
         -------
         list or None
-            On the rank of stage 0, the gradients of L with respect to the inputs, by micro-batch, without `scale`.
+            On the rank of stage 0, the gradients of L with respect to the inputs, by micro-batch,
+            without `scale`.
         """
         return self.engine.backward(gradients, scale, accumulate)
 
     def evaluate(self, inputs: Batched, targets: Batched) -> float:
-        """Compute the mean loss over the batch of all replicas, on every rank; no gradients are computed.
+        """Compute the mean loss over the batch of all replicas, on every rank; no gradients are
+        computed.
 
-        Arguments and weights are as for `step`. A batch with fewer rows than M has a micro-batch for each row.
+        Arguments and weights are as for `step`. A batch with fewer rows than M has a micro-batch
+        for each row.
         """
         return self.weighed_evaluation(inputs, targets)[0]
 
@@ -199,7 +224,8 @@ class Pipeline:
         Returns
         -------
         mean, weight : float
-            The weight is the sum of those that the loss returns; else the rows, or entries, of all targets.
+            The weight is the sum of those that the loss returns; else the rows, or entries, of all
+            targets.
         """
         engine = self.engine
         batch, agreed = engine.agree("evaluate", inputs, targets)
@@ -213,9 +239,10 @@ class Pipeline:
     def forward(self, inputs: Batched) -> Batched:
         """Compute the outputs of the last stage for a batch.
 
-        Inputs are those of `step`; a list of fewer than M micro-batches, and a batch of fewer than M rows, will do as
-        well. Outputs are on the rank of the last stage, put together along axis 0, or a list of micro-batches where the
-        inputs were one or came from a function; None on the other ranks.
+        Inputs are those of `step`; a list of fewer than M micro-batches, and a batch of fewer than
+        M rows, will do as well. Outputs are on the rank of the last stage, put together along axis
+        0, or a list of micro-batches where the inputs were one or came from a function; None on the
+        other ranks.
         """
         engine = self.engine
         batch, agreed = engine.agree("forward", inputs)
@@ -226,7 +253,8 @@ class Pipeline:
         return outputs
 
     def durations(self) -> Costs:
-        """Return the mean seconds of forward, input gradient and weight gradient of each stage over all training steps.
+        """Return the mean seconds of forward, input gradient and weight gradient of each stage over
+        all training steps.
 
         Collective: they are those of all ranks, on every rank, and what `schedules.simulate` takes.
         """
@@ -239,7 +267,9 @@ class Pipeline:
 
     @property
     def steps_taken(self) -> int:
-        """Number of training steps so far, by which dropout draws its masks. Set it where a training is resumed."""
+        """Number of training steps so far, by which dropout draws its masks. Set it where a
+        training is resumed.
+        """
         return self.engine.steps_taken
 
     @steps_taken.setter
@@ -248,7 +278,8 @@ class Pipeline:
 
     @property
     def peak_activations(self) -> int:
-        """Most activations of a unit in a stage held at once in the last training step, as `simulate` counts.
+        """Most activations of a unit in a stage held at once in the last training step, as
+        `simulate` counts.
 
         That is as for the schedule that was given, without the R's of `recompute`.
         """
@@ -256,7 +287,9 @@ class Pipeline:
 
     @property
     def live_activations(self) -> int:
-        """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step is under way."""
+        """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step
+        is under way.
+        """
         state = self.engine.executor.state
         if state is None or not state.inputs.training:
             return 0
@@ -269,19 +302,25 @@ class Pipeline:
 
     @property
     def busy(self) -> float:
-        """Seconds of the last call spent in stages and loss; on a GPU by events, and this waits for the last action."""
+        """Seconds of the last call spent in stages and loss; on a GPU by events, and this waits for
+        the last action.
+        """
         self.engine.executor.clock.settle()
         return self.engine.executor.clock.busy
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the last call, in all; on a GPU by events, and this waits for the last action."""
+        """Seconds of the last call, in all; on a GPU by events, and this waits for the last
+        action.
+        """
         self.engine.executor.clock.settle()
         return self.engine.executor.clock.elapsed
 
     @property
     def training_seconds(self) -> tuple[float, float]:
-        """`busy` and `elapsed` of all training steps so far, added up; on a GPU this waits for the last action."""
+        """`busy` and `elapsed` of all training steps so far, added up; on a GPU this waits for the
+        last action.
+        """
         clock = self.engine.executor.clock
         clock.settle()
         busy, elapsed = clock.training_seconds.tolist()
@@ -294,18 +333,26 @@ class Pipeline:
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
-        """`bytes_sent` by (edge or name of a skip, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
+        """`bytes_sent` by (edge or name of a skip, "forward" or "backward"); edge e joins stage e -
+        1 to stage e.
+        """
         return self.engine.messages.bytes_per_edge
 
     def close(self) -> None:
-        """Free the communicators; collective, may be called twice. After a failure nothing collective is done."""
+        """Free the communicators; collective, may be called twice. After a failure nothing
+        collective is done.
+        """
         if self.engine.state.is_open:
             self.engine.close()
 
     def __repr__(self) -> str:
-        state, stages = self.engine.state, ", ".join(map(str, self.schedule.stages_of(self.rank)))
+        state = self.engine.state
+        stages = ", ".join(map(str, self.schedule.stages_of(self.rank)))
         where = f"rank {self.rank} of {counted(self.schedule.ranks, 'rank')}, stages {stages}"
-        return f"<Pipeline {self.schedule.name}: {where}, {counted(self.steps_taken, 'step')} taken, {state.state}>"
+        return (
+            f"<Pipeline {self.schedule.name}: {where}, {counted(self.steps_taken, 'step')} "
+            f"taken, {state.state}>"
+        )
 
     def __enter__(self) -> Pipeline:
         return self

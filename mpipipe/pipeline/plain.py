@@ -1,7 +1,9 @@
-"""The common case of a forward and a backward, with all that it needs looked up once: a plan is bound to these.
+"""The common case of a forward and a backward, with all that it needs looked up once: a plan is
+bound to these.
 
-One array on the host comes in, and one goes out, whose shapes are known from an earlier call. All else (trees, skips,
-GPUs, new shapes, recomputation, check mode, recordings) runs by `Executor.forward` and `Executor.backward`.
+One array on the host comes in, and one goes out, whose shapes are known from an earlier call. All
+else (trees, skips, GPUs, new shapes, recomputation, check mode, recordings) runs by
+`Executor.forward` and `Executor.backward`.
 """
 
 from __future__ import annotations
@@ -23,22 +25,34 @@ from mpipipe.stages import StageAdapter
 
 
 class PlainAction:
-    """What both have in common: the stage, where its array comes from, and where its result goes to."""
+    """What both have in common: the stage, where its array comes from, and where its result goes
+    to.
+    """
 
     __slots__ = ("action", "kind", "mailbox", "messages", "send", "shape", "stage", "start", "unit")
 
     def __init__(self, action: PlannedAction, stage: Any, messages: StageMessages):
-        self.action, self.unit, self.stage = action, action.microbatch, stage
-        self.messages, self.mailbox = messages, messages.mailbox
+        self.action = action
+        self.unit = action.microbatch
+        self.stage = stage
+        self.messages = messages
+        self.mailbox = messages.mailbox
         self.send: Envelope | None = action.send
         if self.send is not None:
             ((self.shape, self.kind),) = messages.specs[self.send.edge, self.unit].leaves
             self.start = self.mailbox.transport.sender(self.send.data[0], self.shape, self.kind)
 
     def give(self, state: CallState, array: Any, taken: Lease) -> None:
-        """Send the result. `taken` has the arrays that the action read, which it may have returned again."""
+        """Send the result. `taken` has the arrays that the action read, which it may have returned
+        again.
+        """
         is_fresh = type(array) is np.ndarray and array.base is None
-        if is_fresh and array.shape == self.shape and array.dtype == self.kind and array.flags.c_contiguous:
+        if (
+            is_fresh
+            and array.shape == self.shape
+            and array.dtype == self.kind
+            and array.flags.c_contiguous
+        ):
             assert self.send is not None
             self.mailbox.put_array(self.start, self.send, array)
         else:
@@ -50,12 +64,20 @@ class PlainForward(PlainAction):
 
     __slots__ = ("evaluate_loss",)
 
-    def __init__(self, action: PlannedAction, stage: Any, messages: StageMessages, evaluate_loss: Callable[..., None]):
+    def __init__(
+        self,
+        action: PlannedAction,
+        stage: Any,
+        messages: StageMessages,
+        evaluate_loss: Callable[..., None],
+    ):
         super().__init__(action, stage, messages)
         self.evaluate_loss = evaluate_loss
 
     def run(self, state: CallState) -> None:
-        unit, inputs, marks = self.unit, state.inputs, state.marks
+        unit = self.unit
+        inputs = state.inputs
+        marks = state.marks
         taken: Lease = ()
         if self.action.first:
             x = inputs.inputs[unit]
@@ -81,12 +103,15 @@ class PlainBackward(PlainAction):
 
     __slots__ = ("returns_dx",)
 
-    def __init__(self, action: PlannedAction, stage: Any, messages: StageMessages, input_grads: bool):
+    def __init__(
+        self, action: PlannedAction, stage: Any, messages: StageMessages, input_grads: bool
+    ):
         super().__init__(action, stage, messages)
         self.returns_dx = action.first and input_grads
 
     def run(self, state: CallState) -> None:
-        unit, marks = self.unit, state.marks
+        unit = self.unit
+        marks = state.marks
         saved, taken = state.saved.pop((self.action.stage, unit))
         if self.action.last:
             dy = state.loss_gradients.pop(unit)
@@ -112,12 +137,16 @@ def is_plain(action: PlannedAction, stage: StageAdapter, messages: StageMessages
     leaves = action.last if is_forward else action.ends
     return (
         action.op in "FB"
-        and getattr(type(stage.given), "forward", None) is nn.Stage.forward  # whose result needs no check
+        and getattr(type(stage.given), "forward", None)
+        is nn.Stage.forward  # whose result needs no check
         and stage.computes is stage.given
         and stage.device == "cpu"
         and action.keeps
         and not (action.recomputed or action.takes or action.gives)
         and enters == (action.receive is None)
         and leaves == (action.send is None)
-        and all(messages.specs[each.edge, each.microbatch].is_one_array for each in [*action.receives, *action.sends])
+        and all(
+            messages.specs[each.edge, each.microbatch].is_one_array
+            for each in [*action.receives, *action.sends]
+        )
     )

@@ -1,4 +1,6 @@
-"""What one rank does in a step: its actions in the order of the schedule, each with its messages, as data."""
+"""What one rank does in a step: its actions in the order of the schedule, each with its messages,
+as data.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ class Port(NamedTuple):
 class PlannedAction(NamedTuple):
     """One action of this rank.
 
-    `receive` and `send` name its messages; None if data stays on this rank or enters or leaves the pipeline. Those
-    over skips are in `takes` and `gives`.
+    `receive` and `send` name its messages; None if data stays on this rank or enters or leaves the
+    pipeline. Those over skips are in `takes` and `gives`.
     """
 
     op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
@@ -45,12 +47,18 @@ class PlannedAction(NamedTuple):
     @property
     def receives(self) -> list[Envelope]:
         """All messages that it needs, in the order in which they are taken."""
-        return [each for each in (self.receive, *(port.message for port in self.takes)) if each is not None]
+        return [
+            each
+            for each in (self.receive, *(port.message for port in self.takes))
+            if each is not None
+        ]
 
     @property
     def sends(self) -> list[Envelope]:
         """All messages that it makes, in the order in which they are sent."""
-        return [each for each in (self.send, *(port.message for port in self.gives)) if each is not None]
+        return [
+            each for each in (self.send, *(port.message for port in self.gives)) if each is not None
+        ]
 
     def __str__(self) -> str:
         unit = self.microbatch
@@ -59,7 +67,9 @@ class PlannedAction(NamedTuple):
 
 
 class ActionPlan:
-    """The steps of `rank`, its messages in the order in which steps need and make them, and its window of receives."""
+    """The steps of `rank`, its messages in the order in which steps need and make them, and its
+    window of receives.
+    """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
         self.schedule = schedule
@@ -72,7 +82,9 @@ class ActionPlan:
 
 
 def _activations(steps: Sequence[PlannedAction], whole: bool) -> list[int]:
-    """Numbers of activations that are held before the first step and after each; whole ones, or also inputs for R's."""
+    """Numbers of activations that are held before the first step and after each; whole ones, or
+    also inputs for R's.
+    """
     counts = [0]
     for step in steps:
         begins = step.op == "F" and step.keeps and not (whole and step.recomputed)
@@ -82,18 +94,25 @@ def _activations(steps: Sequence[PlannedAction], whole: bool) -> list[int]:
 
 
 def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
-    placement, last_stage, lowest = schedule.placement, schedule.stages - 1, schedule.trained_from
+    placement = schedule.placement
+    last_stage = schedule.stages - 1
+    lowest = schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-    order, recomputed = schedule.orders[rank], schedule.recomputed
+    order = schedule.orders[rank]
+    recomputed = schedule.recomputed
     final = {action.stage: action for action in order if action.op in "BW"}
 
-    def envelope(edge: int, neighbour: int, microbatch: int, direction: int, skip: str = "") -> Envelope | None:
+    def envelope(
+        edge: int, neighbour: int, microbatch: int, direction: int, skip: str = ""
+    ) -> Envelope | None:
         if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
             return None
         header, data = (tags.of(edge, microbatch, direction, part) for part in (HEADER, DATA))
         return Envelope(placement[neighbour], edge, microbatch, direction, header, data, skip)
 
-    def ports(stage: int, microbatch: int, direction: int) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    def ports(
+        stage: int, microbatch: int, direction: int
+    ) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
         """(Those over which the stage takes, those over which it gives)."""
         found: tuple[list[Port], list[Port]] = [], []
         for edge, (name, *ends) in enumerate(schedule.skips, schedule.stages):
@@ -104,9 +123,12 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
                 found[stage == ends[direction]].append(Port(name, edge, message, wanted))
         return tuple(found[0]), tuple(found[1])
 
-    steps, numbers = [], units(schedule.units, schedule.slices)
+    steps = []
+    numbers = units(schedule.units, schedule.slices)
     for action in order:
-        stage, op, microbatch = action.stage, action.op, numbers[action.microbatch]
+        stage = action.stage
+        op = action.op
+        microbatch = numbers[action.microbatch]
         receive = send = None
         takes: tuple[Port, ...] = ()
         gives: tuple[Port, ...] = ()
@@ -126,7 +148,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
 
 
 def receive_window(timeline: Timeline, rank: int) -> int:
-    """Return the fewest receives kept posted by which each of a rank is there before its message is sent.
+    """Return the fewest receives kept posted by which each of a rank is there before its message is
+    sent.
 
     The timeline is that of a simulation for stages of equal cost.
     """

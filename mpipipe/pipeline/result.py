@@ -14,8 +14,9 @@ from mpipipe.text import name_slice
 class StepResult:
     """What a training step gives.
 
-    Where one GPU holds the whole model, losses stay there until somebody reads them: `step` has not waited for them.
-    Reading then waits for the step, and raises NonFiniteError for a loss that is not finite.
+    Where one GPU holds the whole model, losses stay there until somebody reads them: `step` has not
+    waited for them. Reading then waits for the step, and raises NonFiniteError for a loss that is
+    not finite.
 
     Parameters
     ----------
@@ -43,12 +44,15 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or rows."""
+        """Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its
+        weight, or rows.
+        """
         return self._read().mean
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each micro-batch of this pipeline, in order, the mean of its slices where it has some.
+        """Loss of each micro-batch of this pipeline, in order, the mean of its slices where it has
+        some.
 
         The same on every rank; NaN where the weight is 0.
         """
@@ -56,9 +60,11 @@ class StepResult:
 
     @property
     def input_grads(self) -> list | None:
-        """On the rank of stage 0, the gradients of `loss` with respect to the inputs, by micro-batch.
+        """On the rank of stage 0, the gradients of `loss` with respect to the inputs, by
+        micro-batch.
 
-        None on the other ranks, and for integers. An ArgumentError where the pipeline has input_grads=False.
+        None on the other ranks, and for integers. An ArgumentError where the pipeline has
+        input_grads=False.
         """
         if self._input_grads is False:
             raise ArgumentError(
@@ -83,21 +89,32 @@ class StepResult:
         return f"StepResult(loss={self.loss}, losses={self.losses})"
 
 
-# -- The state of a pipeline: open, then closed, or failed for good ---------------------------------------------------
+# -- The state of a pipeline: open, then closed, or failed for good --------------------------------
 
 
 class PipelineState:
-    """Whether a pipeline is "open", "closed" or "failed". Any error inside `with state:` ends it on all ranks.
+    """Whether a pipeline is "open", "closed" or "failed". Any error inside `with state:` ends it on
+    all ranks.
 
-    `groups` are the ranks that must learn of a failure; `where` says where this rank is; `abandon` gives up a call that
-    has failed. While a call is under way, `running` is true.
+    `groups` are the ranks that must learn of a failure; `where` says where this rank is; `abandon`
+    gives up a call that has failed. While a call is under way, `running` is true.
     """
 
     def __init__(
-        self, name: str, rank: int, groups: Sequence[RankGroup], where: Callable[[], str], abandon: Callable[[], object]
+        self,
+        name: str,
+        rank: int,
+        groups: Sequence[RankGroup],
+        where: Callable[[], str],
+        abandon: Callable[[], object],
     ) -> None:
-        self.name, self.rank, self.groups, self.state, self.running = name, rank, groups, "open", False
-        self._where, self._abandon = where, abandon
+        self.name = name
+        self.rank = rank
+        self.groups = groups
+        self.state = "open"
+        self.running = False
+        self._where = where
+        self._abandon = abandon
 
     @property
     def is_open(self) -> bool:
@@ -127,7 +144,9 @@ class PipelineState:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End the pipeline, and let the other ranks know. Messages and kernels of the broken call may be under way."""
+        """End the pipeline, and let the other ranks know. Messages and kernels of the broken call
+        may be under way.
+        """
         self.state = "failed"
         if isinstance(error, MpipipeError):
             name_slice(error)
@@ -139,7 +158,9 @@ class PipelineState:
         self._abandon()
 
     def leave(self, error: BaseException | None, close: Callable[[], object]) -> None:
-        """End a with-block: close the pipeline, or let it fail for an error that not all ranks raise."""
+        """End a with-block: close the pipeline, or let it fail for an error that not all ranks
+        raise.
+        """
         if error is None:
             close()
         elif self.is_open and all(group.agreed_on(error) for group in self.groups):

@@ -1,15 +1,18 @@
-"""Parameters that stand in several places of a model (embedding and head): one array on each rank, with one gradient.
+"""Parameters that stand in several places of a model (embedding and head): one array on each rank,
+with one gradient.
 
-All places on one rank compute with the array of the first of them. Where places are on several ranks, each
-of these has an array of its own, equal to the others: they start equal, and after each step every one of them gets the
-sum of the gradients of all places, so equal optimizer steps keep them equal.
+All places on one rank compute with the array of the first of them. Where places are on several
+ranks, each of these has an array of its own, equal to the others: they start equal, and after each
+step every one of them gets the sum of the gradients of all places, so equal optimizer steps keep
+them equal.
 
     rank 0   gradient of place 0   <-- messages -->   gradient of place 1   rank 3
              0 + 1                                    0 + 1
 
-A step ends with the exchange: each rank sends the gradients of its places to every other rank that has one. Then each
-adds all of them up in the order of the stages. So the sum has the same bits on all ranks, and on one as on several.
-Messages and additions are where the gradients are: nothing of a GPU's passes through the host, unless its messages do.
+A step ends with the exchange: each rank sends the gradients of its places to every other rank that
+has one. Then each adds all of them up in the order of the stages. So the sum has the same bits on
+all ranks, and on one as on several. Messages and additions are where the gradients are: nothing of
+a GPU's passes through the host, unless its messages do.
 """
 
 from __future__ import annotations
@@ -37,11 +40,15 @@ class TieSite(NamedTuple):
     frozen: bool = False
 
 
-Facts: TypeAlias = dict[str, list[TieSite]]  # tie key -> places on one rank, in the order of the stages
+Facts: TypeAlias = dict[
+    str, list[TieSite]
+]  # tie key -> places on one rank, in the order of the stages
 
 
 def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
-    """Return the facts of this rank; raise ArgumentError for a stage that shares a parameter with an absent one."""
+    """Return the facts of this rank; raise ArgumentError for a stage that shares a parameter with
+    an absent one.
+    """
     facts: Facts = {}
     here = {id(model) for stage in stages for model in stage.models}
     for stage, number in zip(stages, numbers):
@@ -49,23 +56,31 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
             for name, (owner, there) in model.buffers.owners.items():
                 if id(owner) not in here:
                     raise ArgumentError(
-                        f"the tied parameter {name} lies in the buffer of a stage of an earlier pipeline",
+                        f"the tied parameter {name} lies in the buffer of a stage of an earlier "
+                        "pipeline",
                         stage=number,
-                        found=f"this rank is not given that stage (there number {owner.index}, where it is {there})",
+                        found=f"this rank is not given that stage (there number {owner.index}, "
+                        f"where it is {there})",
                         expected="both stages on this rank, or neither",
-                        remedy="give this pipeline both; or build a stage of new layers in place of this one, and copy "
-                        "its values: new.parameters[name][...] = old.parameters[name] for each name",
+                        remedy="give this pipeline both; or build a stage of new layers in place "
+                        "of this one, and copy "
+                        "its values: new.parameters[name][...] = old.parameters[name] for each "
+                        "name",
                     )
             for key, names in model.ties.items():
                 for name in names:
                     array = model.parameters[name]
-                    site = TieSite(number, inner, name, array.shape, array.dtype.name, name in model.frozen)
+                    site = TieSite(
+                        number, inner, name, array.shape, array.dtype.name, name in model.frozen
+                    )
                     facts.setdefault(key, []).append(site)
     return facts
 
 
 def check_ties(table: Sequence[Facts]) -> None:
-    """Raise MismatchError if places of one parameter differ in shape or dtype; `table` has every rank's facts."""
+    """Raise MismatchError if places of one parameter differ in shape or dtype; `table` has every
+    rank's facts.
+    """
     for key in sorted({key for facts in table for key in facts}):
         first, *others = sorted(place for facts in table for place in facts.get(key, []))
         for place in others:
@@ -74,10 +89,13 @@ def check_ties(table: Sequence[Facts]) -> None:
                     f"tied parameters {key!r} differ",
                     stage=place.stage,
                     found=f"{place.name}: {place.dtype}{list(place.shape)}",
-                    expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage {first.stage}",
+                    expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage "
+                    f"{first.stage}",
                 )
             if place.frozen != first.frozen:
-                raise partly_frozen_error(key, [each.name for each in (first, place) if not each.frozen])
+                raise partly_frozen_error(
+                    key, [each.name for each in (first, place) if not each.frozen]
+                )
 
 
 class TiedPlace(NamedTuple):
@@ -89,7 +107,10 @@ class TiedPlace(NamedTuple):
     tag: int
 
     def __str__(self) -> str:
-        return f"the tied parameter {self.place.name} of stage {self.place.stage} from rank {self.rank}"
+        return (
+            f"the tied parameter {self.place.name} of stage {self.place.stage} from rank "
+            f"{self.rank}"
+        )
 
 
 class TieNames:
@@ -99,23 +120,31 @@ class TieNames:
     """
 
     def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
-        self.order: dict[str, list[TiedPlace]] = {}  # tie key -> its places, at least two, in the order of the stages
+        self.order: dict[
+            str, list[TiedPlace]
+        ] = {}  # tie key -> its places, at least two, in the order of the stages
         count = 0
         for key in sorted({key for facts in table for key in facts}):
             places = [(site.stage, index, rank, site) for rank, facts in enumerate(table)
                       for index, site in enumerate(facts.get(key, []))]  # fmt: skip
-            if len(places) > 1 and not places[0][-1].frozen:  # what stays as it is has no gradient to share
+            if (
+                len(places) > 1 and not places[0][-1].frozen
+            ):  # what stays as it is has no gradient to share
                 self.order[key] = []
                 for *_, rank, site in sorted(places):
                     channel, tag = divmod(count, tags)
                     self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
                     count += 1
-        on_several_ranks = any(len({place.rank for place in places}) > 1 for places in self.order.values())
+        on_several_ranks = any(
+            len({place.rank for place in places}) > 1 for places in self.order.values()
+        )
         self.channels = -(-count // tags) if on_several_ranks else 0
 
 
 class Ties:
-    """The tied parameters of one pipeline; the constructor is collective. The transport carries their gradients."""
+    """The tied parameters of one pipeline; the constructor is collective. The transport carries
+    their gradients.
+    """
 
     def __init__(
         self,
@@ -126,18 +155,28 @@ class Ties:
         names: TieNames,
     ) -> None:
         models = {
-            (number, inner): model for number, stage in zip(numbers, stages) for inner, model in enumerate(stage.models)
+            (number, inner): model
+            for number, stage in zip(numbers, stages)
+            for inner, model in enumerate(stage.models)
         }
         for model in models.values():
             model.tied_copies.clear()
         tied = []  # parameters with a place on this rank: (all places, those of this rank)
         shared: list[tuple[User, User]] = []
         for places in names.order.values():
-            users = {p: User(models[p.place.stage, p.place.inner], p.place.name) for p in places if p.rank == pipe.rank}
+            users = {
+                p: User(models[p.place.stage, p.place.inner], p.place.name)
+                for p in places
+                if p.rank == pipe.rank
+            }
             if users:
                 tied.append((places, users))
-                mine = list(users.values())  # the storage stays where an earlier pipeline has put it
-                first = next((user for user in mine if user.name not in user.stage.buffers.owners), mine[0])
+                mine = list(
+                    users.values()
+                )  # the storage stays where an earlier pipeline has put it
+                first = next(
+                    (user for user in mine if user.name not in user.stage.buffers.owners), mine[0]
+                )
                 shared += [(user, first) for user in mine if user is not first]
         share(shared)
         self.parameters = [TiedParameter(pipe, transport, *each) for each in tied]
@@ -148,18 +187,31 @@ class Ties:
 
 
 class TiedParameter:
-    """One parameter that has a place on this rank; `places` in the order of the model, `users` those of this rank."""
+    """One parameter that has a place on this rank; `places` in the order of the model, `users`
+    those of this rank.
+    """
 
     def __init__(
-        self, pipe: RankGroup, transport: Transport, places: list[TiedPlace], users: Mapping[TiedPlace, User]
+        self,
+        pipe: RankGroup,
+        transport: Transport,
+        places: list[TiedPlace],
+        users: Mapping[TiedPlace, User],
     ) -> None:
-        self.pipe, self.transport, self.places = pipe, transport, places
+        self.pipe = pipe
+        self.transport = transport
+        self.places = places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
-        self.parts: list[Array] = []  # gradient of each place; for one of another rank the buffer that receives it
-        self.sums: list[Array] = []  # gradients of this rank that are to be the sum: several where not all is shared
+        self.parts: list[
+            Array
+        ] = []  # gradient of each place; for one of another rank the buffer that receives it
+        self.sums: list[
+            Array
+        ] = []  # gradients of this rank that are to be the sum: several where not all is shared
         values: list[Array] = []
         stage, name = next(iter(users.values()))
-        like, first = stage.gradients[name], users.get(places[0])
+        like = stage.gradients[name]
+        first = users.get(places[0])
         # the array that norms count; None: elsewhere
         counted = first and first.stage.buffers.owners.get(first.name, first)
         for place in places:
@@ -176,7 +228,9 @@ class TiedParameter:
         self._start_equal(values, first)
 
     def _start_equal(self, values: list[Array], user: User | None) -> None:
-        """Give all arrays of the parameter the values that it has at its first place, which is that of `user`."""
+        """Give all arrays of the parameter the values that it has at its first place, which is that
+        of `user`.
+        """
         first = self.places[0]
         if user is not None:
             value = user.stage.parameters[user.name]
@@ -190,7 +244,9 @@ class TiedParameter:
 
     def sum_gradients(self) -> None:
         """Give every array of the gradient on this rank the sum of all parts."""
-        here, parts, requests = self.pipe.rank, list(zip(self.places, self.parts)), []
+        here = self.pipe.rank
+        parts = list(zip(self.places, self.parts))
+        requests = []
         for place, part in parts:
             if place.rank == here:
                 requests.append([self._send(part, place, peer) for peer in self.peers])
@@ -220,22 +276,25 @@ class TiedParameter:
             self.pipe.wait(request, what, peer=peer)
 
 
-# -- One storage for a tied parameter that several places of one rank use ---------------------------------------------
+# -- One storage for a tied parameter that several places of one rank use --------------------------
 #
 #     before   parameters   | ... | w of place 0 |      | ... | w of place 1 |
 #              gradients    | ... | g of place 0 |      | ... | g of place 1 |
 #     after    parameters   | ... | w            |      | ... |                 both names are this array
 #              gradients    | ... | g            |      | ... | part           |
 #
-# Within a step of a pipeline each place adds to the memory that its gradient had, which is now a part of the gradient.
-# The pipeline adds up the parts in the order of the places. So the sum has the same bits as over places on several
-# ranks. Outside of a step all places add to the one gradient.
+# Within a step of a pipeline each place adds to the memory that its gradient had, which is now a
+# part of the gradient. The pipeline adds up the parts in the order of the places. So the sum has
+# the same bits as over places on several ranks. Outside of a step all places add to the one
+# gradient.
 #
-# Tied parameters are the last ones of a stage's buffers. Those that are shared leave them, and `flat` ends before them:
-# an optimizer, a norm and a cast that go through `flat` meet the parameter once.
+# Tied parameters are the last ones of a stage's buffers. Those that are shared leave them, and
+# `flat` ends before them: an optimizer, a norm and a cast that go through `flat` meet the parameter
+# once.
 #
-# The memory of a parameter that leaves, and of its copy to compute with, then lies idle. It cannot be freed without all
-# other arrays of the buffer moving, and a program that holds one of them would train an array that no layer reads.
+# The memory of a parameter that leaves, and of its copy to compute with, then lies idle. It cannot
+# be freed without all other arrays of the buffer moving, and a program that holds one of them would
+# train an array that no layer reads.
 
 
 class User(NamedTuple):
@@ -246,12 +305,15 @@ class User(NamedTuple):
 
 
 def share(places: list[tuple[User, User]]) -> None:
-    """Let each user compute with the storage of another, as far as that is possible: (user, owner of the storage).
+    """Let each user compute with the storage of another, as far as that is possible: (user, owner
+    of the storage).
 
-    It is where both stages have one dtype and device, and where no other parameter lies after the user's. Users that
-    have shared before are pointed to their new owner.
+    It is where both stages have one dtype and device, and where no other parameter lies after the
+    user's. Users that have shared before are pointed to their new owner.
     """
-    for (stage, name), owner in sorted(places, key=lambda pair: -pair[0].stage.parameters.offsets.get(pair[0].name, 0)):
+    for (stage, name), owner in sorted(
+        places, key=lambda pair: -pair[0].stage.parameters.offsets.get(pair[0].name, 0)
+    ):
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
         if name not in stage.buffers.owners:
             if not alike or not stage.buffers.ends_with(name):

@@ -1,4 +1,5 @@
-"""A batch cut into units, and what comes out put together: micro-batches along axis 0, slices of them along axis 1.
+"""A batch cut into units, and what comes out put together: micro-batches along axis 0, slices of
+them along axis 1.
 
 With slices, unit m n + s is slice s of micro-batch m:
 
@@ -26,14 +27,18 @@ AskedBatch: TypeAlias = Any  # of batch.py
 
 
 def rows_of(tree: Tree, axis: int = 0) -> int:
-    """Return the extent of the first axis, or of the second, which all leaves share; ArgumentError if they do not."""
+    """Return the extent of the first axis, or of the second, which all leaves share; ArgumentError
+    if they do not.
+    """
     return _extent([leaf.shape for leaf in _sendable(tree)], axis)
 
 
 def rows_of_any(tree: Tree) -> int:
-    """Return the extent of the first axis that all leaves share, or 0 for arrays of other shapes, such as a graph.
+    """Return the extent of the first axis that all leaves share, or 0 for arrays of other shapes,
+    such as a graph.
 
-    Raises ArgumentError for a micro-batch without rows. Some of its arrays may have none: a graph has perhaps no edges.
+    Raises ArgumentError for a micro-batch without rows. Some of its arrays may have none: a graph
+    has perhaps no edges.
     """
     leaves = _sendable(tree)
     if not leaves or 0 in leaves[0].shape[:1] or not any(leaf.size for leaf in leaves):
@@ -41,7 +46,8 @@ def rows_of_any(tree: Tree) -> int:
             "an empty micro-batch",
             found=", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "no arrays",
             expected="at least 1 row in the first array",
-            remedy="leave out what is empty, such as a graph without nodes, before you make micro-batches",
+            remedy="leave out what is empty, such as a graph without nodes, before you make "
+            "micro-batches",
         )
     extents = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
     return extents.pop() if len(extents) == 1 else 0
@@ -62,18 +68,23 @@ def _extent(shapes: Sequence[Shape], axis: int) -> int:
             f"the arrays of a batch do not share an axis of {what}",
             found=f"shapes {[*shapes]}",
             expected=f"{form}, with as many {what} in each",
-            remedy="give each array an axis 1 of positions; or take a schedule without slices" if axis else None,
+            remedy="give each array an axis 1 of positions; or take a schedule without slices"
+            if axis
+            else None,
         )
     return extents.pop()
 
 
 def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list[int]]:
-    """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is cut already.
+    """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is
+    cut already.
 
-    Arrays of an entry of a list may have any shapes; the number is 0 where they share no axis of rows.
+    Arrays of an entry of a list may have any shapes; the number is 0 where they share no axis of
+    rows.
 
-    On the host the micro-batches are read-only views of the user's arrays, of numpy.ndarray itself where those are of a
-    subclass, such as numpy.memmap. Raises ArgumentError for a batch that is too small or cannot be sent.
+    On the host the micro-batches are read-only views of the user's arrays, of numpy.ndarray itself
+    where those are of a subclass, such as numpy.memmap. Raises ArgumentError for a batch that is
+    too small or cannot be sent.
     """
     if isinstance(batch, list):
         if len(batch) != microbatches:
@@ -119,25 +130,37 @@ def _ranges(rows: int, microbatches: int) -> tuple[list[int], list[slice]]:
 
 
 def split_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> list[Tree]:
-    """Cut gradients of `merge(pieces, axis)` as these lie in it; a list is cut already. None stays None."""
+    """Cut gradients of `merge(pieces, axis)` as these lie in it; a list is cut already. None stays
+    None.
+    """
     if isinstance(whole, list):
         if len(whole) != len(pieces):
             raise ArgumentError(
-                "a list of gradients has the wrong length", found=len(whole), expected=f"{len(pieces)}, as the outputs"
+                "a list of gradients has the wrong length",
+                found=len(whole),
+                expected=f"{len(pieces)}, as the outputs",
             )
         return [read_only(tree) for tree in whole]
     leaves, structure = flatten(read_only(whole))
     edges = [0, *accumulate(rows_of(piece, axis) for piece in pieces)]
     for leaf in leaves:
-        if leaf is not None and (not arrays.is_array(leaf) or leaf.shape[axis : axis + 1] != (edges[-1],)):
-            what, other = ("position", "") if axis else ("row", f", or a list of {counted(len(pieces), 'micro-batch')}")
+        if leaf is not None and (
+            not arrays.is_array(leaf) or leaf.shape[axis : axis + 1] != (edges[-1],)
+        ):
+            what, other = (
+                ("position", "")
+                if axis
+                else ("row", f", or a list of {counted(len(pieces), 'micro-batch')}")
+            )
             raise ArgumentError(
                 "the gradients do not match the outputs",
                 found=f"shape {leaf.shape}" if arrays.is_array(leaf) else type(leaf).__name__,
                 expected=f"arrays of {counted(edges[-1], what)}{other}",
             )
     cut = ((*[slice(None)] * axis, slice(*edge)) for edge in pairwise(edges))
-    return [unflatten([None if leaf is None else leaf[at] for leaf in leaves], structure) for at in cut]
+    return [
+        unflatten([None if leaf is None else leaf[at] for leaf in leaves], structure) for at in cut
+    ]
 
 
 def merge(pieces: Sequence[Tree], axis: int = 0) -> Tree:
@@ -151,17 +174,22 @@ def merge(pieces: Sequence[Tree], axis: int = 0) -> Tree:
     return unflatten(whole, structure)
 
 
-# -- Slices of micro-batches ------------------------------------------------------------------------------------------
+# -- Slices of micro-batches -----------------------------------------------------------------------
 
 
 class Slicing:
-    """How each micro-batch is cut along axis 1 into slices; `lengths` are their positions, by default even ones."""
+    """How each micro-batch is cut along axis 1 into slices; `lengths` are their positions, by
+    default even ones.
+    """
 
     def __init__(self, count: int = 1, lengths: Sequence[int] | None = None) -> None:
-        self.count, self.lengths = count, lengths
+        self.count = count
+        self.lengths = lengths
 
     def lengths_of(self, shapes: Sequence[Shape]) -> Sequence[int]:
-        """Return the positions of each slice, for a micro-batch of arrays of these shapes; ArgumentError for others."""
+        """Return the positions of each slice, for a micro-batch of arrays of these shapes;
+        ArgumentError for others.
+        """
         positions = _extent(shapes, 1)
         if self.lengths is not None and sum(self.lengths) != positions:
             raise ArgumentError(
@@ -180,10 +208,14 @@ class Slicing:
         return self.lengths or [len(part) for part in even_split(positions, self.count)]
 
     def cut(self, tree: Tree) -> list[Tree]:
-        """Return the slices of a micro-batch, read-only and C-contiguous: views of one row, copies of several."""
+        """Return the slices of a micro-batch, read-only and C-contiguous: views of one row, copies
+        of several.
+        """
         leaves, structure = flatten(tree)
         edges = pairwise(accumulate(self.lengths_of([leaf.shape for leaf in leaves]), initial=0))
-        parts = (unflatten([leaf[:, start:stop] for leaf in leaves], structure) for start, stop in edges)
+        parts = (
+            unflatten([leaf[:, start:stop] for leaf in leaves], structure) for start, stop in edges
+        )
         return [read_only(arrays.in_c_order(part)) for part in parts]
 
     def cut_as(self, gradients: list[Tree], units: list[Tree]) -> list[Tree]:
@@ -191,11 +223,16 @@ class Slicing:
         count = self.count
         if count == 1:
             return gradients
-        cut = (split_as(each, units[at : at + count], 1) for at, each in zip(range(0, len(units), count), gradients))
+        cut = (
+            split_as(each, units[at : at + count], 1)
+            for at, each in zip(range(0, len(units), count), gradients)
+        )
         return [arrays.in_c_order(part) for parts in cut for part in parts]
 
     def units(self, batch: list[Tree] | AskedBatch) -> Any:
-        """Return the units of a batch of micro-batches, by their numbers; ArgumentError where it cannot be cut."""
+        """Return the units of a batch of micro-batches, by their numbers; ArgumentError where it
+        cannot be cut.
+        """
         if self.count == 1:
             return batch
         if isinstance(batch, list):
@@ -207,12 +244,18 @@ class Slicing:
     def counts(self, counts: Sequence[float], batch: list[Tree] | AskedBatch) -> list[float]:
         """Return what each unit counts, by its positions, from what the micro-batches count."""
         lengths = map(self.lengths_of, shapes_of(batch))
-        return [count * length / sum(each) for count, each in zip(counts, lengths) for length in each]
+        return [
+            count * length / sum(each) for count, each in zip(counts, lengths) for length in each
+        ]
 
     def whole(self, units: Sequence[Tree]) -> list[Tree]:
         """Put units together: return micro-batches."""
         count = self.count
-        return [*units] if count == 1 else [merge(units[at : at + count], 1) for at in range(0, len(units), count)]
+        return (
+            [*units]
+            if count == 1
+            else [merge(units[at : at + count], 1) for at in range(0, len(units), count)]
+        )
 
 
 def shapes_of(batch: list[Tree] | AskedBatch) -> list[list[Shape]]:
@@ -223,13 +266,15 @@ def shapes_of(batch: list[Tree] | AskedBatch) -> list[list[Shape]]:
 
 
 class AskedSlices:
-    """The slices of micro-batches that a user's function gives, each asked for with its first slice, kept to its last.
+    """The slices of micro-batches that a user's function gives, each asked for with its first
+    slice, kept to its last.
 
     On each stage the slices of a sequence are taken in rising order.
     """
 
     def __init__(self, batch: AskedBatch, slicing: Slicing) -> None:
-        self._batch, self._slicing = batch, slicing
+        self._batch = batch
+        self._slicing = slicing
         self._left: dict[int, list[Tree]] = {}  # by micro-batch, the next one last
 
     def __getitem__(self, unit: int) -> Tree:

@@ -1,11 +1,20 @@
-"""Which plan of a training is the fastest: predictions from measured costs, and a search. No MPI, no arrays."""
+"""Which plan of a training is the fastest: predictions from measured costs, and a search. No MPI,
+no arrays.
+"""
 
 from mpipipe.planning.cutting import Cut, CutStage, cut
 from mpipipe.planning.find import PlanReport, find_plan, in_words, table
 from mpipipe.planning.layer_plan import LayerPlan, name_ends
 from mpipipe.planning.memory import check_memory, peak, resident
 from mpipipe.planning.predict import Choice, Prediction, completed, predict
-from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, declared, layers_with, parameters_of
+from mpipipe.planning.problem import (
+    MeasuredRanks,
+    PlanningProblem,
+    attentions,
+    declared,
+    layers_with,
+    parameters_of,
+)
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes, parse_bytes
 from mpipipe.planning.search import Plan, Space, find_plans
 from mpipipe.planning.step_memory import RankBytes, check_training, layer_bytes, rank_bytes

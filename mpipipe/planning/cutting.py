@@ -24,9 +24,11 @@ class CutStage:
     layers : range
         Places of its layers in the list of the whole model.
     is_first, is_last : bool
-        Whether inputs enter here, to the embedding of a text model, and whether the loss is here, after its head.
+        Whether inputs enter here, to the embedding of a text model, and whether the loss is here,
+        after its head.
     parameters, bytes : int
-        Number of its parameters, and bytes of them with their gradients, and of copies in a half dtype.
+        Number of its parameters, and bytes of them with their gradients, and of copies in a half
+        dtype.
     """
 
     index: int
@@ -52,16 +54,18 @@ class Cut(list[nn.Stage]):
     is_first, is_last : bool
         Whether this rank has the stage where inputs enter, and the one where the loss is.
     schedule : Schedule
-        That of `cut`, with a skip for each name that layers of one stage give and those of a later one take. Give this
-        one to `Pipeline`.
+        That of `cut`, with a skip for each name that layers of one stage give and those of a later
+        one take. Give this one to `Pipeline`.
     layer_ranges, placement : tuple of (int, int), tuple of int
-        Start and stop of the layers of every stage of the pipeline, and its rank. A pipeline refuses stages whose cut
-        is not that of the other ranks, or that were cut for another placement.
+        Start and stop of the layers of every stage of the pipeline, and its rank. A pipeline
+        refuses stages whose cut is not that of the other ranks, or that were cut for another
+        placement.
     """
 
     def __init__(self, plan: LayerPlan, rank: int, stages: Sequence[nn.Stage]) -> None:
         super().__init__(stages)
-        self.layer_ranges, self.placement = tuple(plan.layer_ranges), plan.schedule.placement
+        self.layer_ranges = tuple(plan.layer_ranges)
+        self.placement = plan.schedule.placement
         self.schedule = plan.schedule
         last = len(plan.layer_ranges) - 1
         self.stages = tuple(
@@ -81,7 +85,12 @@ class Cut(list[nn.Stage]):
 
     def __str__(self) -> str:
         cells = [
-            [str(each.index), f"{each.layers.start}-{each.layers.stop - 1}", f"{each.parameters:,}", f"{each.bytes:,}"]
+            [
+                str(each.index),
+                f"{each.layers.start}-{each.layers.stop - 1}",
+                f"{each.parameters:,}",
+                f"{each.bytes:,}",
+            ]
             for each in self.stages
         ]
         return "\n".join(text_table(["stage", "layers", "parameters", "bytes"], cells, left=(1,)))
@@ -100,25 +109,26 @@ def cut(
 ) -> Cut:
     """Cut a model into the stages of a schedule, and make those of one rank, in rising order.
 
-    Raises ArgumentError for fewer layers than stages, costs that do not fit, no such rank, or something that is no
-    layer; and where a name is given twice, after it is taken, or for no layer.
+    Raises ArgumentError for fewer layers than stages, costs that do not fit, no such rank, or
+    something that is no layer; and where a name is given twice, after it is taken, or for no layer.
 
     Parameters
     ----------
     layers : sequence
-        The layers of the whole model, in order, the same on every rank: layers of `nn`, modules of PyTorch, pairs
-        (function of JAX, its parameters), or functions without arguments that make one of these. Functions make the
-        layers of this rank alone. A layer of `nn` that takes or gives names stands in the list itself; others of that
-        kind within `adapters.with_skips`.
+        The layers of the whole model, in order, the same on every rank: layers of `nn`, modules of
+        PyTorch, pairs (function of JAX, its parameters), or functions without arguments that make
+        one of these. Functions make the layers of this rank alone. A layer of `nn` that takes or
+        gives names stands in the list itself; others of that kind within `adapters.with_skips`.
     schedule : Schedule
         That of the pipeline: it says how many stages there are, and on which ranks.
     rank : int
         The rank in the communicator of the pipeline.
     costs : sequence of float, optional
-        One number for each layer, in any unit and the same on every rank, such as seconds; the most expensive
-        stage is made as cheap as it can be. By default all layers are alike.
+        One number for each layer, in any unit and the same on every rank, such as seconds; the most
+        expensive stage is made as cheap as it can be. By default all layers are alike.
     dtype, seed, device, frozen : str, int, str, sequence of str
-        As for `nn.Stage`. Names and initial values of parameters are the same however the model is cut.
+        As for `nn.Stage`. Names and initial values of parameters are the same however the model is
+        cut.
 
     Examples
     --------
@@ -130,9 +140,13 @@ def cut(
     (True, range(2, 5), ['2.bias', '2.weight', '4.bias', '4.weight'])
     """
     if not isinstance(schedule, Schedule):
-        raise ArgumentError("schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule")
+        raise ArgumentError(
+            "schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule"
+        )
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < schedule.ranks:
-        raise ArgumentError("no such rank in the schedule", found=rank, expected=f"0 to {schedule.ranks - 1}")
+        raise ArgumentError(
+            "no such rank in the schedule", found=rank, expected=f"0 to {schedule.ranks - 1}"
+        )
     layers, each = list(layers), [1.0] * len(layers) if costs is None else list(costs)
     if len(each) != len(layers):
         raise ArgumentError(
@@ -140,5 +154,7 @@ def cut(
             found=f"{counted(len(each), 'cost')} for {counted(len(layers), 'layer')}",
             expected="one for each",
         )
-    plan = LayerPlan(schedule, schedules.partition(each, schedule.stages), rows=0).with_names(layers)
+    plan = LayerPlan(schedule, schedules.partition(each, schedule.stages), rows=0).with_names(
+        layers
+    )
     return Cut(plan, rank, plan.stages(rank, layers, dtype, seed, device, frozen))

@@ -1,4 +1,6 @@
-"""Finds the plan of a training: measures, searches, and compares with some real steps. Shows plans as a table."""
+"""Finds the plan of a training: measures, searches, and compares with some real steps. Shows plans
+as a table.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ REAL = 3  # plans of which real steps are made
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The plans of a training: on rank 0 all of them, the fastest first, and on every rank the choice of that one.
+    """The plans of a training: on rank 0 all of them, the fastest first, and on every rank the
+    choice of that one.
 
     The last fields are those of `RankPlaces`.
     """
@@ -34,8 +37,11 @@ class PlanReport:
 
 
 def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
-    """Find the plans of a training; collective over all ranks. Raises the same error on every rank."""
-    problem, group = measured.problem, group_of(measured.mesh.comm)
+    """Find the plans of a training; collective over all ranks. Raises the same error on every
+    rank.
+    """
+    problem = measured.problem
+    group = group_of(measured.mesh.comm)
     with group.raise_together("plan: what is asked for"):
         measured.check_place(place)
         space = problem.space
@@ -49,9 +55,13 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
     whole = [replace(choice, slices=1) for choice in tried]  # sequences, as they are measured
     times = [trial_seconds(measured, choice) for choice in whole]
     if group.rank == 0:
-        expected = [predict(profile, choice, problem.rows, problem.trained_layers).seconds for choice in whole]
+        expected = [
+            predict(profile, choice, problem.rows, problem.trained_layers).seconds
+            for choice in whole
+        ]
         scales = [
-            max(1e-9, seconds - profile.step) / max(1e-9, each - profile.step) for each, seconds in zip(expected, times)
+            max(1e-9, seconds - profile.step) / max(1e-9, each - profile.step)
+            for each, seconds in zip(expected, times)
         ]
         plans = [_scaled(plan, profile.step, median(scales)) for plan in plans]
         profile = replace(profile, scale=median(scales))
@@ -60,17 +70,25 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
 
 def measure(measured: MeasuredRanks) -> Profile:
     """Measure layers, messages and steps; collective over all ranks."""
-    problem, mesh = measured.problem, measured.mesh
+    problem = measured.problem
+    mesh = measured.mesh
     action = measure_action(measured)
     links = measure_links(measured, action)
     step = measure_step(measured, action, links)
     mine = measure_layers(measured)
-    costs = {size: replace(of_size, action=of_size.action + action) for size, of_size in mine.costs.items()}
+    costs = {
+        size: replace(of_size, action=of_size.action + action)
+        for size, of_size in mine.costs.items()
+    }
     everyone = group_of(mesh.comm).gather(
         "plan: what all ranks have measured", (mesh.pipe.rank, replace(mine, costs=costs), step)
     )
-    replicas = ([layers for rank, layers, _ in everyone if rank == at] for at in range(mesh.pipe.size))
-    ranks = [max(of_rank, key=_seconds) for of_rank in replicas]  # replicas wait for the slowest of them
+    replicas = (
+        [layers for rank, layers, _ in everyone if rank == at] for at in range(mesh.pipe.size)
+    )
+    ranks = [
+        max(of_rank, key=_seconds) for of_rank in replicas
+    ]  # replicas wait for the slowest of them
     return Profile(
         kinds=problem.kinds,
         costs={size: tuple(rank.costs[size] for rank in ranks) for size in costs},
@@ -86,17 +104,27 @@ def measure(measured: MeasuredRanks) -> Profile:
 
 
 def _seconds(layers: MeasuredLayers) -> float:
-    return sum(layer.forward + layer.backward for rank in layers.costs.values() for layer in rank.layers)
+    return sum(
+        layer.forward + layer.backward for rank in layers.costs.values() for layer in rank.layers
+    )
 
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:
-    """Return the best plan, the best one with other micro-batches, and the best one with another schedule."""
+    """Return the best plan, the best one with other micro-batches, and the best one with another
+    schedule.
+    """
     if not plans:
         return []
     best = plans[0].choice
     tried = [best]
-    for same in (lambda choice: choice.microbatches, lambda choice: (choice.schedule, choice.chunks)):
-        other = next((p.choice for p in plans if p.choice not in tried and same(p.choice) != same(best)), None)
+    for same in (
+        lambda choice: choice.microbatches,
+        lambda choice: (choice.schedule, choice.chunks),
+    ):
+        other = next(
+            (p.choice for p in plans if p.choice not in tried and same(p.choice) != same(best)),
+            None,
+        )
         if other is not None:
             tried.append(other)
     return tried[:REAL]
@@ -108,7 +136,7 @@ def _scaled(plan: Plan, step: float, scale: float) -> Plan:
     return replace(plan, prediction=replace(prediction, seconds=seconds))
 
 
-# -- Plans as a table -------------------------------------------------------------------------------------------------
+# -- Plans as a table ------------------------------------------------------------------------------
 
 
 SHOWN = 10
@@ -125,11 +153,14 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
 
 def in_words(plan: Plan) -> str:
     """Return a plan in one line."""
-    choice, prediction = plan.choice, plan.prediction
+    choice = plan.choice
+    prediction = plan.prediction
     again = "" if choice.recomputation == "-" else f", forwards run again: {choice.recomputation}"
     return (
-        f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, {counted(choice.microbatches, 'micro-batch')}, "
-        f"layers {','.join(map(str, choice.partition))}{again}: {shown_seconds(prediction.seconds)} a step, bubble "
+        f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, "
+        f"{counted(choice.microbatches, 'micro-batch')}, "
+        f"layers {','.join(map(str, choice.partition))}{again}: "
+        f"{shown_seconds(prediction.seconds)} a step, bubble "
         f"{prediction.bubble:.1%}, {shown_bytes(prediction.peak)} on a rank"
     )
 
@@ -140,7 +171,8 @@ def shown_seconds(seconds: float) -> str:
 
 
 def _row(plan: Plan, best: Plan) -> tuple[str, ...]:
-    choice, prediction = plan.choice, plan.prediction
+    choice = plan.choice
+    prediction = plan.prediction
     partition = ",".join(map(str, choice.partition))
     return (
         choice.schedule,

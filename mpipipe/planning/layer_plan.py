@@ -15,7 +15,8 @@ from mpipipe.schedules import Schedule, with_skips
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The schedule of the pipelines, (start, stop) of the layers of each logical stage, and the rows of a replica.
+    """The schedule of the pipelines, (start, stop) of the layers of each logical stage, and the
+    rows of a replica.
 
     `rows` are the samples of a step in each replica.
     """
@@ -25,9 +26,11 @@ class LayerPlan:
     rows: int
 
     def with_names(self, layers: Sequence[Any]) -> LayerPlan:
-        """Return the plan with a skip of the schedule for each name that one stage gives and another one takes.
+        """Return the plan with a skip of the schedule for each name that one stage gives and
+        another one takes.
 
-        Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer.
+        Raises ArgumentError where a name is given twice, after a layer has taken it, or for no
+        layer.
         """
         ends = name_ends(layers)
         if not ends:
@@ -55,11 +58,19 @@ class LayerPlan:
         return [layer for cut in self.ranges_of(rank) for layer in range(*cut)]
 
     def stages(
-        self, rank: int, layers: Sequence[Any], dtype: str, seed: int, device: str = "cpu", frozen: Sequence[str] = ()
+        self,
+        rank: int,
+        layers: Sequence[Any],
+        dtype: str,
+        seed: int,
+        device: str = "cpu",
+        frozen: Sequence[str] = (),
     ) -> list[nn.Stage]:
-        """Make the stages of one rank of a pipeline from the layers of the whole model, with new parameters.
+        """Make the stages of one rank of a pipeline from the layers of the whole model, with new
+        parameters.
 
-        An entry of `layers` is whatever `adapters.as_layer` takes; functions among them make the layers of this rank.
+        An entry of `layers` is whatever `adapters.as_layer` takes; functions among them make the
+        layers of this rank.
         """
         return [
             nn.Stage(
@@ -75,20 +86,24 @@ class LayerPlan:
 
 
 def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
-    """Return for each name the place of the layer that gives it, None for the inputs, and those of all that take it.
+    """Return for each name the place of the layer that gives it, None for the inputs, and those of
+    all that take it.
 
-    Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer, and for a layer that
-    stands in two places.
+    Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer,
+    and for a layer that stands in two places.
     """
     check_distinct(layers)
     tie_shared(layers)
     nn.check_slices(layers)
-    ends = nn.ends_of_names((place, *each) for place, entry in enumerate(layers) for each in names_of_entry(entry))
+    ends = nn.ends_of_names(
+        (place, *each) for place, entry in enumerate(layers) for each in names_of_entry(entry)
+    )
     for name, (giver, takers) in ends.items():
         if not takers:
             raise ArgumentError(
                 f"layers[{giver}] gives the name {name!r}, and no layer after it takes it",
                 expected="a layer that takes it, such as nn.Join",
-                remedy="an entry of PyTorch or JAX says what it takes by adapters.with_skips(entry, takes=(...))",
+                remedy="an entry of PyTorch or JAX says what it takes by "
+                "adapters.with_skips(entry, takes=(...))",
             )
     return ends

@@ -4,8 +4,9 @@
                                 s + 8 actions + 12 messages + 6 transfers    two stages on each rank
     many micro-batches          each more costs 2 actions and 2 messages     on the busier rank
 
-Here s is what a step has besides, an action is what the executor needs for one, a message is how long sending or
-receiving one keeps a rank from computing, and a transfer is what it lasts beyond that.
+Here s is what a step has besides, an action is what the executor needs for one, a message is how
+long sending or receiving one keeps a rank from computing, and a transfer is what it lasts beyond
+that.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def measure_action(measured: MeasuredRanks) -> float:
 
 
 def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Link, ...]]:
-    """Return the links of this rank's pipeline for each size of micro-batch; collective over all ranks."""
+    """Return the links of this rank's pipeline for each size of micro-batch; collective over all
+    ranks.
+    """
     pipe = group_of(measured.mesh.pipe)
     found: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
     for phase in _phases(pipe.size):
@@ -59,12 +62,22 @@ def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Lin
     everyone = pipe.gather("plan: the links", found)
     if pipe.size == 1:
         return {size: (Link(),) for size in found}
-    merged = {size: {link: each for other in everyone for link, each in other[size].items()} for size in found}
-    return {size: tuple(links.get(link, links[0]) for link in range(pipe.size)) for size, links in merged.items()}
+    merged = {
+        size: {link: each for other in everyone for link, each in other[size].items()}
+        for size in found
+    }
+    return {
+        size: tuple(links.get(link, links[0]) for link in range(pipe.size))
+        for size, links in merged.items()
+    }
 
 
-def measure_step(measured: MeasuredRanks, action: float, links: dict[int, tuple[Link, ...]]) -> float:
-    """Return what a step of the pipeline has besides its actions and messages; collective over all ranks."""
+def measure_step(
+    measured: MeasuredRanks, action: float, links: dict[int, tuple[Link, ...]]
+) -> float:
+    """Return what a step of the pipeline has besides its actions and messages; collective over all
+    ranks.
+    """
     size = min(links)
     ranks = measured.mesh.pipe.size
     seconds = step_seconds(measured.mesh.pipe, schedules.gpipe(ranks, 1), _array(measured, size))
@@ -100,14 +113,20 @@ def step_seconds(
     gradients: Any = None,
     replicas: Communicator | None = None,
 ) -> float:
-    """Return the median seconds of a step of stages that compute nothing; collective, also over `replicas`."""
+    """Return the median seconds of a step of stages that compute nothing; collective, also over
+    `replicas`.
+    """
 
     def loss(output: Any, target: Any, factor: float = 1.0) -> tuple[float, np.ndarray]:
         return 0.0, array
 
-    # The number of steps follows from measured seconds: all ranks that sum gradients must make the same number.
+    # The number of steps follows from measured seconds: all ranks that sum gradients must make the
+    # same number.
     group = group_of(comm if replicas is None else replicas)
-    hollow: dict[str, Any] = {"forward": lambda x: (array, None), "backward": lambda dy, saved: array}
+    hollow: dict[str, Any] = {
+        "forward": lambda x: (array, None),
+        "backward": lambda dy, saved: array,
+    }
     stages = [SimpleNamespace(**hollow, gradients=gradients) for _ in schedule.stages_of(comm.rank)]
     batch = [array] * schedule.microbatches
     inputs = batch if schedule.placement[0] == comm.rank else None
@@ -124,12 +143,14 @@ def step_seconds(
 
 
 def repeats_in(available: float, seconds: float, limits: tuple[int, int]) -> int:
-    """Return how many repeats of some seconds fit into those available, between limits. All ranks pass the same."""
+    """Return how many repeats of some seconds fit into those available, between limits. All ranks
+    pass the same.
+    """
     least, most = limits
     return min(max(least, int(available / max(seconds, 1e-9))), most)
 
 
-# -- Real steps of a training with a plan: to compare predictions with ------------------------------------------------
+# -- Real steps of a training with a plan: to compare predictions with -----------------------------
 
 
 WARMUP = 2  # steps: in the first ones memory is allocated
@@ -138,32 +159,48 @@ TRIAL_SECONDS = 1.0  # of steps on example data
 
 
 def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
-    """Return the seconds of a step of a plan on example data, made as the trainer does; collective over all ranks.
+    """Return the seconds of a step of a plan on example data, made as the trainer does; collective
+    over all ranks.
 
-    The first steps say how many there is time for, and do not count: libraries may still find their way.
+    The first steps say how many there is time for, and do not count: libraries may still find their
+    way.
     """
-    problem, mesh, group = measured.problem, measured.mesh, group_of(measured.mesh.comm)
+    problem = measured.problem
+    mesh = measured.mesh
+    group = group_of(measured.mesh.comm)
     with group.raise_together("plan: the stages"):
         plan = problem.plan(choice)
         layers = measured.layers()
-        stages = plan.stages(mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen)
+        stages = plan.stages(
+            mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen
+        )
         loss = measured.loss_for(stages[-1], plan.microbatch_rows)
     with (
         Pipeline(
-            stages, plan.schedule, mesh.pipe, loss, choice.recompute, mesh.replicas, input_grads=False
+            stages,
+            plan.schedule,
+            mesh.pipe,
+            loss,
+            choice.recompute,
+            mesh.replicas,
+            input_grads=False,
         ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as over,
     ):
-        optimizer, scaler = measured.optimizer(stages, mesh), measured.scaler()
+        optimizer = measured.optimizer(stages, mesh)
+        scaler = measured.scaler()
         inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
-        placement, rank = plan.schedule.placement, mesh.pipe.rank
+        placement = plan.schedule.placement
+        rank = mesh.pipe.rank
         batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
         for stage in stages:
             stage.optimizer_writes_compute()
 
         def step(batch: tuple[Any, Any]) -> None:
             pipeline.step(*batch, scale=scaler.scale)
-            norm = optim.scaled_step(optimizer, scaler, measured.clip, lr=measured.lr / 100, over=over)
+            norm = optim.scaled_step(
+                optimizer, scaler, measured.clip, lr=measured.lr / 100, over=over
+            )
             if norm is not None:
                 float(norm)  # waits for a GPU
 

@@ -1,4 +1,6 @@
-"""How much memory this machine has, how much of it this process holds, and how much of that are arrays."""
+"""How much memory this machine has, how much of it this process holds, and how much of that are
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ def machine_memory() -> int | None:
 
 
 def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
-    """Raise ConfigError if the bytes that `what` needs, by what they are for, exceed this machine's memory."""
-    total, memory = sum(needs.values()), machine_memory()
+    """Raise ConfigError if the bytes that `what` needs, by what they are for, exceed this machine's
+    memory.
+    """
+    total = sum(needs.values())
+    memory = machine_memory()
     if memory is None or total <= memory:
         return
     listed = ", ".join(f"{shown_bytes(size)} for {name}" for name, size in needs.items())
@@ -41,21 +46,27 @@ def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
     )
 
 
-# -- Resident memory of this process, where the operating system says it: on Linux ------------------------------------
+# -- Resident memory of this process, where the operating system says it: on Linux -----------------
 
 
-# What a training adds to a process that has computed: modules that are imported late, threads, gaps between arrays; and
-# MPI itself, where it is not there yet. Measured with MPICH 5.0 and Open MPI 5.0, for tasks of numpy and of PyTorch.
-SETTLED, MPI = 9_000_000, 16_000_000
+# What a training adds to a process that has computed: modules that are imported late, threads, gaps
+# between arrays; and MPI itself, where it is not there yet. Measured with MPICH 5.0 and Open MPI
+# 5.0, for tasks of numpy and of PyTorch.
+SETTLED = 9_000_000
+MPI = 16_000_000
 
 
 def process_bytes() -> int:
-    """Return the bytes of a process that trains, besides arrays: those of this one, which has computed already."""
+    """Return the bytes of a process that trains, besides arrays: those of this one, which has
+    computed already.
+    """
     return resident() + SETTLED + (0 if "mpi4py.MPI" in sys.modules else MPI)
 
 
 def resident() -> int:
-    """Return the resident bytes of this process, without what is free; the peak begins anew here."""
+    """Return the resident bytes of this process, without what is free; the peak begins anew
+    here.
+    """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -66,11 +77,13 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """Return the most bytes that were resident since `resident` was called, or since the process began."""
+    """Return the most bytes that were resident since `resident` was called, or since the process
+    began.
+    """
     return processor.bytes_of_line("VmHWM", "/proc/self/status") or 0
 
 
-# -- How many bytes work allocates ------------------------------------------------------------------------------------
+# -- How many bytes work allocates -----------------------------------------------------------------
 
 
 UNTRACED = {"torch", "jax"}  # libraries that allocate by themselves
@@ -79,13 +92,16 @@ UNTRACED = {"torch", "jax"}  # libraries that allocate by themselves
 class _Tracer:
     """Python's trace of what is allocated, for all ranks of this process that are threads.
 
-    To stop it while another thread allocates ends the process by SIGSEGV (Python 3.12.8, 3.13.0 and 3.13.1:
-    python/cpython#128679). So the last rank that measures stops it, and the ranks wait for each other before any of
-    them computes again. Where there are other threads, such as those of a user, nothing stops it.
+    To stop it while another thread allocates ends the process by SIGSEGV (Python 3.12.8, 3.13.0 and
+    3.13.1: python/cpython#128679). So the last rank that measures stops it, and the ranks wait for
+    each other before any of them computes again. Where there are other threads, such as those of a
+    user, nothing stops it.
     """
 
     def __init__(self) -> None:
-        self.lock, self.users, self.was_on = threading.Lock(), 0, False
+        self.lock = threading.Lock()
+        self.users = 0
+        self.was_on = False
         self.ranks: set[int] = set()  # the threads that measure
 
     def begin(self) -> None:
@@ -102,7 +118,8 @@ class _Tracer:
             self.users -= 1
             if self.users == 0:
                 gc.unfreeze()
-                ranks, self.ranks = {*self.ranks, threading.main_thread().ident}, set()
+                ranks = {*self.ranks, threading.main_thread().ident}
+                self.ranks = set()
                 others = [thread for thread in threading.enumerate() if thread.ident not in ranks]
                 if not self.was_on and all(thread.name.startswith("mpipipe ") for thread in others):
                     tracemalloc.stop()
@@ -113,9 +130,11 @@ _TRACER = _Tracer()
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Let Python trace what is allocated within, for `taking`, which need not look through what was there before.
+    """Let Python trace what is allocated within, for `taking`, which need not look through what was
+    there before.
 
-    Ranks that measure agree on something right after it, and compute nothing before that; see `_Tracer`.
+    Ranks that measure agree on something right after it, and compute nothing before that; see
+    `_Tracer`.
     """
     if UNTRACED & sys.modules.keys():
         yield
@@ -128,10 +147,12 @@ def tracing() -> Iterator[None]:
 
 
 def taking() -> Callable[[], int]:
-    """Return a function that returns the most bytes which were allocated at once since, beyond those of now.
+    """Return a function that returns the most bytes which were allocated at once since, beyond
+    those of now.
 
-    Arrays are counted one by one, for resident memory also depends on what the process does besides, and has done
-    before. Where a library is there that Python cannot trace, resident memory is what is known.
+    Arrays are counted one by one, for resident memory also depends on what the process does
+    besides, and has done before. Where a library is there that Python cannot trace, resident memory
+    is what is known.
     """
     if UNTRACED & sys.modules.keys():
         start = resident()
@@ -142,11 +163,12 @@ def taking() -> Callable[[], int]:
     return lambda: tracemalloc.get_traced_memory()[1] - start
 
 
-# -- How many bytes objects hold in arrays ----------------------------------------------------------------------------
+# -- How many bytes objects hold in arrays ---------------------------------------------------------
 
 
 def array_bytes(thing: Any) -> dict[int, int]:
-    """Return the bytes of each memory that arrays in `thing` lie in, by its address; layers and stages are left out.
+    """Return the bytes of each memory that arrays in `thing` lie in, by its address; layers and
+    stages are left out.
 
     Arrays are looked for in tuples, lists, mappings, and attributes of objects.
     """
@@ -167,7 +189,16 @@ def array_bytes(thing: Any) -> dict[int, int]:
     return found
 
 
-OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)  # what holds no arrays of a micro-batch
+OPAQUE = (
+    nn.Layer,
+    nn.Stage,
+    ModuleType,
+    type,
+    str,
+    bytes,
+    int,
+    float,
+)  # what holds no arrays of a micro-batch
 
 
 def _parts(thing: Any) -> Iterator[Any]:
@@ -183,7 +214,8 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 def new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
     """Return the bytes that each thing holds and neither `shared` nor one before it has."""
-    seen, found = set(shared), []
+    seen = set(shared)
+    found = []
     for thing in things:
         own = array_bytes(thing)
         found.append(sum(size for key, size in own.items() if key not in seen))

@@ -38,14 +38,17 @@ class Prediction:
         return max(self.memory)
 
 
-def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int] | None = None) -> Prediction:
+def predict(
+    profile: Profile, choice: Choice, rows: int, trained: Collection[int] | None = None
+) -> Prediction:
     """Predict the time and memory of a step.
 
-    Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit. A step lasts as
-    long as the simulated schedule, then the sums over replicas that are under way, clipping and optimizer, and what
-    `Profile.step` has besides. An action lasts as long as its layers, then `RankCosts.action`, and the time for which
-    its messages keep the rank from computing. W and R have no messages. The slices of a sequence share what was
-    measured of it as a whole.
+    Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
+    A step lasts as long as the simulated schedule, then the sums over replicas that are under way,
+    clipping and optimizer, and what `Profile.step` has besides. An action lasts as long as its
+    layers, then `RankCosts.action`, and the time for which its messages keep the rank from
+    computing. W and R have no messages. The slices of a sequence share what was measured of it as a
+    whole.
 
     Parameters
     ----------
@@ -74,7 +77,9 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     timeline = schedules.simulate(schedule, costs)
     own = [_layers(schedule, choice.ranges, rank) for rank in range(profile.ranks)]
     counts = [sum(profile.trained[layer] for layer in layers) for layers in own]
-    summed = max(end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums))
+    summed = max(
+        end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums)
+    )
     updated = max(count * each for count, each in zip(counts, profile.optimizer))
     activations = _activations(profile, schedule, choice.ranges, size)
     states = [sum(profile.states[layer] for layer in layers) for layers in own]
@@ -91,12 +96,22 @@ def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) ->
     return [layer for stage in schedule.stages_of(rank) for layer in range(*ranges[stage])]
 
 
-def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float) -> Costs:
-    """Return the costs of stages. `share` is what the mean unit has of a micro-batch of `size` sequences."""
-    ranks, last = profile.costs[size], schedule.stages - 1
-    splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
+def _costs(
+    profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float
+) -> Costs:
+    """Return the costs of stages. `share` is what the mean unit has of a micro-batch of `size`
+    sequences.
+    """
+    ranks = profile.costs[size]
+    last = schedule.stages - 1
+    splits = {
+        action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD
+    }
     links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
-    forward, input_grad, weight_grad, recompute = [], [], [], []
+    forward = []
+    input_grad = []
+    weight_grad = []
+    recompute = []
     for stage, rank in enumerate(schedule.placement):
         mine = ranks[rank]
         layers = [mine.layers[profile.kinds[layer]] for layer in range(*ranges[stage])]
@@ -105,7 +120,11 @@ def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int
         loss = mine.loss if stage == last else 0.0
         forward.append(share * (sum(each.forward for each in layers) + loss) + more)
         whole = share * sum(each.backward for each in layers)
-        second = share * sum(each.weight_grad for each in layers) + mine.action if stage in splits else 0.0
+        second = (
+            share * sum(each.weight_grad for each in layers) + mine.action
+            if stage in splits
+            else 0.0
+        )
         first = share * sum(each.input_grad for each in layers) if stage in splits else whole
         input_grad.append(first + more)
         weight_grad.append(second)
@@ -115,7 +134,9 @@ def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int
 
 
 def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
-    """Return the link of the edge into a stage; edges on one rank, and the one into the first stage, cost nothing."""
+    """Return the link of the edge into a stage; edges on one rank, and the one into the first
+    stage, cost nothing.
+    """
     if edge == 0 or schedule.placement[edge - 1] == schedule.placement[edge]:
         return Link()
     low, high = sorted(schedule.placement[edge - 1 : edge + 1])
@@ -123,19 +144,27 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
-def _activations(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int) -> Sequence[float]:
+def _activations(
+    profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int
+) -> Sequence[float]:
     sizes = profile.sizes[size]
-    splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
+    splits = {
+        action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD
+    }
     whole = []
     for stage, cut in enumerate(ranges):
         kinds = [profile.kinds[layer] for layer in range(*cut)]
-        kept = sum(max(sizes.activation[kind], sizes.split[kind] * (stage in splits)) for kind in kinds)
+        kept = sum(
+            max(sizes.activation[kind], sizes.split[kind] * (stage in splits)) for kind in kinds
+        )
         whole.append(kept + (sizes.loss if stage == schedule.stages - 1 else 0))
     parts = [each / schedule.slices for each in whole]
-    return schedules.peak_memory(schedule, parts, [min(each, sizes.message / schedule.slices) for each in parts])
+    return schedules.peak_memory(
+        schedule, parts, [min(each, sizes.message / schedule.slices) for each in parts]
+    )
 
 
-# -- What a plan decides, and the schedule that follows from it -------------------------------------------------------
+# -- What a plan decides, and the schedule that follows from it ------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,7 +184,8 @@ class Choice:
     recompute_limit : int, optional
         Activations of stages that a rank may hold; as many forwards as that needs are run again.
     slices : int
-        Parts of each sequence that go through the pipeline one after the other. A search leaves them as they are.
+        Parts of each sequence that go through the pipeline one after the other. A search leaves
+        them as they are.
 
     Examples
     --------
@@ -196,14 +226,19 @@ class Choice:
         return before_backwards(made) if self.recompute else made
 
     def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
-        """Build the schedule without the forwards that `recompute` runs again: for a Pipeline that takes it by itself.
+        """Build the schedule without the forwards that `recompute` runs again: for a Pipeline that
+        takes it by itself.
 
         Parameters
         ----------
         ranks, trained : as for `build`
         """
         made = schedules.by_name(
-            self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches, slices=self.slices
+            self.schedule,
+            ranks=ranks,
+            chunks=self.chunks,
+            microbatches=self.microbatches,
+            slices=self.slices,
         )
         return completed(made, self.ranges, trained, self.recompute_limit)
 
@@ -216,11 +251,20 @@ class Choice:
 
 
 def completed(
-    schedule: Schedule, ranges: Sequence[tuple[int, int]], trained: Collection[int] | None, recompute_limit: int | None
+    schedule: Schedule,
+    ranges: Sequence[tuple[int, int]],
+    trained: Collection[int] | None,
+    recompute_limit: int | None,
 ) -> Schedule:
-    """Take out the backwards of stages in which nothing is trained, and put in the forwards that a limit runs again."""
+    """Take out the backwards of stages in which nothing is trained, and put in the forwards that a
+    limit runs again.
+    """
     if trained is not None:
-        frozen = {stage for stage, cut in enumerate(ranges) if not any(layer in trained for layer in range(*cut))}
+        frozen = {
+            stage
+            for stage, cut in enumerate(ranges)
+            if not any(layer in trained for layer in range(*cut))
+        }
         schedule = schedules.with_frozen(schedule, frozen)
     if recompute_limit is not None:
         schedule = schedules.with_recompute(schedule, memory_limit=recompute_limit)

@@ -1,7 +1,9 @@
-"""Measures layers on this rank: seconds of their actions, bytes that they keep, the optimizer, and sums.
+"""Measures layers on this rank: seconds of their actions, bytes that they keep, the optimizer, and
+sums.
 
-One layer of each kind runs in a stage by itself, while all other ranks do the same: they share the memory's bandwidth
-as in a training. The layers take turns as in a pipeline, so that what one has saved is not in the cache any more.
+One layer of each kind runs in a stage by itself, while all other ranks do the same: they share the
+memory's bandwidth as in a training. The layers take turns as in a pipeline, so that what one has
+saved is not in the cache any more.
 """
 
 from __future__ import annotations
@@ -26,17 +28,27 @@ from mpipipe.planning.links import repeats_in, step_seconds
 from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
-from mpipipe.planning.step_memory import LoneLayer, Shapes, each_layer, layer_bytes, shapes_of, zeros_of
+from mpipipe.planning.step_memory import (
+    LoneLayer,
+    Shapes,
+    each_layer,
+    layer_bytes,
+    shapes_of,
+    zeros_of,
+)
 
 SECONDS = 0.6  # of a round
 REPEATS = (3, 25)  # of a turn in a round: at least, at most
-ROUNDS = 3  # in which all sizes of micro-batches take turns, so that all of them see the same machine
+ROUNDS = (
+    3  # in which all sizes of micro-batches take turns, so that all of them see the same machine
+)
 UNDER_WAY = 2  # micro-batches
 
 
 @dataclass
 class MeasuredLayers:
-    """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one parameter.
+    """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one
+    parameter.
 
     `process` are the bytes of a process that trains, without arrays.
     """
@@ -52,7 +64,8 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
     """Measure all kinds of layers on this rank; collective over all ranks."""
     group = group_of(measured.mesh.comm)
     times = {size: LayerTimes() for size in measured.problem.space.sizes}
-    sizes, process = {}, 0
+    sizes = {}
+    process = 0
     for size in times:
         with group.raise_together("plan: the bytes of the layers"):  # see `tracing`
             sizes[size] = _sizes(measured, size)
@@ -67,7 +80,9 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
 
 
 class LayerTimes:
-    """Seconds of a rank's layers for one size of micro-batch: `actions` by the place of a layer and the action."""
+    """Seconds of a rank's layers for one size of micro-batch: `actions` by the place of a layer and
+    the action.
+    """
 
     def __init__(self) -> None:
         self.actions: dict[int, dict[str, list[float]]] = {}
@@ -79,13 +94,17 @@ class LayerTimes:
         for place, actions in self.actions.items():
             found = defaultdict(float, {name: median(seconds) for name, seconds in actions.items()})
             again = max(0.0, found["R"] + found["B after R"] - found["B"])
-            by_kind[kinds[place]] = LayerCosts(found["F"], found["B"], found["I"], found["W"], again)
+            by_kind[kinds[place]] = LayerCosts(
+                found["F"], found["B"], found["I"], found["W"], again
+            )
         return RankCosts(tuple(by_kind[kind] for kind in sorted(by_kind)), median(self.loss))
 
 
 @dataclass(eq=False)
 class Timer:
-    """Runs the actions of a layer. `saved` are gradients of outputs, and what forwards have saved."""
+    """Runs the actions of a layer. `saved` are gradients of outputs, and what forwards have
+    saved.
+    """
 
     lone: LoneLayer
     targets: Any
@@ -119,7 +138,9 @@ class Timer:
 
 
 def _in_memory(tree: Any) -> Any:
-    """Return a copy of a tree of zeros, to which the operating system has given memory of its own."""
+    """Return a copy of a tree of zeros, to which the operating system has given memory of its
+    own.
+    """
     return mapped(lambda leaf: None if leaf is None else leaf.copy(), tree)
 
 
@@ -147,7 +168,9 @@ def _turn(timers: Sequence[Timer]) -> None:
 
 
 def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
-    """Time the layers for a while; return the seconds of clipping and optimizer for one parameter. Collective."""
+    """Time the layers for a while; return the seconds of clipping and optimizer for one parameter.
+    Collective.
+    """
     x, targets = measured.example(size, 1)
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
@@ -175,7 +198,9 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
         start = perf_counter()
         _turn(layers)
         # A ring has messages in each turn: all ranks must make the same number of turns.
-        seconds = group_of(measured.mesh.comm).gather("plan: the seconds of a turn", perf_counter() - start)
+        seconds = group_of(measured.mesh.comm).gather(
+            "plan: the seconds of a turn", perf_counter() - start
+        )
         for place, timer in timers.items():
             timer.actions = times.actions.setdefault(place, defaultdict(list))
         for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
@@ -185,7 +210,8 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
 
 
 def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
-    optimizer, scaler = measured.optimizer(stages, None), measured.scaler()
+    optimizer = measured.optimizer(stages, None)
+    scaler = measured.scaler()
     seconds = []
     for _ in range(1 + REPEATS[0]):
         for stage in stages:
@@ -198,7 +224,8 @@ def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
 
 def _sums(measured: MeasuredRanks) -> float:
     """Return the seconds of the sum over replicas for one parameter; collective."""
-    replicas, problem = measured.mesh.replicas, measured.problem
+    replicas = measured.mesh.replicas
+    problem = measured.problem
     if replicas.size == 1:
         return 0.0
     count = max(1, *problem.trained_counts)
@@ -215,13 +242,26 @@ def _sums(measured: MeasuredRanks) -> float:
 
 
 def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
-    """Count what one micro-batch keeps, but not what several share, such as parameters and tables."""
-    problem, example = measured.problem, measured.example(size, 1)
+    """Count what one micro-batch keeps, but not what several share, such as parameters and
+    tables.
+    """
+    problem = measured.problem
+    example = measured.example(size, 1)
     found, _ = layer_bytes(
-        problem, measured.layers(), lambda stage: measured.loss_for(stage, size), example, measured.frozen
+        problem,
+        measured.layers(),
+        lambda stage: measured.loss_for(stage, size),
+        example,
+        measured.frozen,
     )
-    alike = [[each for each, kind in zip(found, problem.kinds) if kind == one] for one in range(max(problem.kinds) + 1)]
-    actions = ((each.forward - each.saved, each.backward, each.input_grad, each.weight_grad) for each in found)
+    alike = [
+        [each for each, kind in zip(found, problem.kinds) if kind == one]
+        for one in range(max(problem.kinds) + 1)
+    ]
+    actions = (
+        (each.forward - each.saved, each.backward, each.input_grad, each.weight_grad)
+        for each in found
+    )
     return Sizes(
         tuple(max(round(each.saved + each.keeps_input) for each in kind) for kind in alike),
         tuple(max(round(each.pending + each.pends_input) for each in kind) for kind in alike),

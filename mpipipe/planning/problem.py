@@ -24,7 +24,9 @@ Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
 
 
 def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
-    """Return all parameters of the layers of a model from its layer `first` on, by names such as 3.norm.weight."""
+    """Return all parameters of the layers of a model from its layer `first` on, by names such as
+    3.norm.weight.
+    """
     return {
         f"{name}.{key}": parameter
         for place, top in enumerate(layers, first)
@@ -91,7 +93,9 @@ class PlanningProblem:
 
     @cached_property
     def signatures(self) -> tuple[str, ...]:
-        """What each layer is: its parts, their shapes, what of it is trained, and how many operations it takes."""
+        """What each layer is: its parts, their shapes, what of it is trained, and how many
+        operations it takes.
+        """
         signatures = []
         for place, (layer, cost) in enumerate(zip(self.layers, self.costs)):
             parts = []
@@ -125,7 +129,8 @@ class PlanningProblem:
         )
 
     def parameter_bytes(self, count: int, trained: int) -> int:
-        """Bytes of this number of parameters in a training, with the copy that a half dtype computes with.
+        """Bytes of this number of parameters in a training, with the copy that a half dtype
+        computes with.
 
         Replicas keep a share of the originals each, but for adapters (optim/shards.py).
         """
@@ -139,7 +144,11 @@ class PlanningProblem:
 
     def moment_bytes(self, trained: int) -> int:
         """Bytes of the optimizer's state of this number of parameters, on one rank."""
-        return -(-trained // self.shards) * arrays.accumulator(arrays.dtype(self.dtype)).itemsize * self.moments
+        return (
+            -(-trained // self.shards)
+            * arrays.accumulator(arrays.dtype(self.dtype)).itemsize
+            * self.moments
+        )
 
     def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
         counts = [0] * len(self.layers)
@@ -180,7 +189,8 @@ class MeasuredRanks:
             raise ConfigError(
                 "a plan is made on the CPU only",
                 found=f"device {place}",
-                remedy="choose schedule, chunks and microbatches by hand, with --device cpu make a plan of the CPU's",
+                remedy="choose schedule, chunks and microbatches by hand, with --device cpu make "
+                "a plan of the CPU's",
             )
 
     def places(self) -> RankPlaces:
@@ -190,13 +200,19 @@ class MeasuredRanks:
         everyone = group_of(comm).gather("plan: the cores", (mine, processor.thread_count()))
         places = [place for place, _ in everyone]
         text = oversubscribed(places)
-        rough = f"{text}: times depend on who waits meanwhile, and predictions are rough" if text else ""
+        rough = (
+            f"{text}: times depend on who waits meanwhile, and predictions are rough"
+            if text
+            else ""
+        )
         ranks_per_node = max(Counter(place["host"] for place in places).values())
         return RankPlaces(ranks_per_node, max(threads for _, threads in everyone), rough)
 
 
 class RankPlaces(NamedTuple):
-    """Most ranks on a node, most threads of a rank, and which ranks share cores: "" where none do."""
+    """Most ranks on a node, most threads of a rank, and which ranks share cores: "" where none
+    do.
+    """
 
     ranks_per_node: int
     threads: int

@@ -1,4 +1,6 @@
-"""What was measured: seconds and bytes of layers, messages, and of what surrounds the schedule in a step."""
+"""What was measured: seconds and bytes of layers, messages, and of what surrounds the schedule in a
+step.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class LayerCosts:
     forward, backward, input_grad, weight_grad : float
         Of the forward, of both gradients in one go, and of each by itself.
     again : float, optional
-        What is added where the forward is run again right before the backward; by default the forward. It may be less:
-        what the backward needs is then still in a cache.
+        What is added where the forward is run again right before the backward; by default the
+        forward. It may be less: what the backward needs is then still in a cache.
     """
 
     forward: float
@@ -39,7 +41,8 @@ class RankCosts:
     layers : tuple of LayerCosts
         One for each kind of layer.
     loss, action : float
-        Of the loss of one micro-batch, and what an action lasts longer than its layers, without messages.
+        Of the loss of one micro-batch, and what an action lasts longer than its layers, without
+        messages.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -54,7 +57,8 @@ class Link:
     Parameters
     ----------
     message, transfer : float
-        For which sending it, or receiving it, keeps a rank from computing; and until it is there, beyond that.
+        For which sending it, or receiving it, keeps a rank from computing; and until it is there,
+        beyond that.
     """
 
     message: float = 0.0
@@ -68,10 +72,11 @@ class Sizes:
     Parameters
     ----------
     activation, split : tuple of int
-        For each kind of layer what its forward leaves for its backward, and where that is split what is left until the
-        weight gradient, if that is more.
+        For each kind of layer what its forward leaves for its backward, and where that is split
+        what is left until the weight gradient, if that is more.
     message, loss : int
-        Of what a stage hands to the next, and keeps for running a forward again; and of the gradient of the loss.
+        Of what a stage hands to the next, and keeps for running a forward again; and of the
+        gradient of the loss.
     scratch : int
         Most that an action takes while it runs.
     """
@@ -98,11 +103,14 @@ class Profile:
     sizes : mapping of int to Sizes
         The same on all ranks.
     states, trained : tuple of int
-        For each layer bytes of parameters, gradients and optimizer's state, and the number of trained parameters.
+        For each layer bytes of parameters, gradients and optimizer's state, and the number of
+        trained parameters.
     optimizer, sums : tuple of float
-        For each rank the seconds of clipping and optimizer, and of the sum over replicas, for one parameter.
+        For each rank the seconds of clipping and optimizer, and of the sum over replicas, for one
+        parameter.
     step : float
-        Seconds of a step besides all that: the agreement of the ranks, and the loss that all of them learn.
+        Seconds of a step besides all that: the agreement of the ranks, and the loss that all of
+        them learn.
     scale : float
         By which real steps last longer than what is predicted without it.
     process : int
@@ -138,14 +146,15 @@ class Profile:
         return len(self.optimizer)
 
 
-# -- Numbers of bytes as text: 8G is 8 * 2^30 -------------------------------------------------------------------------
+# -- Numbers of bytes as text: 8G is 8 * 2^30 ------------------------------------------------------
 
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of at least 0, and perhaps K, M, G or T, or KiB, MiB, GiB or TiB: 2^10, 2^20, 2^30 or 2^40 bytes.
+    """Read a number of at least 0, and perhaps K, M, G or T, or KiB, MiB, GiB or TiB: 2^10, 2^20,
+    2^30 or 2^40 bytes.
 
     Bytes are rounded down. Raises ArgumentError where the text is something else.
 
@@ -163,6 +172,8 @@ def parse_bytes(text: str) -> int:
         count = math.nan
     if not 0 <= count < math.inf:
         raise ArgumentError(
-            "no number of bytes", found=repr(text), expected="a finite number of at least 0, such as 900M or 1.5G"
+            "no number of bytes",
+            found=repr(text),
+            expected="a finite number of at least 0, such as 900M or 1.5G",
         )
     return int(count * 2 ** UNITS[unit])

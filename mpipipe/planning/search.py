@@ -41,8 +41,8 @@ class Plan:
 class Space:
     """The plans to search among.
 
-    Raises ConfigError for more ranks than layers, more micro-batches than sequences, and where no schedule fits what is
-    fixed.
+    Raises ConfigError for more ranks than layers, more micro-batches than sequences, and where no
+    schedule fits what is fixed.
 
     Parameters
     ----------
@@ -92,19 +92,24 @@ class Space:
         known = {name for chunks in range(1, CHUNKS + 1) for name in names(chunks)}
         if self.fixed.get("schedule", "gpipe") not in known:
             raise ConfigError(
-                "unknown schedule", found=str(self.fixed["schedule"]), expected="one of " + ", ".join(sorted(known))
+                "unknown schedule",
+                found=str(self.fixed["schedule"]),
+                expected="one of " + ", ".join(sorted(known)),
             )
         if not self.forms:
             raise ConfigError(
                 "no schedule fits the options that were given",
                 found=", ".join(f"{name} = {value}" for name, value in self.fixed.items()),
-                expected=f"chunks from 1 to {self.layers // self.ranks}, and a schedule with so many",
+                expected=f"chunks from 1 to {self.layers // self.ranks}, and a schedule with so "
+                "many",
                 remedy="leave out one of them",
             )
 
     @property
     def microbatches(self) -> list[int]:
-        """Numbers of micro-batches to try: divisors of the sequences, from one unit for each rank on."""
+        """Numbers of micro-batches to try: divisors of the sequences, from one unit for each rank
+        on.
+        """
         if "microbatches" in self.fixed:
             return [self.fixed["microbatches"]]
         most = min(self.rows, MOST_PER_RANK * self.ranks)
@@ -139,15 +144,21 @@ class Space:
     @property
     def recomputation(self) -> dict[str, Any] | None:
         """What is fixed of recomputation; None where nothing is."""
-        found = {name: self.fixed[name] for name in ("recompute", "recompute_limit") if name in self.fixed}
+        found = {
+            name: self.fixed[name]
+            for name in ("recompute", "recompute_limit")
+            if name in self.fixed
+        }
         return found or None
 
 
 def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) -> list[Plan]:
-    """Find the plans with the fastest steps; raises ConfigError where no plan keeps the limit of memory.
+    """Find the plans with the fastest steps; raises ConfigError where no plan keeps the limit of
+    memory.
 
-    For each schedule and number of micro-batches the layers are cut by their measured time. The fastest plans are
-    improved by moving a layer from a stage to its neighbour, as long as that helps.
+    For each schedule and number of micro-batches the layers are cut by their measured time. The
+    fastest plans are improved by moving a layer from a stage to its neighbour, as long as that
+    helps.
 
     Parameters
     ----------
@@ -156,12 +167,14 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     space : Space
         The plans to search among.
     memory_limit : int, optional
-        Bytes that a rank may need. Where a schedule needs more, forwards are run again, as few as that takes.
+        Bytes that a rank may need. Where a schedule needs more, forwards are run again, as few as
+        that takes.
 
     Returns
     -------
     list of Plan
-        One for each schedule, number of chunks and number of micro-batches that keeps the limit; the fastest first.
+        One for each schedule, number of chunks and number of micro-batches that keeps the limit;
+        the fastest first.
 
     Examples
     --------
@@ -181,7 +194,8 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
             "no plan keeps this memory limit",
             found=f"memory_limit {exact_bytes(memory_limit or 0)} on each rank",
             expected="a plan that exists" if least is None else f"at least {exact_bytes(least)}",
-            remedy="raise the limit, use more ranks for a pipeline, or lower batch, seq_len or the sizes of the model",
+            remedy="raise the limit, use more ranks for a pipeline, or lower batch, seq_len or "
+            "the sizes of the model",
         )
     kept.sort(key=_rank)
     refined = [_refined(profile, space, plan, memory_limit) for plan in kept[:REFINED]]
@@ -195,17 +209,28 @@ def _rank(plan: Plan) -> tuple[float, int]:
 def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator[Plan | None]:
     seen = set()  # some schedules are the same with one stage on each rank
     slices = space.fixed.get("slices", 1)
-    # Candidates that are too large are left out; where all of them are, the smallest is built, which says so.
-    most = max(schedules.MOST_UNITS // (space.ranks * slices), space.microbatches[0] * space.forms[0][1])
+    # Candidates that are too large are left out; where all of them are, the smallest is built,
+    # which says so.
+    most = max(
+        schedules.MOST_UNITS // (space.ranks * slices), space.microbatches[0] * space.forms[0][1]
+    )
     for microbatches in space.microbatches:
         size = -(-space.rows // microbatches)
         for name, chunks in space.forms:
             if microbatches * chunks > most:
                 continue
-            partition = space.fixed.get("partition") or cut_by_time(profile, size, chunks * space.ranks)
-            choice = Choice(name, chunks, microbatches, partition, slices=slices, **(space.recomputation or {}))
+            partition = space.fixed.get("partition") or cut_by_time(
+                profile, size, chunks * space.ranks
+            )
+            choice = Choice(
+                name, chunks, microbatches, partition, slices=slices, **(space.recomputation or {})
+            )
             plan = _predicted(profile, space, choice)
-            key = None if plan is None else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
+            key = (
+                None
+                if plan is None
+                else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
+            )
             if key is not None and key in seen:
                 continue
             seen.add(key)
@@ -217,10 +242,14 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
                 yield from _recomputing(profile, space, plan, memory_limit)
 
 
-def _recomputing(profile: Profile, space: Space, plan: Plan, memory_limit: int) -> Iterator[Plan | None]:
+def _recomputing(
+    profile: Profile, space: Space, plan: Plan, memory_limit: int
+) -> Iterator[Plan | None]:
     """Yield the plan with as many forwards run again as the limit asks for."""
     held = max(schedules.simulate(plan.prediction.schedule).peak_activations)
-    limits = sorted({held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)} - {0, held}, reverse=True)
+    limits = sorted(
+        {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)} - {0, held}, reverse=True
+    )
     for limit in limits:
         tried = _predicted(profile, space, replace(plan.choice, recompute_limit=limit))
         if tried is not None and tried.prediction.peak <= memory_limit:
@@ -249,14 +278,19 @@ def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | Non
         if partition is None:
             break
         other = _predicted(profile, space, replace(plan.choice, partition=partition))
-        keeps = other is not None and (memory_limit is None or other.prediction.peak <= memory_limit)
+        keeps = other is not None and (
+            memory_limit is None or other.prediction.peak <= memory_limit
+        )
         if other is not None and keeps and other.prediction.seconds < plan.prediction.seconds:
-            plan, partitions = other, _neighbours(partition)
+            plan = other
+            partitions = _neighbours(partition)
     return plan
 
 
 def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the partitions in which one stage has given a layer to the next or to the one before."""
+    """Yield the partitions in which one stage has given a layer to the next or to the one
+    before.
+    """
     for place in range(len(partition) - 1):
         for giver, taker in ((place, place + 1), (place + 1, place)):
             if partition[giver] > 1:
@@ -267,7 +301,8 @@ def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def cut_by_time(profile: Profile, size: int, stages: int) -> tuple[int, ...]:
-    """Cut the layers such that the slowest stage is as fast as possible on the mean rank; return counts of layers.
+    """Cut the layers such that the slowest stage is as fast as possible on the mean rank; return
+    counts of layers.
 
     `size` are the sequences of a micro-batch.
     """

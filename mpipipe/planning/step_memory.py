@@ -1,6 +1,8 @@
-"""What each rank of a training would hold in memory: one micro-batch runs through each kind of layer, and is added up.
+"""What each rank of a training would hold in memory: one micro-batch runs through each kind of
+layer, and is added up.
 
-What is kept is counted array by array; what an action takes on top is the most that is allocated at once meanwhile.
+What is kept is counted array by array; what an action takes on top is the most that is allocated at
+once meanwhile.
 """
 
 from __future__ import annotations
@@ -17,24 +19,32 @@ from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Branches, Structure, Tree
 from mpipipe.pipeline import Loss, receive_window
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, process_bytes, taking, tracing
+from mpipipe.planning.memory import (
+    array_bytes,
+    check_memory,
+    new_bytes,
+    process_bytes,
+    taking,
+    tracing,
+)
 from mpipipe.planning.problem import PlanningProblem, attentions, parameters_of
 from mpipipe.schedules import Schedule, before_backwards, simulate
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of a layer, or of the layers of a stage, for one micro-batch, whose input is not counted.
+    """Bytes of a layer, or of the layers of a stage, for one micro-batch, whose input is not
+    counted.
 
     tables, shared : what the first micro-batch leaves for all others: of a layer, and of its stage
     drawing : most that is there besides parameters and gradients while initial values are drawn
-    input, output : what comes in, and what a forward returns
-    saved, keeps_output, keeps_input : what is kept from a forward for its backward, the output in it, and of the input
-    pending, added, pends_input : what is kept from the input gradient for the weight gradient, what of it was not
+    input, output : what comes in, and what a forward returns saved, keeps_output, keeps_input :
+    what is kept from a forward for its backward, the output in it, and of the input pending, added,
+    pends_input : what is kept from the input gradient for the weight gradient, what of it was not
         saved, and of the input
-    loss : gradient of the loss
-    forward, backward, input_grad, weight_grad : most that the action allocates at once, its results included
-    keys, sums : keys and values of a sequence in slices, and sums of their gradients
+    loss : gradient of the loss forward, backward, input_grad, weight_grad : most that the action
+    allocates at once, its results included keys, sums : keys and values of a sequence in slices,
+    and sums of their gradients
     """
 
     tables: float = 0
@@ -58,7 +68,9 @@ class StageBytes:
 
 
 def joined(layers: Sequence[StageBytes]) -> StageBytes:
-    """Return the bytes of layers one after the other: an array between two of them is there once."""
+    """Return the bytes of layers one after the other: an array between two of them is there
+    once.
+    """
     saved = pending = forward = backward = input_grad = added = 0.0
     before = StageBytes()
     for each in layers:
@@ -70,7 +82,8 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
     for each in reversed(layers):
         backward = max(backward, gradient + each.backward)
         input_grad = max(input_grad, added + gradient + each.input_grad)
-        added, gradient = added + each.added, each.input
+        added = added + each.added
+        gradient = each.input
     return StageBytes(
         tables=sum(each.tables for each in layers) + max(each.shared for each in layers),
         drawing=max(each.drawing for each in layers),
@@ -96,10 +109,12 @@ def layer_bytes(
 ) -> tuple[list[StageBytes], dict[str, int]]:
     """Return the bytes of each layer of a model, and of what layers give and take by its names.
 
-    `layers` are unbound, and taken out of the list, `loss_for` makes the loss after the last one, and `example` are
-    inputs and targets of a micro-batch.
+    `layers` are unbound, and taken out of the list, `loss_for` makes the loss after the last one,
+    and `example` are inputs and targets of a micro-batch.
     """
-    x, targets = zeros_of(shapes_of(example[0])), example[1]  # a loss may divide by what is in its targets
+    # a loss may divide by what is in its targets
+    x = zeros_of(shapes_of(example[0]))
+    targets = example[1]
 
     def measured(lone: LoneLayer, drawing: int) -> tuple[StageBytes, Shapes]:
         with np.errstate(all="ignore"), counting(), lone.taking_head():
@@ -113,7 +128,9 @@ def layer_bytes(
 
 @dataclass(eq=False)
 class LoneLayer:
-    """A layer in a stage by itself, an input of it, whether it has a backward, and the loss after it if it is last."""
+    """A layer in a stage by itself, an input of it, whether it has a backward, and the loss after
+    it if it is last.
+    """
 
     stage: nn.Stage
     x: Tree
@@ -121,7 +138,9 @@ class LoneLayer:
     loss: Loss | None
 
     def taking_head(self) -> AbstractContextManager[None]:
-        """Let the loss compute the product of the head within this context, if it does so in a pipeline."""
+        """Let the loss compute the product of the head within this context, if it does so in a
+        pipeline.
+        """
         return nullcontext() if self.loss is None else self.loss.taking_head()
 
 
@@ -136,22 +155,30 @@ def each_layer(
     frozen: Sequence[str],
     measure: Callable[[LoneLayer, int], tuple[Measured, Shapes]],
 ) -> tuple[list[Measured], dict[str, Tree]]:
-    """Measure each layer of a model; return the results, and what layers give and take by its names.
+    """Measure each layer of a model; return the results, and what layers give and take by its
+    names.
 
-    Layers of one kind whose inputs have the same shapes are measured once. `x` is the input of the first one, and
-    `measure` takes the bytes for drawing parameters, too, and returns its result and the shapes of the output.
+    Layers of one kind whose inputs have the same shapes are measured once. `x` is the input of the
+    first one, and `measure` takes the bytes for drawing parameters, too, and returns its result and
+    the shapes of the output.
     """
     values: dict[str, Tree] = {}
     known: dict[tuple, tuple[Measured, Shapes, bool]] = {}
     results: list[Measured] = []
-    below, wide = True, arrays.accumulator(arrays.dtype(problem.dtype)).itemsize  # below all that is trained
+    # below all that is trained
+    below = True
+    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
     while layers:
         layer = layers.pop(0)
         takes, gives, _ = nn.names_of([layer])
         x = nn.handed(x, values, takes)
         key = problem.kinds[len(results)], shapes_of(x), gives, below, bool(layers)
         if key not in known:
-            needs = {f"{parameters_of([layer]):,} parameters and their gradients": 2 * wide * parameters_of([layer])}
+            needs = {
+                f"{parameters_of([layer]):,} parameters and their gradients": 2
+                * wide
+                * parameters_of([layer])
+            }
             check_memory("measuring a layer", needs, "run it on a machine with more memory")
             taken = taking()
             stage = nn.Stage([layer], problem.dtype, first=len(results), frozen=frozen)
@@ -171,7 +198,9 @@ def each_layer(
 def _micro_batch(
     stage: nn.Stage, loss: Loss | None, x: Tree, targets: Tree, trained: bool
 ) -> tuple[StageBytes, Shapes]:
-    """Run one micro-batch through a stage as the executor does, after another one which makes what is made once."""
+    """Run one micro-batch through a stage as the executor does, after another one which makes what
+    is made once.
+    """
     dy: Tree = None
     shared = {*array_bytes((stage.buffers, x, targets))}
 
@@ -198,7 +227,8 @@ def _micro_batch(
             loss=more,
         )
         least = kept + more + found.output - found.keeps_output
-        found, shapes = replace(found, forward=max(least, taken())), shapes_of(y)
+        found = replace(found, forward=max(least, taken()))
+        shapes = shapes_of(y)
         del y, after, held
         if not trained:
             continue
@@ -220,7 +250,9 @@ def _micro_batch(
             backward=backward, input_grad=max(added, input_grad), weight_grad=taken(),
         )  # fmt: skip
         del pending
-    parts = [vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)]
+    parts = [
+        vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)
+    ]
     common, own = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
     return replace(found, tables=own, shared=common), shapes
 
@@ -231,7 +263,8 @@ def _within(tree: Tree, kept: Any) -> int:
     return sum(size for place, size in array_bytes(tree).items() if place in places)
 
 
-Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, Any], ...]]"  # of a tree: shape and dtype of each array
+# Of a tree: shape and dtype of each array.
+Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, Any], ...]]"
 
 
 def shapes_of(tree: Tree) -> Shapes:
@@ -244,7 +277,9 @@ def zeros_of(shapes: Shapes, gradient: bool = False) -> Tree:
     """Return a tree of zeros; of a gradient, integers have none."""
     structure, leaves = shapes
     kept = [not gradient or arrays.is_floating(kind) for _, kind in leaves]
-    return arrays.unflatten([np.zeros(*each) if there else None for each, there in zip(leaves, kept)], structure)
+    return arrays.unflatten(
+        [np.zeros(*each) if there else None for each, there in zip(leaves, kept)], structure
+    )
 
 
 def bytes_of(tree: Tree) -> int:
@@ -252,26 +287,23 @@ def bytes_of(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in arrays.flatten(tree)[0])
 
 
-# -- What each rank of a training would hold --------------------------------------------------------------------------
+# -- What each rank of a training would hold -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """Memory of one rank of a pipeline, in bytes.
 
-    rank : of the pipeline
-    stages : its stages, each with (start, stop) of its layers
-    count : elements of its parameters
-    parameters : with the copy that a narrower dtype computes with, whose originals replicas may keep shares of
-    gradients, moments : of what is trained
-    tables : what is made once, such as rotary tables
-    activations, messages, scratch : at the peak of a step
-    batch : inputs and targets, also those of the next step
-    start : what drawing the initial values takes, besides parameters and gradients
-    sample : what a step has taken, with what comes at the end: parameters that replicas have shares of, made whole, and
+    rank : of the pipeline stages : its stages, each with (start, stop) of its layers count :
+    elements of its parameters parameters : with the copy that a narrower dtype computes with, whose
+    originals replicas may keep shares of gradients, moments : of what is trained tables : what is
+    made once, such as rotary tables activations, messages, scratch : at the peak of a step batch :
+    inputs and targets, also those of the next step start : what drawing the initial values takes,
+    besides parameters and gradients sample : what a step has taken, with what comes at the end:
+    parameters that replicas have shares of, made whole, and
         parameters and gradients of the decoder that writes the sample
-    sums : what MPI takes for sums over replicas; 0 without replicas
-    process : Python with its libraries and MPI, and what they keep for themselves once a training runs
+    sums : what MPI takes for sums over replicas; 0 without replicas process : Python with its
+    libraries and MPI, and what they keep for themselves once a training runs
     """
 
     rank: int
@@ -292,7 +324,9 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The most that the rank holds at once: while initial values are drawn, in a step, or after it."""
+        """The most that the rank holds at once: while initial values are drawn, in a step, or after
+        it.
+        """
         training = self.moments + self.tables + max(self.step, self.sample, self.sums)
         return self.process + self.parameters + self.gradients + max(self.start, training)
 
@@ -314,39 +348,52 @@ def rank_bytes(
 ) -> list[RankBytes]:
     """Return what each rank of a pipeline holds, from what `layer_bytes` has measured for one rank.
 
-    `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at the end for a
-    sample, and `shares` are those of the slices in a sequence.
+    `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at
+    the end for a sample, and `shares` are those of the slices in a sequence.
     """
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     layers, named = measured
     first = arrays.flatten(example[0])[0][0]
     if problem.seq > 1:
         positions = first.shape[0] * first.shape[1]
-        layers = [with_ring(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
+        layers = [
+            with_ring(each, layer, positions, problem.dtype)
+            for each, layer in zip(layers, problem.layers)
+        ]
     if schedule.slices > 1:
         positions = first.shape[0] * first.shape[1]
-        layers = [with_slices(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
+        layers = [
+            with_slices(each, layer, positions, problem.dtype)
+            for each, layer in zip(layers, problem.layers)
+        ]
     stages: list[StageBytes] = []
     inputs: list[float] = []
     for number, (start, stop) in enumerate(plan.layer_ranges):
         whole = joined(layers[start:stop])
-        inputs.append(whole.input + sum(named[skip.name] for skip in schedule.skips if skip.target == number))
+        inputs.append(
+            whole.input + sum(named[skip.name] for skip in schedule.skips if skip.target == number)
+        )
         gives = {skip.name for skip in schedule.skips if skip.source == number}
         stages.append(replace(whole, output=whole.output + sum(named[name] for name in gives)))
-    timeline, process = simulate(schedule), process_bytes()
+    timeline = simulate(schedule)
+    process = process_bytes()
     # A pipeline keeps its batch until the next step.
     row = 2 * sum(map(bytes_of, example)) * plan.rows // plan.microbatch_rows
     wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
     ranks = []
     for rank in range(problem.ranks):
         window = receive_window(timeline, rank) if schedule.ranks > 1 else 0
-        held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window, shares)]
+        held = [
+            round(part) for part in peak_of_step(schedule, rank, stages, inputs, window, shares)
+        ]
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
         ranges = plan.ranges_of(rank)
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
         own = [stages[number] for number in schedule.stages_of(rank)]
-        count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-        step, parameters = sum(held) + batch, problem.parameter_bytes(count, trained)
+        count = sum(sizes)
+        trained = sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
+        step = sum(held) + batch
+        parameters = problem.parameter_bytes(count, trained)
         elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
         buffers = [
             *([size * wide for size in (*sizes, *sizes)] if copied else []),
@@ -380,7 +427,8 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
 
     Memory that a step has taken stays with the process. A buffer that fits into it takes no more.
     """
-    room, more = step, 0
+    room = step
+    more = 0
     for size in sorted(buffers, reverse=True):
         if size <= room:
             room -= size
@@ -389,7 +437,7 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
     return step + more
 
 
-# -- The memory of one rank in a training step, action by action: what it holds, and what the action takes on top -----
+# -- The memory of one rank in a training step, action by action: what it holds, and what the action takes on top --
 #
 # F  leaves `saved` until B, or until I, which leaves `pending` until W
 # R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
@@ -403,27 +451,46 @@ def peak_of_step(
     window: int,
     shares: Sequence[float] = (1.0,),
 ) -> tuple[float, float, float]:
-    """Walk through the order of a rank; return bytes of activations, messages and scratch at the peak.
+    """Walk through the order of a rank; return bytes of activations, messages and scratch at the
+    peak.
 
-    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of `receive_window`, and
-    `shares` are those of the slices in a sequence.
+    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of
+    `receive_window`, and `shares` are those of the slices in a sequence.
     """
-    parts = [([share_of(stage, share) for stage in stages], [share * size for size in inputs]) for share in shares]
-    placement, last, order = schedule.placement, schedule.stages - 1, schedule.orders[rank]
+    parts = [
+        ([share_of(stage, share) for stage in stages], [share * size for size in inputs])
+        for share in shares
+    ]
+    placement = schedule.placement
+    last = schedule.stages - 1
+    order = schedule.orders[rank]
     away = {
-        stage: (stage > 0 and placement[stage - 1] != rank, stage < last and placement[stage + 1] != rank)
+        stage: (
+            stage > 0 and placement[stage - 1] != rank,
+            stage < last and placement[stage + 1] != rank,
+        )
         for stage in schedule.stages_of(rank)
     }  # whether the input comes from another rank, and the gradient of the output
     receives = [op in "FBI" and away[stage][op != "F"] for stage, op, _ in order]
     waiting = sum(receives)
-    largest = max((inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0) * max(
-        shares
-    )
-    best, activations, local, leaving, leased, buffers = (0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
+    largest = max(
+        (inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0
+    ) * max(shares)
+    best = (0.0, 0.0, 0.0)
+    activations = 0.0
+    local = 0.0
+    leaving = 0.0
+    leased = 0
+    buffers = 0
     for (stage, op, microbatch), receiving in zip(order, receives):
-        number, final = microbatch % schedule.slices, schedule.slices - 1
+        number = microbatch % schedule.slices
+        final = schedule.slices - 1
         of_stages, inputs = parts[number]
-        own, trained, (from_away, to_away) = of_stages[stage], schedule.has_backward(stage), away[stage]
+        own, trained, (from_away, to_away) = (
+            of_stages[stage],
+            schedule.has_backward(stage),
+            away[stage],
+        )
         here = inputs[stage] if stage and not from_away else 0.0
         if receiving:
             buffers = max(buffers, leased + min(window, waiting))
@@ -431,7 +498,9 @@ def peak_of_step(
             leased += 1
         elif op == "F":
             local += here
-        stays = op == "R" or (op == "F" and trained and (stage, microbatch) not in schedule.recomputed)
+        stays = op == "R" or (
+            op == "F" and trained and (stage, microbatch) not in schedule.recomputed
+        )
         saved = own.saved if stays else 0.0
         scratch, more = {
             "F": (own.forward - saved, saved),
@@ -440,13 +509,25 @@ def peak_of_step(
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
-        activations += own.keys * (op == "F" and number == 0) + own.sums * (op in "BI" and number == final)
-        best = max(best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum)
+        activations += own.keys * (op == "F" and number == 0) + own.sums * (
+            op in "BI" and number == final
+        )
+        best = max(
+            best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum
+        )
         activations += more
         if number == (0 if trained else final) and op in ("BI" if trained else "F"):
             activations -= own.keys + own.sums * trained
-        leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
-        if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
+        leaving = (
+            own.output
+            if op == "F" and to_away
+            else inputs[stage]
+            if op in "BI" and from_away
+            else 0.0
+        )
+        if op in "BW" or (
+            op == "F" and not trained
+        ):  # the input of the forward, and the gradient of the output
             local -= here
             leased -= from_away + (op != "F" and to_away)
     return best
@@ -454,23 +535,26 @@ def peak_of_step(
 
 def share_of(whole: StageBytes, share: float) -> StageBytes:
     """Return the bytes of a slice that has this share of a sequence."""
-    kept = {name: share * size for name, size in vars(whole).items() if name not in ("keys", "sums")}
+    kept = {
+        name: share * size for name, size in vars(whole).items() if name not in ("keys", "sums")
+    }
     return replace(whole, **kept)
 
 
-# -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --------
+# -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --
 
 
 def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
     """Return the bytes of a layer that was measured on one rank, for a ring.
 
-    A forward keeps the last block that has come by, and has another one on its way. In a backward two messages are
-    under way, each with a block and its gradients, which are sums in the wider dtype. A micro-batch has `positions` on
-    this rank.
+    A forward keeps the last block that has come by, and has another one on its way. In a backward
+    two messages are under way, each with a block and its gradients, which are sums in the wider
+    dtype. A micro-batch has `positions` on this rank.
     """
     kind = arrays.dtype(dtype)
     widths = [2 * each.kv_heads * each.head_dim * positions for each in attentions([layer])]
-    kept, largest = sum(widths) * kind.itemsize, max(widths, default=0)
+    kept = sum(widths) * kind.itemsize
+    largest = max(widths, default=0)
     under_way = 2 * largest * (kind.itemsize + arrays.accumulator(kind).itemsize)
     return replace(
         measured,
@@ -481,35 +565,44 @@ def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str)
     )
 
 
-# -- What attention takes where sequences come in slices: keys and values are those of the whole sequence --------------
+# -- What attention takes where sequences come in slices: keys and values are those of the whole sequence --
 
 
 def with_slices(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
-    """Return the bytes of a layer, measured on whole sequences, with keys, values and their gradients apart.
+    """Return the bytes of a layer, measured on whole sequences, with keys, values and their
+    gradients apart.
 
     A micro-batch has `positions` on this rank.
     """
     kind = arrays.dtype(dtype)
     width = sum(2 * each.kv_heads * each.head_dim * positions for each in attentions([layer]))
     keys = width * kind.itemsize
-    return replace(measured, saved=measured.saved - keys, keys=keys, sums=width * arrays.accumulator(kind).itemsize)
+    return replace(
+        measured,
+        saved=measured.saved - keys,
+        keys=keys,
+        sums=width * arrays.accumulator(kind).itemsize,
+    )
 
 
-# -- Refuses models and batches that do not fit into this machine, before memory for them is taken --------------------
+# -- Refuses models and batches that do not fit into this machine, before memory for them is taken --
 #
-# The limits are generous. What they let through may still be too much; what they refuse could not have run. Bytes are
-# compared with all the memory of the machine, as if this rank had the machine for itself and kept nothing but what is
-# counted here. Where the operating system does not say how much memory there is, nothing is refused.
+# The limits are generous. What they let through may still be too much; what they refuse could not
+# have run. Bytes are compared with all the memory of the machine, as if this rank had the machine
+# for itself and kept nothing but what is counted here. Where the operating system does not say how
+# much memory there is, nothing is refused.
 
 
 def check_training(
     problem: PlanningProblem, plan: LayerPlan, rank: int, device: str, *, sample: int, message: int
 ) -> None:
-    """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this machine's memory.
+    """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this
+    machine's memory.
 
-    On the host that is its parameters, gradients and state of the optimizer, the batch, and one micro-batch's input of
-    each of its layers; for a GPU, parameters as they are drawn and the batch. `sample` are the bytes of inputs and
-    targets of one sample, `message` those that a layer hands to the next for a micro-batch.
+    On the host that is its parameters, gradients and state of the optimizer, the batch, and one
+    micro-batch's input of each of its layers; for a GPU, parameters as they are drawn and the
+    batch. `sample` are the bytes of inputs and targets of one sample, `message` those that a layer
+    hands to the next for a micro-batch.
     """
     own = plan.layers_of(rank)
     count = parameters_of([problem.layers[layer] for layer in own])
@@ -518,8 +611,10 @@ def check_training(
     if device == "cpu":
         trained = sum(problem.trained_counts[layer] for layer in own)
         needs |= {
-            f"gradients and state of {problem.optimizer}": trained * wide + problem.moment_bytes(trained),
+            f"gradients and state of {problem.optimizer}": trained * wide
+            + problem.moment_bytes(trained),
             "activations of one micro-batch": len(own) * message,
         }
-    check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
+    check_memory("training on pipeline rank "
+                 f"{rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
                  "more ranks for a pipeline")  # fmt: skip

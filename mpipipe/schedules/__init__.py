@@ -1,4 +1,6 @@
-"""Pipeline schedules as data: built by name, proven by `check`, timed by `simulate`. No MPI, no arrays."""
+"""Pipeline schedules as data: built by name, proven by `check`, timed by `simulate`. No MPI, no
+arrays.
+"""
 
 from mpipipe.schedules.action import INPUT_GRAD, Action
 from mpipipe.schedules.bounds import lower_bound
@@ -13,8 +15,21 @@ from mpipipe.schedules.recompute import before_backwards, with_recompute
 from mpipipe.schedules.registry import PER_RANK, Advice, advise, by_name, names, placement_of
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
-from mpipipe.schedules.simulate import FORM, Costs, Links, Timeline, activations, peak_memory, simulate
-from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
+from mpipipe.schedules.simulate import (
+    FORM,
+    Costs,
+    Links,
+    Timeline,
+    activations,
+    peak_memory,
+    simulate,
+)
+from mpipipe.schedules.zero_bubble import (
+    dualpipe_v,
+    interleaved_zero_bubble,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
 __all__ = [
     "Action",

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = "F", "B", "I", "W", "R"
+FORWARD = "F"
+BACKWARD = "B"
+INPUT_GRAD = "I"
+WEIGHT_GRAD = "W"
+RECOMPUTE = "R"
 OPS = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE)
 
 
 class Action(NamedTuple):
-    """One computation of one micro-batch in one stage; its text form is ``2F0``: stage, op, micro-batch.
+    """One computation of one micro-batch in one stage; its text form is ``2F0``: stage, op,
+    micro-batch.
 
     Parameters
     ----------
     stage : int
         Logical stage.
     op : str
-        ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W. ``R``
-        is the forward once more: its F kept the input of the stage alone, from which R makes what the backward needs.
+        ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the
+        weights; B = I + W. ``R`` is the forward once more: its F kept the input of the stage alone,
+        from which R makes what the backward needs.
     microbatch : int
-        Its index; 0 is the first. In a schedule with n slices that of a unit: slice s of micro-batch m is m n + s.
+        Its index; 0 is the first. In a schedule with n slices that of a unit: slice s of
+        micro-batch m is m n + s.
     """
 
     stage: int
@@ -31,13 +38,17 @@ class Action(NamedTuple):
 
 
 def cell(action: tuple[int, str, int], slices: int) -> str:
-    """Write an action as ``2F0``, or as ``2F0.1``, with its slice, where sequences are cut into several."""
+    """Write an action as ``2F0``, or as ``2F0.1``, with its slice, where sequences are cut into
+    several.
+    """
     stage, op, unit = action
     return f"{stage}{op}{unit}" if slices == 1 else f"{stage}{op}{unit // slices}.{unit % slices}"
 
 
 def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
-    """Return micro-batch and slice of a unit, by the names of errors; no slice where sequences are whole."""
+    """Return micro-batch and slice of a unit, by the names of errors; no slice where sequences are
+    whole.
+    """
     if slices == 1 or unit is None:
         return {"microbatch": unit}
     return {"microbatch": unit // slices, "slice": unit % slices}

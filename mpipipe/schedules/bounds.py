@@ -1,16 +1,19 @@
-"""How fast any schedule can be: a time that none can beat with these stages on these ranks, and this memory.
+"""How fast any schedule can be: a time that none can beat with these stages on these ranks, and
+this memory.
 
-The backward may be split. Where the schedule has R actions, the bound is for schedules which recompute the same
-forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
+The backward may be split. Where the schedule has R actions, the bound is for schedules which
+recompute the same forwards. Memory is no argument then, since an activation that is recomputed is
+not held all the time.
 
-A bound of M n micro-batches holds for M micro-batches in n slices, too: their order within a sequence can only
-make a schedule slower. The first argument knows that order. Where slices differ in time, all are taken to be as
-short as the shortest, but for the work of a rank.
+A bound of M n micro-batches holds for M micro-batches in n slices, too: their order within a
+sequence can only make a schedule slower. The first argument knows that order. Where slices differ
+in time, all are taken to be as short as the shortest, but for the work of a rank.
 
 Two arguments give a bound each, and the largest counts.
 
     a busy rank     work that cannot begin before the first F has come to this rank, and after whose last action
-                    an I still has to travel to stage 0; for every set of a rank's F's, I's, W's and R's
+                    an I still has to travel to stage 0; for every set of a rank's F's, I's, W's and
+                    R's
     a round trip    an activation lives from its F until its W at least as long as a micro-batch is away, and no
                     more of them live at once than the limit allows
 """
@@ -29,20 +32,26 @@ from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
 
-def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> float:
-    """Return a time that no schedule with the same stages on the same ranks, and as many micro-batches, can beat.
+def lower_bound(
+    schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None
+) -> float:
+    """Return a time that no schedule with the same stages on the same ranks, and as many
+    micro-batches, can beat.
 
-    It is in the unit of the costs. ArgumentError is raised where a cost does not fit, or no schedule keeps the limit.
+    It is in the unit of the costs. ArgumentError is raised where a cost does not fit, or no
+    schedule keeps the limit.
 
     Parameters
     ----------
     schedule : Schedule
-        Its orders do not count, only placement, micro-batches, which stages have backwards, and what is recomputed.
+        Its orders do not count, only placement, micro-batches, which stages have backwards, and
+        what is recomputed.
     costs : Costs, optional
         Times of the actions.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least its number of stages with backwards, times the slices
-        of a sequence; by default there is no limit. It does not count where the schedule recomputes anything.
+        Chunk activations that a rank may hold at once, at least its number of stages with
+        backwards, times the slices of a sequence; by default there is no limit. It does not count
+        where the schedule recomputes anything.
 
     Examples
     --------
@@ -67,7 +76,9 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
 
 
 def _whole_limit(schedule: Schedule, memory_limit: float | None) -> int:
-    """Return a limit as a number of activations, no more than there are; refuse one that no schedule keeps."""
+    """Return a limit as a number of activations, no more than there are; refuse one that no
+    schedule keeps.
+    """
     memory_limit = checks.limit(memory_limit)
     on_ranks = Counter(schedule.placement[_trained_from(schedule) :])
     stages = max(on_ranks.values(), default=1)
@@ -104,8 +115,11 @@ class _Stage(NamedTuple):
 
 
 def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> list[_Stage]:
-    """Return the stages where each slice takes this share of the mean one's time; `slices` of them are a sequence."""
-    count, first = schedule.stages, _trained_from(schedule)
+    """Return the stages where each slice takes this share of the mean one's time; `slices` of them
+    are a sequence.
+    """
+    count = schedule.stages
+    first = _trained_from(schedule)
     trained = [stage >= first for stage in range(count)]
     forward = [share * time for time in costs.per_stage("forward", count)]
     input_grad, weight_grad = (
@@ -117,14 +131,24 @@ def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> li
     input_follow = [weight_grad[0]]
     for stage in range(1, count):
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
-        travels = hop[stage] + input_grad[stage - 1] + input_follow[-1] if trained[stage - 1] else 0.0
+        travels = (
+            hop[stage] + input_grad[stage - 1] + input_follow[-1] if trained[stage - 1] else 0.0
+        )
         input_follow.append(max(weight_grad[stage], travels))
     input_begins = [forward_begins[-1] + slices * forward[-1]]
     forward_follow = [slices * input_grad[-1] + input_follow[-1]]
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
-    times = (forward, input_grad, weight_grad, forward_begins, input_begins[::-1], forward_follow[::-1], input_follow)
+    times = (
+        forward,
+        input_grad,
+        weight_grad,
+        forward_begins,
+        input_begins[::-1],
+        forward_follow[::-1],
+        input_follow,
+    )
     again = Counter(stage for stage, _ in schedule.recomputed)
     recompute = costs.per_stage("recompute", count)
     recomputations = [again[stage] * share * recompute[stage] for stage in range(count)]
@@ -132,26 +156,40 @@ def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> li
 
 
 def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
-    """Yield earliest begin + work + what follows, of the actions that begin and are followed no less than some.
+    """Yield earliest begin + work + what follows, of the actions that begin and are followed no
+    less than some.
 
-    Valid since all of that work is on one rank, after the earliest of these begins and before the latest of its ends.
+    Valid since all of that work is on one rank, after the earliest of these begins and before the
+    latest of its ends.
     """
     trained = [each for each in own if each.is_trained]
-    kinds = [(each.forward_begins, microbatches * each.forward, each.forward_follow) for each in own]
-    kinds += [(each.input_begins, microbatches * each.input_grad, each.input_follow) for each in trained]
-    kinds += [(each.input_begins + each.input_grad, microbatches * each.weight_grad, 0.0) for each in trained]
+    kinds = [
+        (each.forward_begins, microbatches * each.forward, each.forward_follow) for each in own
+    ]
+    kinds += [
+        (each.input_begins, microbatches * each.input_grad, each.input_follow) for each in trained
+    ]
+    kinds += [
+        (each.input_begins + each.input_grad, microbatches * each.weight_grad, 0.0)
+        for each in trained
+    ]
     for each in trained:
         work = each.recomputations
-        kinds.append((each.forward_begins + each.forward, work, each.input_grad + each.input_follow))
+        kinds.append(
+            (each.forward_begins + each.forward, work, each.input_grad + each.input_follow)
+        )
     for begin in {kind[0] for kind in kinds}:
         for follow in {kind[2] for kind in kinds}:
-            chosen = [work for begins, work, follows in kinds if begins >= begin and follows >= follow]
+            chosen = [
+                work for begins, work, follows in kinds if begins >= begin and follows >= follow
+            ]
             if chosen:
                 yield begin + math.fsum(chosen) + follow
 
 
 def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[float]:
-    """Yield the time that all activations live, over the limit: no more than that many live at any moment.
+    """Yield the time that all activations live, over the limit: no more than that many live at any
+    moment.
 
     With one stage each limit-th F waits for the W of a micro-batch that has been away in between.
     """

@@ -1,19 +1,21 @@
-"""Schedules on a V whose memory is chosen: one micro-batch's way through the ranks is a block, repeated at even times.
+"""Schedules on a V whose memory is chosen: one micro-batch's way through the ranks is a block,
+repeated at even times.
 
     rank 0  F . . . . . . . f i . . . . . . . I      F, f: forward down and up; i, I: gradient of the input
     rank 1  . F . . . . . f . . i . . . . . I .
     rank 2  . . F . . . f . . . . i . . . I . .      each step from rank to rank takes 1 cell in this block
     rank 3  . . . F . f . . . . . . i . I . . .
 
-A block begins every 6 cells: the six actions of a micro-batch on a rank, F, f, i, I and two W's, fill that time. A rank
-holds an activation from its F until its I, so a rank holds as many as the block is long, divided by 6. Steps that take
-longer make longer blocks, with more memory and a smaller bubble. No two actions of a rank may fall on the same cell of
-the six; the cells at the turns are chosen so.
-Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
+A block begins every 6 cells: the six actions of a micro-batch on a rank, F, f, i, I and two W's,
+fill that time. A rank holds an activation from its F until its I, so a rank holds as many as the
+block is long, divided by 6. Steps that take longer make longer blocks, with more memory and a
+smaller bubble. No two actions of a rank may fall on the same cell of the six; the cells at the
+turns are chosen so. Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory",
+arXiv:2405.15362.
 
-A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits. P
-is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError. `slices` are those of
-classic.py.
+A block only gives the order of F's and I's on each rank. They then run as early as they can, and
+W's fill the waits. P is `ranks`, M `microbatches`; a count below 1, and costs that do not fit,
+raise ArgumentError. `slices` are those of classic.py.
 """
 
 from __future__ import annotations
@@ -53,16 +55,20 @@ class BuildingBlock(NamedTuple):
     turns: tuple[int, int, int]
 
 
-SHORT, MIDDLE = (1, 1, 1, 1), (1, 2, 1, 2)
+SHORT = (1, 1, 1, 1)
+MIDDLE = (1, 2, 1, 2)
 BLOCKS = 12  # number of blocks that are tried
 TRIED = 8  # they are tried on so many micro-batches more than ranks
 
 
-#     rank 0  F0 F1 .  .  .  .  .  f0 i0 F2 w0 .  .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  .  .  I3 W3
-#     rank 1  .  F0 .  .  .  .  f0 F1 .  i0 w0 .  f1 F2 I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3 .
-#     rank 2  .  .  F0 .  .  f0 .  .  F1 .  i0 f1 w0 I0 F2 W0 i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3 .  .
-#     rank 3  .  .  .  F0 f0 .  .  .  .  F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3 .  .
-def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
+#     rank 0  F0 F1 .  .  .  .  .  f0 i0 F2 w0 .  .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 .  f3 i3 I2 w3
+#     W2 .  .  .  I3 W3 rank 1  .  F0 .  .  .  .  f0 F1 .  i0 w0 .  f1 F2 I0 i1 W0 w1 f2 F3 I1 i2 W1
+#     w2 f3 .  I2 i3 W2 w3 .  .  I3 W3 . rank 2  .  .  F0 .  .  f0 .  .  F1 .  i0 f1 w0 I0 F2 W0 i1
+#     f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3 .  . rank 3  .  .  .  F0 f0 .  .  .  .  F1 f1
+#     i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3 .  .
+def v_min(
+    ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1
+) -> Schedule:
     """Build V-Min: a third of 1F1B's memory, at about two thirds of its bubble.
 
     Where F, I and W take the same time, the bubble is at most 2/3 of 1F1B's for M >= 2P.
@@ -76,14 +82,19 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: 
         Times of the 2P stages, for the places of the W's.
     slices : int, optional
     """
-    return _repeated("v_min", SHORT, lambda p: 2 * ((p + 4) // 3), ranks, microbatches, costs, slices=slices)
+    return _repeated(
+        "v_min", SHORT, lambda p: 2 * ((p + 4) // 3), ranks, microbatches, costs, slices=slices
+    )
 
 
-#     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
-#     rank 1  .  F0 F1 .  .  .  f0 F2 .  i0 f1 F3 w0 i1 f2 w1 .  I0 i2 W0 f3 w2 I1 i3 W1 w3 I2 W2 I3 W3 .
-#     rank 2  .  .  F0 F1 .  f0 .  .  F2 f1 i0 w0 F3 f2 i1 w1 I0 W0 .  f3 i2 I1 w2 W1 i3 I2 w3 I3 W2 W3 .
-#     rank 3  .  .  .  F0 f0 F1 f1 .  .  F2 .  i0 f2 w0 F3 I0 i1 W0 f3 I1 w1 i2 I2 W1 w2 i3 I3 W2 w3 W3 .
-def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
+#     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2
+#     I3 W3 rank 1  .  F0 F1 .  .  .  f0 F2 .  i0 f1 F3 w0 i1 f2 w1 .  I0 i2 W0 f3 w2 I1 i3 W1 w3 I2
+#     W2 I3 W3 . rank 2  .  .  F0 F1 .  f0 .  .  F2 f1 i0 w0 F3 f2 i1 w1 I0 W0 .  f3 i2 I1 w2 W1 i3
+#     I2 w3 I3 W2 W3 . rank 3  .  .  .  F0 f0 F1 f1 .  .  F2 .  i0 f2 w0 F3 I0 i1 W0 f3 I1 w1 i2 I2
+#     W1 w2 i3 I3 W2 w3 W3 .
+def v_half(
+    ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1
+) -> Schedule:
     """Build V-Half: half of 1F1B's memory, at less than half of its bubble.
 
     Where F, I and W take the same time, the bubble is at most 1/2 of 1F1B's for M >= 2P.
@@ -102,7 +113,9 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices:
     >>> max(schedules.simulate(schedules.v_half(8, 16)).peak_activations), 8 + 2
     (10, 10)
     """
-    return _repeated("v_half", MIDDLE, lambda p: 2 * ((p + 2) // 2), ranks, microbatches, costs, slices=slices)
+    return _repeated(
+        "v_half", MIDDLE, lambda p: 2 * ((p + 2) // 2), ranks, microbatches, costs, slices=slices
+    )
 
 
 def _repeated(
@@ -115,23 +128,33 @@ def _repeated(
     *,
     slices: int,
 ) -> Schedule:
-    """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the best one."""
-    ranks, _, microbatches, slices = checks.sizes(ranks=ranks, chunks=2, microbatches=microbatches, slices=slices)
+    """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the
+    best one.
+    """
+    ranks, _, microbatches, slices = checks.sizes(
+        ranks=ranks, chunks=2, microbatches=microbatches, slices=slices
+    )
     units = microbatches * slices
     costs = costs.of_mean_slice()
-    small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # its actions fall on the same cells of the six
+    small = (
+        ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD
+    )  # its actions fall on the same cells of the six
     average = costs if small == ranks else costs.average(2 * ranks)
     few_units = min(units, small + TRIED)
     few = StageTimes(v_placement(small), few_units, average)
     tried = []
     for block in _blocks(small, steps):
         for patience in PATIENCES:
-            filled = fill_idle_with_weight_grads(few, _queues(small, few_units, block), limit(small), patience)
+            filled = fill_idle_with_weight_grads(
+                few, _queues(small, few_units, block), limit(small), patience
+            )
             if filled is not None:
                 tried.append((filled.score, block, patience))
     whole = StageTimes(v_placement(ranks), units, costs)
     for _, block, patience in sorted(tried):
-        filled = fill_idle_with_weight_grads(whole, _queues(ranks, units, block), limit(ranks), patience)
+        filled = fill_idle_with_weight_grads(
+            whole, _queues(ranks, units, block), limit(ranks), patience
+        )
         if filled is not None:
             return in_slices(whole.schedule(name, filled.orders), slices)
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
@@ -141,10 +164,16 @@ def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]
     """List the shortest blocks that have no two actions of a rank on the same cell of the six."""
 
     def is_free(block: BuildingBlock) -> bool:
-        return all(len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4 for rank in range(ranks))
+        return all(
+            len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4
+            for rank in range(ranks)
+        )
 
     cells = range(1, PERIOD + 1)
-    every = (BuildingBlock(steps, (first, second, third)) for first, second, third in product(cells, cells, cells))
+    every = (
+        BuildingBlock(steps, (first, second, third))
+        for first, second, third in product(cells, cells, cells)
+    )
     return sorted(filter(is_free, every), key=lambda each: sum(each.turns))[:BLOCKS]
 
 
@@ -155,7 +184,8 @@ def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]
     turn = last * down + block.turns[0]  # f on the last rank
     loss = turn + last * up + block.turns[1]  # i on rank 0
     end = loss + last * input_down + block.turns[2]  # I on the last rank
-    forward_down, forward_up = 3 * rank, 3 * (2 * ranks - 1 - rank)
+    forward_down = 3 * rank
+    forward_up = 3 * (2 * ranks - 1 - rank)
     return [
         (rank * down, forward_down),
         (turn + (last - rank) * up, forward_up),
@@ -173,7 +203,7 @@ def _queues(ranks: int, units: int, block: BuildingBlock) -> Queues:
     return queues
 
 
-# -- ZB-2P: as little waiting as a limit of memory allows, for costs that are given -----------------------------------
+# -- ZB-2P: as little waiting as a limit of memory allows, for costs that are given ----------------
 #
 #     rank 0  F0 F1 F2 F3 .  I0 W0 I1 F4 I2 W1 I3 F5 W2 W3 I4 W4 I5 W5       more F's than 1F1B before the first I
 #     rank 1  .  F0 F1 F2 I0 F3 I1 W0 I2 F4 I3 W1 .  F5 I4 W2 I5 W3 W4 W5    W's late: some are left for the end,
@@ -181,11 +211,12 @@ def _queues(ranks: int, units: int, block: BuildingBlock) -> Queues:
 #
 # The picture is that of a limit of 4 activations.
 #
-# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the later ranks,
-# as in 1F1B, where the slope is 1; or it is a share of those that fit into the time until the first micro-batch is
-# back. Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The
-# fastest is taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are
-# memory and micro-batches for the orders of ZB-H2: no rank waits in those.
+# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope
+# times the later ranks, as in 1F1B, where the slope is 1; or it is a share of those that fit into
+# the time until the first micro-batch is back. Several slopes are tried, and the two orders that
+# ranks find by themselves when they prefer I's, or F's. The fastest is taken. Nothing is tried
+# where all F's, I's and W's take the same time, messages take none, and there are memory and
+# micro-batches for the orders of ZB-H2: no rank waits in those.
 #
 #     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
 #     rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
@@ -194,14 +225,16 @@ def _queues(ranks: int, units: int, block: BuildingBlock) -> Queues:
 
 SLOPES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0)
 MANY = 16  # ranks: for more, choices are tried on so many
-FINALISTS, AFFORDABLE = 12, 1_000_000  # of the choices that are tried so many, with no more actions together
+# of the choices that are tried so many, with no more actions together
+FINALISTS = 12
+AFFORDABLE = 1_000_000
 
 
 class Rule(NamedTuple):
     """How the orders of F's and I's are made.
 
-    `kind` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
-    slope / 2, or "I" or "F": whatever comes of preferring these.
+    `kind` says how many forwards come first: later "ranks" times slope, or those that fit into the
+    "time" away times slope / 2, or "I" or "F": whatever comes of preferring these.
     """
 
     kind: str
@@ -224,10 +257,10 @@ def zero_bubble_2p(
 ) -> Schedule:
     """Build ZB-2P: a split backward with more forwards ahead, within a limit of memory.
 
-    Where F, I and W take the same time f, messages take none, and the limit and M are 2P - 1 or more, no rank waits
-    between its first action and its last: the makespan is 3Mf + (P-1)f. With a limit of P it is not slower than
-    `zero_bubble_h1`.
-    Source: Qi et al. 2023, arXiv:2401.10241, schedules ZB-H2 and ZB-2p.
+    Where F, I and W take the same time f, messages take none, and the limit and M are 2P - 1 or
+    more, no rank waits between its first action and its last: the makespan is 3Mf + (P-1)f. With a
+    limit of P it is not slower than `zero_bubble_h1`. Source: Qi et al. 2023, arXiv:2401.10241,
+    schedules ZB-H2 and ZB-2p.
 
     Parameters
     ----------
@@ -237,7 +270,8 @@ def zero_bubble_2p(
     memory_limit : float, optional
         Activations of units that a rank may hold at once, at least n; by default 2P + n - 1.
     kept : float, optional
-        Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit is concerned.
+        Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit
+        is concerned.
     slices : int, optional
 
     Examples
@@ -247,13 +281,21 @@ def zero_bubble_2p(
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
     (3.0, [7, 7, 7, 7])
     """
-    ranks, _, microbatches, slices = checks.sizes(ranks=ranks, microbatches=microbatches, slices=slices)
+    ranks, _, microbatches, slices = checks.sizes(
+        ranks=ranks, microbatches=microbatches, slices=slices
+    )
     units = microbatches * slices
     costs = costs.of_mean_slice()
-    limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit) - (slices - 1)
+    limit = (
+        2 * ranks
+        if memory_limit is None
+        else checks.number("memory_limit", memory_limit) - (slices - 1)
+    )
     if not limit >= 1:
         raise ArgumentError(
-            "no schedule keeps this memory limit", found=f"memory_limit={memory_limit}", expected=f"at least {slices}"
+            "no schedule keeps this memory limit",
+            found=f"memory_limit={memory_limit}",
+            expected=f"at least {slices}",
         )
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
@@ -264,7 +306,9 @@ def zero_bubble_2p(
     few = _Ranks(small, min(units, 3 * small), average, limit * small / ranks, kept)
     rules = [Rule(*rule) for rule in product(("ranks", "time"), SLOPES, (0, 1), PATIENCES)]
     rules += [Rule(kind, 0.0, 0, patience) for kind in ("I", "F") for patience in PATIENCES]
-    tried = sorted((filled.score, rule) for rule in rules if (filled := few.filled(rule)) is not None)
+    tried = sorted(
+        (filled.score, rule) for rule in rules if (filled := few.filled(rule)) is not None
+    )
     whole = _Ranks(ranks, units, costs, limit, kept)
     number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
     finalists = dict.fromkeys([*(rule for _, rule in tried[:number]), H1])
@@ -277,7 +321,9 @@ class _Ranks:
 
     def __init__(self, ranks: int, units: int, costs: Costs, limit: float, kept: float) -> None:
         self.times = StageTimes(looped_placement(ranks, 1), units, costs)
-        self.units, self.limit, self.kept = units, max(1, limit), kept
+        self.units = units
+        self.limit = max(1, limit)
+        self.kept = kept
         self.away = _away(costs, ranks)
 
     def filled(self, rule: Rule) -> Filled | None:
@@ -285,13 +331,18 @@ class _Ranks:
         most = max(1, int(min(self.limit, self.units)))
         queues: list[list[list[int]]] = []
         for rank, away in enumerate(self.away):
-            forward, inputs = 3 * rank, 3 * rank + 1
+            forward = 3 * rank
+            inputs = 3 * rank + 1
             if rule.kind in ("I", "F"):
                 both = [[inputs] * self.units, [forward] * self.units]
                 queues.append(both if rule.kind == "I" else both[::-1])
                 continue
             later = rule.slope * (len(self.away) - 1 - rank)
-            ahead = math.ceil(later - 1e-9) if rule.kind == "ranks" else math.floor(rule.slope / 2 * away + 1e-9)
+            ahead = (
+                math.ceil(later - 1e-9)
+                if rule.kind == "ranks"
+                else math.floor(rule.slope / 2 * away + 1e-9)
+            )
             first = min(1 + rule.more + ahead, most)
             in_turn = [inputs, forward] * (self.units - first)
             queues.append([[forward] * first + in_turn + [inputs] * first])
@@ -299,8 +350,11 @@ class _Ranks:
 
 
 def _away(costs: Costs, stages: int) -> list[float]:
-    """How long after its end a forward comes back to each stage as a gradient, in F's as they come there."""
-    forward, input_grad = costs.per_stage("forward", stages), costs.per_stage("input_grad", stages)
+    """How long after its end a forward comes back to each stage as a gradient, in F's as they come
+    there.
+    """
+    forward = costs.per_stage("forward", stages)
+    input_grad = costs.per_stage("input_grad", stages)
     transfer = costs.per_stage("transfer", stages)
     away = [0.0]
     for stage in range(stages - 1, 0, -1):

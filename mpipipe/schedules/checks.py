@@ -14,7 +14,9 @@ LARGEST = 1e100  # time of an action: sums of times are numbers, too
 
 
 def at_least_one(name: str, value: SupportsIndex) -> int:
-    """Convert `value` to int; refuse it with the argument's name if it is no integer or below one."""
+    """Convert `value` to int; refuse it with the argument's name if it is no integer or below
+    one.
+    """
     try:
         count = operator.index(value)
     except TypeError:
@@ -38,9 +40,15 @@ MOST_UNITS = 1 << 18  # forwards of a schedule: 128 ranks x 2 chunks x 1 024 mic
 
 
 def sizes(
-    *, ranks: SupportsIndex, chunks: SupportsIndex = 1, microbatches: SupportsIndex, slices: SupportsIndex = 1
+    *,
+    ranks: SupportsIndex,
+    chunks: SupportsIndex = 1,
+    microbatches: SupportsIndex,
+    slices: SupportsIndex = 1,
 ) -> list[int]:
-    """Convert the sizes of a schedule; refuse one with more forwards than each rank can prove in seconds."""
+    """Convert the sizes of a schedule; refuse one with more forwards than each rank can prove in
+    seconds.
+    """
     values = dict(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
     converted = counts(**values)
     if math.prod(converted) > MOST_UNITS:
@@ -55,9 +63,13 @@ def sizes(
 
 
 def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
-    """Convert `value`, a number or one for each stage, to a float for each; refuse others than 0 to `LARGEST`."""
+    """Convert `value`, a number or one for each stage, to a float for each; refuse others than 0 to
+    `LARGEST`.
+    """
     try:
-        numbers = [float(value)] * stages if isinstance(value, Real) else [float(one) for one in value]  # type: ignore
+        numbers = (
+            [float(value)] * stages if isinstance(value, Real) else [float(one) for one in value]
+        )  # type: ignore
     except (TypeError, ValueError, OverflowError):
         numbers = []
     if len(numbers) != stages or not all(0 <= number <= LARGEST for number in numbers):
@@ -70,9 +82,13 @@ def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: 
 
 
 def number(name: str, value: Any) -> Any:
-    """Return `value`; refuse True, text, NaN and whatever else is no number, with the argument's name."""
+    """Return `value`; refuse True, text, NaN and whatever else is no number, with the argument's
+    name.
+    """
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise ArgumentError(f"{name} is no number", found=f"{name}={value!r}", expected="a number such as 4 or 2.5")
+        raise ArgumentError(
+            f"{name} is no number", found=f"{name}={value!r}", expected="a number such as 4 or 2.5"
+        )
     return value
 
 

@@ -1,14 +1,15 @@
 """The classic schedules: gpipe, one_f_one_b, interleaved_1f1b, looped_bfs, forward_only.
 
-Stages loop over the ranks: chunk v of rank r is the logical stage r + v * ranks. In every schedule the backwards of a
-stage come in ascending order of the micro-batches, except for gpipe with backward="lifo". So all schedules add up the
-same gradients in the same order, to the last bit.
+Stages loop over the ranks: chunk v of rank r is the logical stage r + v * ranks. In every schedule
+the backwards of a stage come in ascending order of the micro-batches, except for gpipe with
+backward="lifo". So all schedules add up the same gradients in the same order, to the last bit.
 
-In the pictures time runs to the right. A forward takes one cell, a backward two, and dots are idle time. F0 is the
-forward of micro-batch 0; small letters are a rank's second chunk. The bubble is the idle time of a rank. It is given in
-f and b, the times of the forward and of the full backward of one chunk. P is `ranks`, V `chunks` and M `microbatches`;
-a count below 1 raises ArgumentError. With `slices` n above 1 each micro-batch passes as n slices of its sequences (see
-slices.py), M n units in all: f and b are those of a slice, M n stands for M in the formulas, and a rank with one stage
+In the pictures time runs to the right. A forward takes one cell, a backward two, and dots are idle
+time. F0 is the forward of micro-batch 0; small letters are a rank's second chunk. The bubble is the
+idle time of a rank. It is given in f and b, the times of the forward and of the full backward of
+one chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1 raises ArgumentError. With
+`slices` n above 1 each micro-batch passes as n slices of its sequences (see slices.py), M n units
+in all: f and b are those of a slice, M n stands for M in the formulas, and a rank with one stage
 holds n - 1 units more where it does not hold all.
 """
 
@@ -39,7 +40,8 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
     ----------
     ranks, microbatches : int
     backward : {"fifo", "lifo"}, optional
-        "lifo" takes the last micro-batch first, as reverse differentiation does, and so sums gradients in reverse.
+        "lifo" takes the last micro-batch first, as reverse differentiation does, and so sums
+        gradients in reverse.
     slices : int, optional
 
     Examples
@@ -50,12 +52,18 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
     1F0,1F1,1B0,1B1
     """
     if backward not in ("fifo", "lifo"):
-        raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
+        raise ArgumentError(
+            "unknown order of backwards",
+            found=f"backward={backward!r}",
+            expected="'fifo' or 'lifo'",
+        )
     if backward == "fifo":
         return looped("gpipe", ranks, 1, microbatches, _breadth_first, False, slices=slices)
     microbatches, slices = counts(microbatches=microbatches, slices=slices)
     units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, True)
-    return replace(units, microbatches=microbatches, slices=slices)  # the backwards of each sequence fall already
+    return replace(
+        units, microbatches=microbatches, slices=slices
+    )  # the backwards of each sequence fall already
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
@@ -64,10 +72,10 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
 def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build 1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
 
-    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P. With slices it is
-    Seq1F1B: rank r holds min(Mn, P-r+n-1) units, so rank 0 at most 1 + (P-1)/n sequences.
-    Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
-    arXiv:2007.01045; slices: Sun et al. 2024, arXiv:2406.03488.
+    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P.
+    With slices it is Seq1F1B: rank r holds min(Mn, P-r+n-1) units, so rank 0 at most 1 + (P-1)/n
+    sequences. Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et
+    al. 2021 (DAPPLE), arXiv:2007.01045; slices: Sun et al. 2024, arXiv:2406.03488.
 
     Parameters
     ----------
@@ -86,17 +94,18 @@ def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
 #     rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk at a time.
+    """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk
+    at a time.
 
-    Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the first group, rank r
-    holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations.
-    Source: Narayanan et al. 2021, arXiv:2104.04473. For M % P == 0 the order is that of Megatron-LM.
+    Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the
+    first group, rank r holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations. Source: Narayanan et
+    al. 2021, arXiv:2104.04473. For M % P == 0 the order is that of Megatron-LM.
 
     Parameters
     ----------
     ranks, chunks, microbatches, slices : int
-        M is free: the groups are an even split, the bigger ones first. This keeps the bubble ideal for all M >= P and
-        excludes deadlock; a short last group would not.
+        M is free: the groups are an even split, the bigger ones first. This keeps the bubble ideal
+        for all M >= P and excludes deadlock; a short last group would not.
 
     Examples
     --------
@@ -111,7 +120,8 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .  .
 def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk begins.
+    """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk
+    begins.
 
     The gradients of a chunk are complete early, which leaves time to communicate them.
     Source: Lamy-Poirier 2023, arXiv:2211.05953.
@@ -119,7 +129,8 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -
     Parameters
     ----------
     ranks, chunks, microbatches, slices : int
-        For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
+        For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds
+        all MV activations.
     """
     return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, False, slices=slices)
 
@@ -147,21 +158,32 @@ def looped(
     *,
     slices: int = 1,
 ) -> Schedule:
-    """Build a schedule whose stages loop over the ranks; `make` takes P, V, M, an option, and the rank."""
-    ranks, chunks, microbatches, slices = sizes(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+    """Build a schedule whose stages loop over the ranks; `make` takes P, V, M, an option, and the
+    rank.
+    """
+    ranks, chunks, microbatches, slices = sizes(
+        ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices
+    )
     units = microbatches * slices
     orders = [tuple(make(ranks, chunks, units, option, rank)) for rank in range(ranks)]
     return in_slices(Schedule(name, looped_placement(ranks, chunks), units, orders), slices)
 
 
-def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:
-    stages, ascending = range(rank, chunks * ranks, ranks), range(microbatches)
+def _breadth_first(
+    ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int
+) -> Iterator[Action]:
+    stages = range(rank, chunks * ranks, ranks)
+    ascending = range(microbatches)
     yield from _actions(FORWARD, stages, [ascending])
     yield from _actions(BACKWARD, stages[::-1], [ascending[::-1] if lifo else ascending])
 
 
-def _one_f_one_b(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> tuple[Action, ...]:
-    """Run the first forwards, then one forward and one backward in turn, then the remaining backwards."""
+def _one_f_one_b(
+    ranks: int, chunks: int, microbatches: int, step: int, rank: int
+) -> tuple[Action, ...]:
+    """Run the first forwards, then one forward and one backward in turn, then the remaining
+    backwards.
+    """
     forwards, backwards, first = forth_and_back(BACKWARD, ranks, chunks, microbatches, step, rank)
     in_turn = chain.from_iterable(zip(forwards[first:], backwards))
     return (*forwards[:first], *in_turn, *backwards[len(forwards) - first :])
@@ -174,12 +196,20 @@ def _forwards(*sizes: int) -> list[Action]:
 def forth_and_back(
     backward: str, ranks: int, chunks: int, microbatches: int, step: int, rank: int
 ) -> tuple[list[Action], list[Action], int]:
-    """Return a rank's forwards, its backwards, and how many forwards come first: `step` fewer from rank to rank."""
-    stages, groups = range(rank, chunks * ranks, ranks), even_split(microbatches, max(1, microbatches // ranks))
+    """Return a rank's forwards, its backwards, and how many forwards come first: `step` fewer from
+    rank to rank.
+    """
+    stages = range(rank, chunks * ranks, ranks)
+    groups = even_split(microbatches, max(1, microbatches // ranks))
     first = min((chunks - 1) * len(groups[0]) + step * (ranks - 1 - rank), chunks * microbatches)
     return _actions(FORWARD, stages, groups), _actions(backward, stages[::-1], groups), first
 
 
 def _actions(op: str, stages: range, groups: Sequence[range]) -> list[Action]:
     """List `op` for group after group of micro-batches, which pass one stage after the other."""
-    return [action for group in groups for stage in stages for action in map(Action, repeat(stage), repeat(op), group)]
+    return [
+        action
+        for group in groups
+        for stage in stages
+        for action in map(Action, repeat(stage), repeat(op), group)
+    ]

@@ -22,23 +22,27 @@ SLICE = re.compile(r"\.([0-9]{1,99})")
 CELL = re.compile(r"([0-9]{1,99})([FBIWR])([0-9]{1,99})(?:\.([0-9]{1,99}))?")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
-# a pair of actions that overlap, in one cell: `_Action.__repr__` in torch/distributed/pipelining/schedules.py
+# a pair of actions that overlap, in one cell: `_Action.__repr__` in
+# torch/distributed/pipelining/schedules.py
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 EXPECTED = (
-    "<stage><op><micro-batch>[.<slice>] with op F, B (full backward), I (input gradient), W (weight gradient) or "
+    "<stage><op><micro-batch>[.<slice>] with op F, B (full backward), I (input gradient), W "
+    "(weight gradient) or "
     "R (recomputation), as in 2F0"
 )
 
 
 def from_csv(text: str) -> Schedule:
-    r"""Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0``, ``0R3`` per action, in order.
+    r"""Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0``, ``0R3`` per
+    action, in order.
 
-    Where sequences are cut into slices, all cells say theirs: ``2F0.1`` is slice 1 of micro-batch 0.
-    Empty cells are idle slots and are skipped. A cell ``(0F3;3B1)OVERLAP_F_B`` of PyTorch's DualPipeV has two actions:
-    they run one after the other here, in that order. Which rank a stage lies on, and how many stages, micro-batches and
-    slices there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call
-    it. What is not in the table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set.
-    `Schedule.to_csv` and PyTorch's compute-only dump write such tables. ScheduleError is raised where a cell is no
+    Where sequences are cut into slices, all cells say theirs: ``2F0.1`` is slice 1 of micro-batch
+    0. Empty cells are idle slots and are skipped. A cell ``(0F3;3B1)OVERLAP_F_B`` of PyTorch's
+    DualPipeV has two actions: they run one after the other here, in that order. Which rank a stage
+    lies on, and how many stages, micro-batches and slices there are, follows from the cells.
+    `check` says whether the schedule can run; a Pipeline and `simulate` call it. What is not in the
+    table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set. `Schedule.to_csv`
+    and PyTorch's compute-only dump write such tables. ScheduleError is raised where a cell is no
     action, a row is empty, a stage lies on two ranks, or a stage has no actions.
 
     Examples
@@ -51,15 +55,22 @@ def from_csv(text: str) -> Schedule:
     slices = 1 + max(map(int, SLICE.findall(text)), default=0)
     orders = tuple(_orders(text, slices))
     if not orders:
-        raise ScheduleError("the schedule is empty", expected="one row per rank, one cell like 2F0 per action")
+        raise ScheduleError(
+            "the schedule is empty", expected="one row per rank, one cell like 2F0 per action"
+        )
     microbatches = 1 + max(action.microbatch for order in orders for action in order) // slices
-    placement, actions = _placement(orders, slices), sum(map(len, orders))
-    if (needed := len(placement) * microbatches * slices) > max(actions, LISTED):  # before each of them takes memory
+    placement = _placement(orders, slices)
+    actions = sum(map(len, orders))
+    if (needed := len(placement) * microbatches * slices) > max(
+        actions, LISTED
+    ):  # before each of them takes memory
         slice = f", the highest slice {slices - 1}" if slices > 1 else ""
         raise ScheduleError(
             "most actions of the schedule are missing",
-            found=f"{counted(actions, 'action')}, the highest micro-batch is {microbatches - 1}{slice}",
-            expected=f"at least {needed}: an F of each micro-batch on each of {counted(len(placement), 'stage')}",
+            found=f"{counted(actions, 'action')}, the highest micro-batch is "
+            f"{microbatches - 1}{slice}",
+            expected=f"at least {needed}: an F of each micro-batch on each of "
+            f"{counted(len(placement), 'stage')}",
             remedy="number the micro-batches from 0",
         )
     return Schedule("csv", placement, microbatches, orders, slices=slices)
@@ -73,10 +84,17 @@ def is_path(schedule: str) -> bool:
 def from_file(path: str | Path) -> Schedule:
     """Read a schedule from a file, and prove it.
 
-    Raises ConfigError where it cannot be read, and ScheduleError, which names it, where it has no order that runs.
+    Raises ConfigError where it cannot be read, and ScheduleError, which names it, where it has no
+    order that runs.
     """
     expected = f"{files.REGULAR} with a table, as `mpipipe simulate --out` writes it"
-    with files.reading("the order of the schedule", path, ConfigError, expected=expected, also=(UnicodeDecodeError,)):
+    with files.reading(
+        "the order of the schedule",
+        path,
+        ConfigError,
+        expected=expected,
+        also=(UnicodeDecodeError,),
+    ):
         text = files.read_text(path, MOST_BYTES)
     try:
         schedule = from_csv(text)
@@ -90,7 +108,9 @@ def from_file(path: str | Path) -> Schedule:
 def _orders(text: str, slices: int) -> Iterator[Order]:
     """Yield the order of each rank; of a text that is none only the beginning is looked at."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    blank: list[tuple[int, list[str]]] = []  # rows with their numbers; those at the end do not count
+    blank: list[
+        tuple[int, list[str]]
+    ] = []  # rows with their numbers; those at the end do not count
     try:
         for rank, row in enumerate(rows):
             if not any(cell.strip() for cell in row):
@@ -124,15 +144,23 @@ def _action(rank: int, column: int, cell: str, slices: int) -> Action:
         stage, op, microbatch, part = match.groups()
         if part or slices == 1:
             return Action(int(stage), op, int(microbatch) * slices + int(part or 0))
-    what, remedy = "not an action", "correct the cell"
+    what = "not an action"
+    remedy = "correct the cell"
     if match:
-        what, remedy = "no slice, which other cells have", f"write {cell}.0, or the slice that it is"
+        what = "no slice, which other cells have"
+        remedy = f"write {cell}.0, or the slice that it is"
     elif TRANSPORT.fullmatch(cell):
-        what, remedy = "sends and receives are not written down", "leave it out: messages follow from the actions"
+        what = "sends and receives are not written down"
+        remedy = "leave it out: messages follow from the actions"
     elif SHARDING.fullmatch(cell):
-        what, remedy = "parameters are not sharded by the schedule", "leave it out"
+        what = "parameters are not sharded by the schedule"
+        remedy = "leave it out"
     raise ScheduleError(
-        f"row {rank + 1}, column {column}: {what}", rank=rank, found=f"{cell!r:.80}", expected=EXPECTED, remedy=remedy
+        f"row {rank + 1}, column {column}: {what}",
+        rank=rank,
+        found=f"{cell!r:.80}",
+        expected=EXPECTED,
+        remedy=remedy,
     )
 
 
@@ -143,7 +171,8 @@ def _placement(orders: Sequence[Order], slices: int) -> tuple[int, ...]:
         for action in order:
             if home.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
-                    f"row {rank + 1}: {text_of(action, slices)} is on another rank than the stage's first action",
+                    f"row {rank + 1}: {text_of(action, slices)} is on another rank than the "
+                    "stage's first action",
                     rank=rank,
                     stage=action.stage,
                     **place_of(action.microbatch, slices),

@@ -1,4 +1,6 @@
-"""Cut a chain of layers into stages: the slowest stage as fast as possible, the others as even as possible."""
+"""Cut a chain of layers into stages: the slowest stage as fast as possible, the others as even as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from mpipipe.text import counted
 def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int, int]]:
     """Cut layers into contiguous stages such that the most expensive stage is as cheap as possible.
 
-    Many cuts reach that cost. Among them the sum of squared stage costs decides, then the sum of squared stage sizes;
-    the least one is taken. Of equal cuts the one with the longer stages first is taken: ten equal layers in three
-    stages are 4, 3, 3. All sums are exact, so that rounding does not decide. No stage is empty: ArgumentError is raised
-    for more stages than layers, for none, and for a cost that is negative or not finite.
+    Many cuts reach that cost. Among them the sum of squared stage costs decides, then the sum of
+    squared stage sizes; the least one is taken. Of equal cuts the one with the longer stages first
+    is taken: ten equal layers in three stages are 4, 3, 3. All sums are exact, so that rounding
+    does not decide. No stage is empty: ArgumentError is raised for more stages than layers, for
+    none, and for a cost that is negative or not finite.
 
     Parameters
     ----------
@@ -52,7 +55,9 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
             expected="at least one layer per stage",
             remedy="use fewer ranks or chunks, or more layers",
         )
-    before = list(accumulate(units, initial=0))  # before[i]: the cost of the layers ahead of layer i
+    before = list(
+        accumulate(units, initial=0)
+    )  # before[i]: the cost of the layers ahead of layer i
     return _most_even(before, stages, _bottleneck(before, stages))
 
 
@@ -66,17 +71,23 @@ def _whole_numbers(costs: Sequence[float | Fraction]) -> list[int]:
             fractions.append(Fraction(-1))
         if fractions[-1] < 0:
             raise ArgumentError(
-                f"the cost of layer {layer} is not usable", found=f"{cost!r}", expected="a finite number of at least 0"
+                f"the cost of layer {layer} is not usable",
+                found=f"{cost!r}",
+                expected="a finite number of at least 0",
             )
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * unit) for fraction in fractions]
 
 
 def _bottleneck(before: list[int], stages: int) -> int:
-    """Find the least cost of the most expensive stage by bisection: each stage takes layers as long as they fit."""
-    low, high = max(stop - start for start, stop in pairwise(before)), before[-1]
+    """Find the least cost of the most expensive stage by bisection: each stage takes layers as long
+    as they fit.
+    """
+    low = max(stop - start for start, stop in pairwise(before))
+    high = before[-1]
     while low < high:
-        limit, reached = (low + high) // 2, 0
+        limit = (low + high) // 2
+        reached = 0
         for _ in range(stages):
             reached = _stop(before, reached, limit)
         if reached == len(before) - 1:
@@ -87,7 +98,9 @@ def _bottleneck(before: list[int], stages: int) -> int:
 
 
 def _stop(before: list[int], start: int, limit: int) -> int:
-    """Return where a stage from a layer on stops at the latest, if its cost is to be within the limit."""
+    """Return where a stage from a layer on stops at the latest, if its cost is to be within the
+    limit.
+    """
     return bisect_right(before, before[start] + limit) - 1
 
 
@@ -99,14 +112,21 @@ def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[in
     def unevenness(start: int, stop: int) -> int:
         return (before[stop] - before[start]) ** 2 * scale + (stop - start) ** 2
 
-    # From the back: of the layers start.. in 0, 1, ... stages, if they fit, the price and minus the first stop. Of
-    # equal prices the least of these is taken: the longer stage.
+    # From the back: of the layers start.. in 0, 1, ... stages, if they fit, the price and minus the
+    # first stop. Of equal prices the least of these is taken: the longer stage.
     tables: list[dict[int, tuple[int, int]]] = [{layers: (0, -layers)}]
     for _ in range(stages):
-        rest, table = tables[-1], {}
+        rest = tables[-1]
+        table = {}
         for start in range(layers):
-            stops = (stop for stop in range(start + 1, _stop(before, start, bottleneck) + 1) if stop in rest)
-            cut = min(((rest[stop][0] + unevenness(start, stop), -stop) for stop in stops), default=None)
+            stops = (
+                stop
+                for stop in range(start + 1, _stop(before, start, bottleneck) + 1)
+                if stop in rest
+            )
+            cut = min(
+                ((rest[stop][0] + unevenness(start, stop), -stop) for stop in stops), default=None
+            )
             if cut is not None:
                 table[start] = cut
         tables.append(table)
@@ -116,7 +136,7 @@ def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[in
     return list(pairwise(cuts))
 
 
-# -- Schedules of models of which a part is frozen: no weight gradient there, and no backward below what is trained ---
+# -- Schedules of models of which a part is frozen: no weight gradient there, and no backward below what is trained --
 
 
 #     stage 0  frozen     F0 F1 F2 .  .  .              nothing below it is trained: no backward
@@ -125,10 +145,11 @@ def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[in
 def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
     """Take out of a schedule what frozen stages do not need, and leave the order of all else.
 
-    A frozen stage has nothing to train. Its W actions vanish, and its I actions are backwards in one piece, B, at the
-    same place. The frozen stages before the first one that is trained have no backward at all, and no gradient comes to
-    them over skips. The result needs no longer than the given one, where `Costs.weight_grad` is 0 for frozen stages:
-    their B has the gradient of the input alone, and the simulation counts B as both.
+    A frozen stage has nothing to train. Its W actions vanish, and its I actions are backwards in
+    one piece, B, at the same place. The frozen stages before the first one that is trained have no
+    backward at all, and no gradient comes to them over skips. The result needs no longer than the
+    given one, where `Costs.weight_grad` is 0 for frozen stages: their B has the gradient of the
+    input alone, and the simulation counts B as both.
 
     Parameters
     ----------

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action, place_of
+from mpipipe.schedules.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    OPS,
+    RECOMPUTE,
+    WEIGHT_GRAD,
+    Action,
+    place_of,
+)
 from mpipipe.schedules.replay import packed, reached, source
 from mpipipe.schedules.schedule import Schedule, check_skips
 from mpipipe.text import counted
@@ -28,41 +37,48 @@ LISTED_RANKS = 6  # most ranks of a wait cycle that the error lists
 
 
 def check(schedule: Schedule) -> None:
-    r"""Prove that `schedule` runs to its end, or raise. A second call costs nothing, since the proof is remembered.
+    r"""Prove that `schedule` runs to its end, or raise. A second call costs nothing, since the
+    proof is remembered.
 
     The proof shows that
 
-    - every logical stage 0..S-1 lies on one rank, every rank has a stage, and every action is on its stage's rank;
-    - every (stage, micro-batch) has exactly one F and, unless the whole schedule is F only, either one B, or one I
-      and one W; stages before `trained_from` have F alone;
-    - every (stage, micro-batch) with a backward has one R at most; those of one stage may differ in that;
+    - every logical stage 0..S-1 lies on one rank, every rank has a stage, and every action is on
+      its stage's rank;
+    - every (stage, micro-batch) has exactly one F and, unless the whole schedule is F only, either
+      one B, or one I and one W; stages before `trained_from` have F alone;
+    - every (stage, micro-batch) with a backward has one R at most; those of one stage may differ in
+      that;
     - on its rank, F comes before B or I, and I before W; R comes after F, and before B or I;
-    - where sequences are cut into slices, the F's of a sequence in a stage come in rising order of its slices, and its
-      B's or I's in falling order: attention looks back at earlier slices, whose gradients later ones add to;
+    - where sequences are cut into slices, the F's of a sequence in a stage come in rising order of
+      its slices, and its B's or I's in falling order: attention looks back at earlier slices, whose
+      gradients later ones add to;
     - skips of one name have one source, and each leads to a later stage;
-    - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
-      the B or I of the stage after. An R and a W wait for no other rank.
+    - the ranks can run their orders to the end although an F waits for the F of the stage before,
+      and a B or I for the B or I of the stage after. An R and a W wait for no other rank.
 
-    The last point excludes deadlock even if every send is synchronous (a rendezvous). It holds for an executor that
-    posts each receive at the latest when it reaches the action that needs the message, and that never waits for a send
-    inside a step. The replay finds an order of all actions: each one comes after those before it on its rank, and after
-    the one that makes its input. Take any run, and the first action in that order which never starts. All actions
-    before it on its rank have ended, since only missing input can stop a rank; so its receive is posted. The action
-    that makes its input has ended, so the send has begun. The send matches that receive by its tag, whatever else is
-    under way, and completes. So the action starts, a contradiction. Conversely, where the replay stops, the ranks that
-    it names wait for each other in every executor.
+    The last point excludes deadlock even if every send is synchronous (a rendezvous). It holds for
+    an executor that posts each receive at the latest when it reaches the action that needs the
+    message, and that never waits for a send inside a step. The replay finds an order of all
+    actions: each one comes after those before it on its rank, and after the one that makes its
+    input. Take any run, and the first action in that order which never starts. All actions before
+    it on its rank have ended, since only missing input can stop a rank; so its receive is posted.
+    The action that makes its input has ended, so the send has begun. The send matches that receive
+    by its tag, whatever else is under way, and completes. So the action starts, a contradiction.
+    Conversely, where the replay stops, the ranks that it names wait for each other in every
+    executor.
 
-    Skips need no replay. The F of stage s waits for the F of every stage before it already, each by the next one. So
-    the F of k, which makes what a skip brings from k to s, comes before it in the order that the replay found, and has
-    ended by the argument above. Its send has begun: to k's own executor it is one more send that it never waits for. It
-    is received at the latest when the F of s is reached, under a tag that no other message has, so it completes. The
-    same holds backwards, where the B or I of k waits for that of s through all stages between.
+    Skips need no replay. The F of stage s waits for the F of every stage before it already, each by
+    the next one. So the F of k, which makes what a skip brings from k to s, comes before it in the
+    order that the replay found, and has ended by the argument above. Its send has begun: to k's own
+    executor it is one more send that it never waits for. It is received at the latest when the F of
+    s is reached, under a tag that no other message has, so it completes. The same holds backwards,
+    where the B or I of k waits for that of s through all stages between.
 
     Raises
     ------
     ScheduleError
-        The text shows the orders with the wrong cell marked, and says what is wrong there. `rank`, `stage`,
-        `microbatch` and, with slices, `slice` say where.
+        The text shows the orders with the wrong cell marked, and says what is wrong there. `rank`,
+        `stage`, `microbatch` and, with slices, `slice` say where.
 
     Examples
     --------
@@ -87,14 +103,17 @@ def check(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule.orders):
         states += _check_cells(schedule, rank, order)
         orders.append(packed(order, schedule.units))
-    _check_complete(schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states))
+    _check_complete(
+        schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states)
+    )
     _check_progress(schedule, orders)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 
 
 def _check_placement(schedule: Schedule) -> None:
     """Refuse a schedule with a stage on no rank, or a rank without a stage."""
-    ranks, stages = schedule.ranks, schedule.stages
+    ranks = schedule.ranks
+    stages = schedule.stages
     if type(schedule.trained_from) is not int or not 0 <= schedule.trained_from < stages:
         raise ScheduleError(
             "trained_from is no stage of the schedule",
@@ -128,7 +147,8 @@ def _check_placement(schedule: Schedule) -> None:
         raise ScheduleError(
             "a rank has no stage",
             rank=idle[0],
-            found=f"placement of {counted(stages, 'stage')} on {counted(ranks, 'rank')}: {schedule.placement}",
+            found=f"placement of {counted(stages, 'stage')} on {counted(ranks, 'rank')}: "
+            f"{schedule.placement}",
             expected="at least one stage on every rank",
             remedy="use fewer ranks or more stages",
         )
@@ -140,11 +160,17 @@ State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of 
 def _check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
     """Walk through the order of a rank, and return the states of its stages at the end."""
     states = {stage: bytearray(schedule.units) for stage in schedule.stages_of(rank)}
-    count, trained_from, slices = schedule.units, schedule.trained_from, schedule.slices
+    count = schedule.units
+    trained_from = schedule.trained_from
+    slices = schedule.slices
     for slot, action in enumerate(order):
         if type(action) is Action:
             stage, op, microbatch = action
-            known = type(stage) is type(microbatch) is int and type(op) is str and 0 <= microbatch < count
+            known = (
+                type(stage) is type(microbatch) is int
+                and type(op) is str
+                and 0 <= microbatch < count
+            )
             state = states.get(stage) if known else None
             if state is not None:
                 after = NEXT.get((state[microbatch], op))
@@ -152,13 +178,17 @@ def _check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list
                     if slices == 1 or _first_missing(state, op, microbatch, slices) is None:
                         state[microbatch] = after
                         continue
-        wrong = _misplaced(schedule, rank, action) or _untimely(schedule, action, states[action.stage])
+        wrong = _misplaced(schedule, rank, action) or _untimely(
+            schedule, action, states[action.stage]
+        )
         _refuse(schedule, rank, slot, *wrong)
     return list(states.items())
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
-    """Tell (what is wrong, what is expected) if this is no action, or none that this rank can run."""
+    """Tell (what is wrong, what is expected) if this is no action, or none that this rank can
+    run.
+    """
     if type(action) is not Action or action.op not in OPS:
         return "not an action", "Action(stage, op, microbatch) with op F, B, I, W or R"
     stage, op, microbatch = action
@@ -168,7 +198,10 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
         noun = "micro-batch" if schedule.slices == 1 else "unit"
         return f"there is no {noun} {microbatch!r}", f"a {noun} from 0 to {schedule.units - 1}"
     if op != FORWARD and not schedule.has_backward(stage):
-        return f"stage {stage} has nothing to train", f"no backward before stage {schedule.trained_from}"
+        return (
+            f"stage {stage} has nothing to train",
+            f"no backward before stage {schedule.trained_from}",
+        )
     if schedule.placement[stage] != rank:
         return (
             f"stage {stage} does not lie on this rank",
@@ -178,7 +211,8 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
 
 
 def _first_missing(state: bytearray, op: str, unit: int, slices: int) -> int | None:
-    """Return the slice next to a unit, of the same sequence, that `op` must have been run for before; None if it was.
+    """Return the slice next to a unit, of the same sequence, that `op` must have been run for
+    before; None if it was.
 
     F's rise, B's and I's fall; R and W follow their own F and I.
     """
@@ -189,11 +223,15 @@ def _first_missing(state: bytearray, op: str, unit: int, slices: int) -> int | N
 
 
 def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[str, str]:
-    """Tell (what is wrong, what is expected) of an action that comes twice, or before one that it needs."""
-    op, unit = action.op, action.microbatch
+    """Tell (what is wrong, what is expected) of an action that comes twice, or before one that it
+    needs.
+    """
+    op = action.op
+    unit = action.microbatch
     state = states[unit]
     forward, again, inputs, weights, whole = (
-        schedule.cell(action._replace(op=each)) for each in (FORWARD, RECOMPUTE, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+        schedule.cell(action._replace(op=each))
+        for each in (FORWARD, RECOMPUTE, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
     )
     if (state, op) in NEXT:  # in time but for its sequence
         missing = _first_missing(states, op, unit, schedule.slices)
@@ -214,7 +252,12 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
     if state in (FORWARDED, RECOMPUTED):
         return "W before its I", f"{inputs} earlier on this rank"
     once = f"one {whole}, or one {inputs} and one {weights}"
-    return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once
+    return (
+        "the weight gradient comes twice"
+        if op == WEIGHT_GRAD
+        else "the input gradient comes twice",
+        once,
+    )
 
 
 def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
@@ -231,7 +274,8 @@ def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: 
     if not wrong:
         return
     stage, microbatch, reached, goal = wrong[0]
-    rank, noun = schedule.placement[stage], "micro-batch" if schedule.slices == 1 else "slice of a micro-batch"
+    rank = schedule.placement[stage]
+    noun = "micro-batch" if schedule.slices == 1 else "slice of a micro-batch"
     absent = schedule.cell(Action(stage, ABSENT[reached], microbatch))
     raise ScheduleError(
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
@@ -254,16 +298,25 @@ def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     cells = [(rank, stopped[rank]) for rank in cycle]
     links = []
     for (rank, slot), later in zip(cells[:LISTED_RANKS], awaited):
-        owner, here, there = schedule.placement[later.stage], schedule.orders[rank][slot], schedule.cell(later)
-        links.append(f"rank {rank} at {schedule.cell(here)} waits for {there}, later on rank {owner}")
+        owner = schedule.placement[later.stage]
+        here = schedule.orders[rank][slot]
+        there = schedule.cell(later)
+        links.append(
+            f"rank {rank} at {schedule.cell(here)} waits for {there}, later on rank {owner}"
+        )
     if len(cycle) > LISTED_RANKS:
         links.append(f"and so on around {len(cycle)} ranks")
-    what, expected = "deadlock: " + "; ".join(links), "orders in which no ranks wait for each other in a cycle"
+    what = "deadlock: " + "; ".join(links)
+    expected = "orders in which no ranks wait for each other in a cycle"
     _refuse(schedule, *cells[0], what, expected, cells)
 
 
-def _wait_cycle(schedule: Schedule, stopped: Sequence[int], rank: int) -> tuple[list[int], list[Action]]:
-    """Follow the waits, from a stopped rank, until a rank repeats: (ranks, the action each waits for)."""
+def _wait_cycle(
+    schedule: Schedule, stopped: Sequence[int], rank: int
+) -> tuple[list[int], list[Action]]:
+    """Follow the waits, from a stopped rank, until a rank repeats: (ranks, the action each waits
+    for).
+    """
     path: list[int] = []
     awaited: list[Action] = []
     while rank not in path:
@@ -286,7 +339,12 @@ def _awaited(schedule: Schedule, action: Action) -> Action:
 
 
 def _refuse(
-    schedule: Schedule, rank: int, slot: int, what: str, expected: str, mark: list[tuple[int, int]] | None = None
+    schedule: Schedule,
+    rank: int,
+    slot: int,
+    what: str,
+    expected: str,
+    mark: list[tuple[int, int]] | None = None,
 ) -> NoReturn:
     action = schedule.orders[rank][slot]
     stage, _, unit = action if type(action) is Action else (None, None, None)
@@ -301,10 +359,12 @@ def _refuse(
     )
 
 
-# -- A schedule as a table of text: one row per rank, one column per slot ---------------------------------------------
+# -- A schedule as a table of text: one row per rank, one column per slot --------------------------
 
 
-WINDOW_RANKS, WINDOW_SLOTS = 16, 12  # what of a large table is shown around a marked cell: fits a terminal
+# what of a large table is shown around a marked cell: fits a terminal
+WINDOW_RANKS = 16
+WINDOW_SLOTS = 12
 
 
 def grid(
@@ -340,7 +400,9 @@ def grid(
     ranks = range(schedule.ranks)
     if marks:
         ranks = _around(marks[0][0], WINDOW_RANKS, ranks)
-    rows: dict[int, list[Any]] = {rank: [*schedule.orders[rank], *absent.get(rank, ())] for rank in ranks}
+    rows: dict[int, list[Any]] = {
+        rank: [*schedule.orders[rank], *absent.get(rank, ())] for rank in ranks
+    }
     longest = max(map(len, rows.values()), default=0)
     slots = _around(marks[0][1], WINDOW_SLOTS, range(longest)) if marks else range(longest)
     marked = set(marks)
@@ -354,9 +416,14 @@ def grid(
     head = ["slot ", *(f" {slot} " for slot in slots)]
     table = [head] + [[f"rank {rank} ", *(cell(rank, slot) for slot in slots)] for rank in ranks]
     widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table]
+    lines = [
+        "".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table
+    ]
     if len(ranks) < schedule.ranks or len(slots) < longest:
-        lines.append(f"(shown: {len(ranks)} of {counted(schedule.ranks, 'rank')}, {len(slots)} of {longest} slots)")
+        lines.append(
+            f"(shown: {len(ranks)} of {counted(schedule.ranks, 'rank')}, {len(slots)} of "
+            f"{longest} slots)"
+        )
     return "\n".join(lines)
 
 

@@ -1,4 +1,5 @@
-"""Recomputation put into a schedule: which forwards are run again, so that memory suffices, and when.
+"""Recomputation put into a schedule: which forwards are run again, so that memory suffices, and
+when.
 
     rank 0 0F0 0F1 0R0 ........0B0---- 0F2 0R1 0B1---- 0R2 ....0B2----
     rank 1 ....1F0 1R0 1B0---- 1F1 1R1 1B1---- 1F2 1R2 1B2----
@@ -23,7 +24,15 @@ from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, W
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, action_times, held, simulate, sizes_per_stage
+from mpipipe.schedules.simulate import (
+    EQUAL_COSTS,
+    Costs,
+    Timeline,
+    action_times,
+    held,
+    simulate,
+    sizes_per_stage,
+)
 
 Pair: TypeAlias = "tuple[int, int]"  # stage, unit
 ROUNDING = 1e-9  # sums of sizes may be off by this share of the limit
@@ -39,9 +48,10 @@ def with_recompute(
 ) -> Schedule:
     """Put R actions into a schedule, where memory asks for them, and leave the order of all else.
 
-    An R stands just before its backward, or further ahead where its rank would idle, as far as memory allows. The
-    result is never slower than with each of its R's just before the backward. ScheduleError or ArgumentError is raised
-    where the schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
+    An R stands just before its backward, or further ahead where its rank would idle, as far as
+    memory allows. The result is never slower than with each of its R's just before the backward.
+    ScheduleError or ArgumentError is raised where the schedule cannot run, no choice keeps the
+    limit, or a cost or size does not fit.
 
     Parameters
     ----------
@@ -50,9 +60,10 @@ def with_recompute(
     costs : Costs, optional
         Times of the actions, from which waits follow; R takes as long as F.
     memory_limit : float, optional
-        What a rank may hold at once, as `peak_memory` counts it. Those forwards are run again that keep it in the least
-        time, of the choices that are tried; of equal choices the one with the fewest. Without a limit all are, and an R
-        is moved ahead as long as its rank holds no more than one activation more than it must.
+        What a rank may hold at once, as `peak_memory` counts it. Those forwards are run again that
+        keep it in the least time, of the choices that are tried; of equal choices the one with the
+        fewest. Without a limit all are, and an R is moved ahead as long as its rank holds no more
+        than one activation more than it must.
     activation, kept_input : float or sequence of float, optional
         As for `peak_memory`: by default the unit is one activation, and inputs are free.
 
@@ -70,37 +81,55 @@ def with_recompute(
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     plain = schedule
     if schedule.recomputed:
-        orders = tuple(tuple(action for action in order if action.op != RECOMPUTE) for order in schedule.orders)
+        orders = tuple(
+            tuple(action for action in order if action.op != RECOMPUTE) for order in schedule.orders
+        )
         plain = replace(schedule, orders=orders)
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
     least = [max(held(order, whole, kept, schedule.trained_from)) for order in everything.orders]
     if memory_limit is None:
-        more = [max(whole[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+        more = [
+            max(whole[stage] for stage in schedule.stages_of(rank))
+            for rank in range(schedule.ranks)
+        ]
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
         return hidden_in_waits(everything, costs, limits, whole, kept)[0]
-    limit, most = memory_limit * (1 + ROUNDING), max(least)
+    limit = memory_limit * (1 + ROUNDING)
+    most = max(least)
     if not limit >= most:
         raise ArgumentError(
             "no choice of forwards to run again keeps this memory limit",
             found=f"memory_limit={memory_limit!r}",
-            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
+            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all "
+            "of them again",
             remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
         )
     timeline = simulate(plain, costs)
     lives = [_lives(timeline, rank, whole, kept) for rank in range(schedule.ranks)]
     found = []
     for preference in PREFERENCES:
-        of_ranks = (_given_up(order, own, whole, limit, preference) for order, own in zip(plain.orders, lives))
+        of_ranks = (
+            _given_up(order, own, whole, limit, preference)
+            for order, own in zip(plain.orders, lives)
+        )
         chosen = set().union(*of_ranks)
-        found.append(hidden_in_waits(before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept))
+        found.append(
+            hidden_in_waits(
+                before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept
+            )
+        )
     return min(found, key=lambda each: (each[1], len(each[0].recomputed)))[0]
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
-    """Put an R just before the backward of these pairs, of all for None; R's that are there stay."""
-    return replace(schedule, orders=tuple(tuple(_before_backwards(pairs, order)) for order in schedule.orders))
+    """Put an R just before the backward of these pairs, of all for None; R's that are there
+    stay.
+    """
+    return replace(
+        schedule, orders=tuple(tuple(_before_backwards(pairs, order)) for order in schedule.orders)
+    )
 
 
 def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -> Iterator[Action]:
@@ -114,7 +143,9 @@ def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -
 
 
 class _Life(NamedTuple):
-    """One activation of a rank: slots of its forward and its backward, how much time an R adds, and what it frees."""
+    """One activation of a rank: slots of its forward and its backward, how much time an R adds, and
+    what it frees.
+    """
 
     begin: int
     end: int
@@ -122,17 +153,25 @@ class _Life(NamedTuple):
     freed: float
 
 
-# What is given up first: the smallest of these. The first is the rule that needs the fewest where all activations are
-# alike: the one whose backward is the furthest (Belady, IBM Systems Journal 5, 1966).
+# What is given up first: the smallest of these. The first is the rule that needs the fewest where
+# all activations are alike: the one whose backward is the furthest (Belady, IBM Systems Journal 5,
+# 1966).
 PREFERENCES: tuple[Callable[[_Life], tuple[float, float]], ...] = (
     lambda life: (-life.end, life.price),
     lambda life: (life.price, -life.end),
-    lambda life: (life.price / (life.freed * (life.end - life.begin)) if life.freed else math.inf, -life.end),
+    lambda life: (
+        life.price / (life.freed * (life.end - life.begin)) if life.freed else math.inf,
+        -life.end,
+    ),
 )
 
 
-def _lives(timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence[float]) -> dict[Pair, _Life]:
-    """The activations of a rank. The time of an R is what the wait before the backward does not hide."""
+def _lives(
+    timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence[float]
+) -> dict[Pair, _Life]:
+    """The activations of a rank. The time of an R is what the wait before the backward does not
+    hide.
+    """
     begins: dict[Pair, int] = {}
     lives: dict[Pair, _Life] = {}
     before = 0.0
@@ -142,7 +181,9 @@ def _lives(timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence
         elif op in (BACKWARD, INPUT_GRAD):
             again = timeline.duration(Action(stage, RECOMPUTE, microbatch))
             price = max(0.0, again - (start - before))
-            lives[stage, microbatch] = _Life(begins[stage, microbatch], slot, price, whole[stage] - kept[stage])
+            lives[stage, microbatch] = _Life(
+                begins[stage, microbatch], slot, price, whole[stage] - kept[stage]
+            )
         before = end
     return lives
 
@@ -154,10 +195,14 @@ def _given_up(
     limit: float,
     preference: Callable[[_Life], tuple[float, float]],
 ) -> set[Pair]:
-    """Walk through an order; where it holds more than the limit, give up activations that can be recomputed."""
+    """Walk through an order; where it holds more than the limit, give up activations that can be
+    recomputed.
+    """
     now = 0.0
     found: set[Pair] = set()
-    waiting: list[tuple[tuple[float, float], Pair]] = []  # for their backwards; the first to be given up comes first
+    waiting: list[
+        tuple[tuple[float, float], Pair]
+    ] = []  # for their backwards; the first to be given up comes first
     for slot, (stage, op, microbatch) in enumerate(order):
         pair = stage, microbatch
         if op == FORWARD and pair in lives:
@@ -176,7 +221,7 @@ def _given_up(
     return found
 
 
-# -- Recomputations moved ahead, into time in which their rank would wait ---------------------------------------------
+# -- Recomputations moved ahead, into time in which their rank would wait --------------------------
 
 
 SHARES = (1.0, 0.5, 0.01)  # an R is moved into a wait that is at least this share of its time
@@ -186,15 +231,21 @@ MOST_PASSES = 8  # each pass simulates; few passes after the second find anythin
 #     before   F1 ....... F2  R0 B0        an R that costs time, and a wait of its rank before that
 #     after    F1 R0 .... F2  B0           its activation is held for longer
 def hidden_in_waits(
-    schedule: Schedule, costs: Costs, limits: Sequence[float], whole: Sequence[float], kept: Sequence[float]
+    schedule: Schedule,
+    costs: Costs,
+    limits: Sequence[float],
+    whole: Sequence[float],
+    kept: Sequence[float],
 ) -> tuple[Schedule, float]:
     """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
-    An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it does not fit, the
-    simulation decides. `limits` is the memory that each rank may hold; `whole` and `kept` are those of `held`.
+    An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it
+    does not fit, the simulation decides. `limits` is the memory that each rank may hold; `whole`
+    and `kept` are those of `held`.
     """
     durations = action_times(costs, schedule.stages)
-    transfer, shares = costs.per_stage("transfer", schedule.stages), costs.per_slice(schedule.slices)
+    transfer = costs.per_stage("transfer", schedule.stages)
+    shares = costs.per_slice(schedule.slices)
 
     def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
         codes = [packed(order, schedule.units) for order in orders]
@@ -206,36 +257,48 @@ def hidden_in_waits(
         for _ in range(MOST_PASSES if schedule.recomputed else 0):
             changed = list(orders)
             for rank, order in enumerate(orders):
-                times = [durations[op][stage] * shares[unit % len(shares)] for stage, op, unit in order]
+                times = [
+                    durations[op][stage] * shares[unit % len(shares)] for stage, op, unit in order
+                ]
                 line = _Waits(order, starts[rank], times)
                 places = line.places(share)
                 if places:
                     memory = list(held(order, whole, kept, schedule.trained_from))
-                    more = {slot: whole[order[slot].stage] - kept[order[slot].stage] for slot in places}
+                    more = {
+                        slot: whole[order[slot].stage] - kept[order[slot].stage] for slot in places
+                    }
                     changed[rank] = line.moved(share, places, memory, more, limits[rank])
             if changed == orders:
                 break
             began, ended = replayed(changed)
             if max(ended) >= max(ends):
                 break
-            orders, starts, ends = changed, began, ended
+            orders = changed
+            starts = began
+            ends = ended
     return replace(schedule, orders=tuple(orders)), max(ends)
 
 
 class _Waits:
     """The actions of one rank on the line of time: when each one starts, and how long it takes."""
 
-    def __init__(self, order: Sequence[Action], starts: Sequence[float], seconds: Sequence[float]) -> None:
-        self.order, self.seconds = order, seconds
+    def __init__(
+        self, order: Sequence[Action], starts: Sequence[float], seconds: Sequence[float]
+    ) -> None:
+        self.order = order
+        self.seconds = seconds
         ends = [0.0, *map(operator.add, starts, seconds)]
         self.waits = list(map(operator.sub, starts, ends))  # before each action
 
     def places(self, share: float) -> dict[int, int]:
-        """Find R's that cost time and might move into an earlier wait: slot of the R -> slot of its forward.
+        """Find R's that cost time and might move into an earlier wait: slot of the R -> slot of its
+        forward.
 
         An R costs no time if a wait at least as long follows it.
         """
-        order, waits, seconds = self.order, self.waits, self.seconds
+        order = self.order
+        waits = self.waits
+        seconds = self.seconds
         waiting = [slot for slot, wait in enumerate(waits) if wait > 0]
         forwards: dict[tuple[int, int], int] = {}
         found = {}
@@ -250,9 +313,15 @@ class _Waits:
         return found
 
     def moved(
-        self, share: float, places: dict[int, int], memory: list[float], more: dict[int, float], limit: float
+        self,
+        share: float,
+        places: dict[int, int],
+        memory: list[float],
+        more: dict[int, float],
+        limit: float,
     ) -> tuple[Action, ...]:
-        """Return the order with R's moved into the waits, the next ones first, as far as memory allows.
+        """Return the order with R's moved into the waits, the next ones first, as far as memory
+        allows.
 
         `memory` is what the rank holds during each action, `more` what each R adds, by its slot.
         """
@@ -264,7 +333,10 @@ class _Waits:
             for source, forward in [*left.items()]:
                 if not forward < slot < source:
                     continue
-                if wait < share * self.seconds[source] or max(memory[slot:source]) + more[source] > limit:
+                if (
+                    wait < share * self.seconds[source]
+                    or max(memory[slot:source]) + more[source] > limit
+                ):
                     break
                 wait -= self.seconds[source]
                 ahead.setdefault(slot, []).append(self.order[source])

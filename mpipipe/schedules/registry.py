@@ -1,4 +1,6 @@
-"""Schedules by the name that a configuration or a command line gives, and advice which one to take."""
+"""Schedules by the name that a configuration or a command line gives, and advice which one to
+take.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ SEVERAL_STAGES: dict[str, Callable[..., Schedule]] = {
     "interleaved_zero_bubble": zero_bubble.interleaved_zero_bubble,
     "forward_only": classic.forward_only,
 }
-WITH_COSTS = {"zero_bubble_2p", "zero_bubble_v", "v_half", "v_min"}  # their order follows from the costs
+WITH_COSTS = {
+    "zero_bubble_2p",
+    "zero_bubble_v",
+    "v_half",
+    "v_min",
+}  # their order follows from the costs
 
 
 def by_name(
@@ -44,24 +51,30 @@ def by_name(
     memory_limit: float | None = None,
     slices: int = 1,
 ) -> Schedule:
-    """Build the schedule that the function called `name` builds; it is not yet checked, unless it has slices.
+    """Build the schedule that the function called `name` builds; it is not yet checked, unless it
+    has slices.
 
-    ArgumentError is raised for an unknown name, and for a count below 1 or one that does not fit the schedule.
+    ArgumentError is raised for an unknown name, and for a count below 1 or one that does not fit
+    the schedule.
 
     Parameters
     ----------
     name : str
-        gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_2p; with chunks interleaved_1f1b, looped_bfs,
-        interleaved_zero_bubble, forward_only; with two chunks zero_bubble_v, dualpipe_v, v_half, v_min.
+        gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_2p; with chunks interleaved_1f1b,
+        looped_bfs, interleaved_zero_bubble, forward_only; with two chunks zero_bubble_v,
+        dualpipe_v, v_half, v_min.
     ranks, chunks, microbatches : int
-        P, V stages per rank, and M; V is 1 for a schedule with one stage per rank, 2 for one on a V.
+        P, V stages per rank, and M; V is 1 for a schedule with one stage per rank, 2 for one on a
+        V.
     costs : Costs, optional
-        Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
+        Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not
+        depend on them.
     memory_limit : float, optional
-        Activations that a rank may hold at once, for zero_bubble_2p; the memory of the others is their own.
+        Activations that a rank may hold at once, for zero_bubble_2p; the memory of the others is
+        their own.
     slices : int, optional
-        n: each micro-batch passes as n slices of its sequences, one after the other. Costs are those of a slice then,
-        and activations count slices. M may be 1.
+        n: each micro-batch passes as n slices of its sequences, one after the other. Costs are
+        those of a slice then, and activations count slices. M may be 1.
 
     Examples
     --------
@@ -77,7 +90,9 @@ def by_name(
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches, slices=slices)
     if name not in (*ONE_STAGE, *TWO_STAGES):
-        word = str(name).lower().removeprefix("schedule")  # PyTorch's classes are ScheduleGPipe, Schedule1F1B
+        word = (
+            str(name).lower().removeprefix("schedule")
+        )  # PyTorch's classes are ScheduleGPipe, Schedule1F1B
         meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
         every = [f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES)]
         every += [f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES]
@@ -91,7 +106,9 @@ def by_name(
             expected=f"chunks={number}",
             remedy="take one for any number of chunks: " + ", ".join(SEVERAL_STAGES),
         )
-    options: dict[str, Any] = {"costs": costs, "slices": slices} if name in WITH_COSTS else {"slices": slices}
+    options: dict[str, Any] = (
+        {"costs": costs, "slices": slices} if name in WITH_COSTS else {"slices": slices}
+    )
     if name == "zero_bubble_2p":
         options["memory_limit"] = memory_limit
     return {**ONE_STAGE, **TWO_STAGES}[name](ranks, microbatches, **options)
@@ -137,18 +154,25 @@ class Advice:
 
 
 def advise(
-    ranks: int, chunks: int = 1, microbatches: int | None = None, costs: Costs = EQUAL_COSTS, *, slices: int = 1
+    ranks: int,
+    chunks: int = 1,
+    microbatches: int | None = None,
+    costs: Costs = EQUAL_COSTS,
+    *,
+    slices: int = 1,
 ) -> Advice:
-    """Advise a number of micro-batches for 1F1B, or the fastest schedule for the number that is given.
+    """Advise a number of micro-batches for 1F1B, or the fastest schedule for the number that is
+    given.
 
     Parameters
     ----------
     ranks, chunks : int
         P and V, stages per rank, at least 1. Interleaving makes the bubble smaller.
     microbatches : int, optional
-        M, if it is not to be chosen: all schedules of `by_name` that train with V stages per rank are simulated. Of
-        those that are equally fast, the one that holds the fewest activations is taken. By default M is four for each
-        rank, and the schedule is 1F1B over the chunks with its bubble (P-1) / (VM + P-1).
+        M, if it is not to be chosen: all schedules of `by_name` that train with V stages per rank
+        are simulated. Of those that are equally fast, the one that holds the fewest activations is
+        taken. By default M is four for each rank, and the schedule is 1F1B over the chunks with its
+        bubble (P-1) / (VM + P-1).
     costs : Costs, optional
         Times of the stages in the simulation; by default one unit for each of F, I and W.
     slices : int, optional
@@ -165,18 +189,26 @@ def advise(
     """
     if microbatches is None:
         ranks, chunks, slices = counts(ranks=ranks, chunks=chunks, slices=slices)
-        microbatches, name = -(-PER_RANK * ranks // slices), "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
-        schedule = by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+        microbatches = -(-PER_RANK * ranks // slices)
+        name = "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
+        schedule = by_name(
+            name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices
+        )
         bubble = (ranks - 1) / (chunks * schedule.units + ranks - 1)
         return Advice(microbatches, bubble, name, peak_of(schedule, schedule.orders[0]))
-    sizes: dict[str, Any] = dict(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices, costs=costs)
+    sizes: dict[str, Any] = dict(
+        ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices, costs=costs
+    )
     found = [simulate(by_name(name, **sizes), costs) for name in names(chunks)]
     limit = (1 + SAME) * min(timeline.makespan for timeline in found)
-    peak, best = min(((max(t.peak_activations), t) for t in found if t.makespan <= limit), key=lambda each: each[0])
+    peak, best = min(
+        ((max(t.peak_activations), t) for t in found if t.makespan <= limit),
+        key=lambda each: each[0],
+    )
     return Advice(microbatches, best.bubble_fraction, best.schedule.name, peak)
 
 
-# -- What papers and other libraries call the schedules: for the question which one a user may have meant -------------
+# -- What papers and other libraries call the schedules: for the question which one a user may have meant --
 
 
 OTHER_NAMES = {

@@ -6,11 +6,20 @@ import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    OPS,
+    RECOMPUTE,
+    WEIGHT_GRAD,
+    Action,
+)
 
 NUMBER = {op: number for number, op in enumerate(OPS)}  # what stands for an op in a packed order
 F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
-OP_WIDTH, OP_BITS = 3, 7
+OP_WIDTH = 3
+OP_BITS = 7
 
 
 def replay(
@@ -23,40 +32,56 @@ def replay(
 ) -> tuple[list[array[float]], list[float], tuple[array[float], array[float]]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    Return for each rank the start times of the actions that could run, and the time at which it is done; and at
-    stage * M + micro-batch the ends of F's, and of B's and I's. Every action
-    is on the right rank, once, with F before B or I before W. Sends cost the sender nothing and never block; `transfer`
-    is the time of a message, as `Costs.transfer`. An action whose input never comes stops its rank for good. `orders`
-    are packed. `shares` are those of `Timeline`.
+    Return for each rank the start times of the actions that could run, and the time at which it is
+    done; and at stage * M + micro-batch the ends of F's, and of B's and I's. Every action is on the
+    right rank, once, with F before B or I before W. Sends cost the sender nothing and never block;
+    `transfer` is the time of a message, as `Costs.transfer`. An action whose input never comes
+    stops its rank for good. `orders` are packed. `shares` are those of `Timeline`.
     """
     stages = len(placement)
     # A line of the tables below is a stage or, where slices differ in time, a unit of a stage.
-    each = [*shares] * (microbatches // len(shares)) if any(share != 1.0 for share in shares) else [1.0]
+    each = (
+        [*shares] * (microbatches // len(shares))
+        if any(share != 1.0 for share in shares)
+        else [1.0]
+    )
     width = microbatches // len(each)
     times = [durations[op] for op in OPS]
     if len(each) > 1:
         times = [[time * share for time in of_op for share in each] for of_op in times]
     forward, backward, input_grad, weight_grad, recompute = times
-    before_forward, before_backward = (  # how far the index is that of the awaited action; 0 if it waits for none
-        [(awaited - stage) * microbatches if awaited >= 0 else 0 for stage, awaited in listed for _ in each]
+    (
+        before_forward,
+        before_backward,
+    ) = (  # how far the index is that of the awaited action; 0 if it waits for none
+        [
+            (awaited - stage) * microbatches if awaited >= 0 else 0
+            for stage, awaited in listed
+            for _ in each
+        ]
         for listed in (enumerate(sources(op, stages)) for op in (FORWARD, BACKWARD))
     )
     hop = [time for time in hops(placement, transfer) for _ in each]
     hop_back = [*hop[len(each) :], *[0.0 for _ in each]]
-    # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not done yet
+    # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not
+    # done yet
     forward_done = array("d", [-1.0]) * (stages * microbatches)
     backward_done = array("d", forward_done)
     starts = [array("d") for _ in orders]
     ends = [0.0] * len(orders)
-    sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
+    sleepers: dict[
+        int, int
+    ] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
     ready = list(range(len(orders)))
     while ready:
         rank = ready.pop()
-        now, began = ends[rank], starts[rank]
+        now = ends[rank]
+        began = starts[rank]
         order = orders[rank]
         for slot in range(len(began), len(order)):
             code = order[slot]
-            op, index = code & OP_BITS, code >> OP_WIDTH
+            op = code & OP_BITS
+            index = code >> OP_WIDTH
             line = index // width
             start = now
             if op == F:
@@ -97,24 +122,34 @@ def replay(
 
 
 def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[int]]) -> list[int]:
-    """Return how many actions of each rank can run: fewer than there are where ranks wait for each other."""
+    """Return how many actions of each rank can run: fewer than there are where ranks wait for each
+    other.
+    """
     ones = [1.0] * len(placement)
     starts, _, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
     return [len(began) for began in starts]
 
 
 def packed(order: Iterable[Action], microbatches: int) -> array[int]:
-    """Return an order as whole numbers. Millions of Action objects would take 1 GB, and slow the garbage collector."""
-    return array("q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order])
+    """Return an order as whole numbers. Millions of Action objects would take 1 GB, and slow the
+    garbage collector.
+    """
+    return array(
+        "q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order]
+    )
 
 
 def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
-    """Return for each stage l the time of a message between stages l-1 and l: 0 if both lie on one rank."""
+    """Return for each stage l the time of a message between stages l-1 and l: 0 if both lie on one
+    rank.
+    """
     pairs = itertools.pairwise(placement)
-    return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]
+    return [0.0] + [
+        cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])
+    ]
 
 
-# -- Dependencies between actions of different stages: whose output an action waits for. No other file states them ----
+# -- Dependencies between actions of different stages: whose output an action waits for. No other file states them --
 
 
 #     stage    0     1     2
@@ -122,7 +157,9 @@ def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
 #                          |
 #     B, I     B <-- B <-- B      R and W wait for no other stage
 def source(stage: int, op: str, stages: int) -> int | None:
-    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of its micro-batch."""
+    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of
+    its micro-batch.
+    """
     if op == FORWARD:
         return stage - 1 if stage > 0 else None
     if op in (BACKWARD, INPUT_GRAD):

@@ -18,7 +18,8 @@ from mpipipe.text import counted
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who computes what, in which order. `check` proves that it can run; `simulate` tells how long it takes.
+    """Who computes what, in which order. `check` proves that it can run; `simulate` tells how long
+    it takes.
 
     Parameters
     ----------
@@ -31,12 +32,13 @@ class Schedule:
     orders : sequence of sequences of Action
         For each rank its actions in order.
     trained_from : int
-        The first stage that has backwards: those before it have nothing to train (see `with_frozen`).
+        The first stage that has backwards: those before it have nothing to train (see
+        `with_frozen`).
     skips : sequence of Skip
         What stages hand to others than the next one (see `with_skips`).
     slices : int
-        n, the parts into which each sequence is cut: unit u is slice u mod n of micro-batch u // n, and an action is of
-        one unit. 1: a unit is a whole micro-batch.
+        n, the parts into which each sequence is cut: unit u is slice u mod n of micro-batch u // n,
+        and an action is of one unit. 1: a unit is a whole micro-batch.
 
     Attributes
     ----------
@@ -70,7 +72,9 @@ class Schedule:
     def __repr__(self) -> str:
         parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), self.batch]
         parts += [f"trained from stage {self.trained_from}"] if self.trained_from else []
-        parts += [f"skip {name} from stage {source} to {target}" for name, source, target in self.skips]
+        parts += [
+            f"skip {name} from stage {source} to {target}" for name, source, target in self.skips
+        ]
         return f"<Schedule {self.name}: {', '.join(parts)}>"
 
     @property
@@ -91,12 +95,20 @@ class Schedule:
     @property
     def batch(self) -> str:
         """What a step runs, in words: "8 micro-batches", or "2 micro-batches in 4 slices each"."""
-        each = "" if self.slices == 1 else f" in {self.slices} slices{' each' if self.microbatches > 1 else ''}"
+        each = (
+            ""
+            if self.slices == 1
+            else f" in {self.slices} slices{' each' if self.microbatches > 1 else ''}"
+        )
         return counted(self.microbatches, "micro-batch") + each
 
     def cell(self, action: Action) -> str:
-        """Write an action as the table of the schedule has it: ``0F3``, or ``0F3.1`` for slice 1 of micro-batch 3."""
-        exact = type(action) is Action and type(action.microbatch) is int  # `check` writes wrong ones, too
+        """Write an action as the table of the schedule has it: ``0F3``, or ``0F3.1`` for slice 1 of
+        micro-batch 3.
+        """
+        exact = (
+            type(action) is Action and type(action.microbatch) is int
+        )  # `check` writes wrong ones, too
         return cell(action, self.slices) if exact else str(action)
 
     @cached_property
@@ -126,13 +138,17 @@ class Schedule:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of 63 bits of placement, micro-batches, orders and skips, the same in every process.
+        """A hash of 63 bits of placement, micro-batches, orders and skips, the same in every
+        process.
 
-        The name does not count: a schedule read back from its CSV runs together with the one that wrote it.
+        The name does not count: a schedule read back from its CSV runs together with the one that
+        wrote it.
         """
         skips = f" {[*map(tuple, self.skips)]}" if self.skips else ""
         slices = f" in {self.slices}" if self.slices > 1 else ""
-        content = blake2b(f"{self.placement} {self.microbatches}{slices}{skips}\n".encode(), digest_size=8)
+        content = blake2b(
+            f"{self.placement} {self.microbatches}{slices}{skips}\n".encode(), digest_size=8
+        )
         for order in self.orders:
             content.update(_row(order, self.slices).encode())
         return int.from_bytes(content.digest(), "big") >> 1
@@ -142,9 +158,11 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def forward_only_part(self, microbatches: int) -> Schedule:
-        """Take the forwards of the first `microbatches` micro-batches, in the same order on the same ranks.
+        """Take the forwards of the first `microbatches` micro-batches, in the same order on the
+        same ranks.
 
-        The name is "forward" then, and the skips stay. Other numbers than 1 to M raise ArgumentError.
+        The name is "forward" then, and the skips stay. Other numbers than 1 to M raise
+        ArgumentError.
         """
         count = at_least_one("microbatches", microbatches)
         if count > self.microbatches:
@@ -159,13 +177,16 @@ class Schedule:
             tuple(action for action in order if action.op == FORWARD and action.microbatch < units)
             for order in self.orders
         )
-        return Schedule("forward", self.placement, count, orders, skips=self.skips, slices=self.slices)
+        return Schedule(
+            "forward", self.placement, count, orders, skips=self.skips, slices=self.slices
+        )
 
     def to_csv(self) -> str:
-        r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
+        r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline
+        schedules.
 
-        With slices a cell is ``2F0.1``: slice 1 of micro-batch 0. `from_csv` reads it. It has no skips and no
-        `trained_from`.
+        With slices a cell is ``2F0.1``: slice 1 of micro-batch 0. `from_csv` reads it. It has no
+        skips and no `trained_from`.
 
         Examples
         --------
@@ -187,7 +208,7 @@ def _row(order: Iterable[Action], slices: int) -> str:
     return ",".join([cell(action, slices) for action in order]) + "\n"
 
 
-# -- Skips: data that a stage hands to a later one past those between, as the two arms of a U-Net do ------------------
+# -- Skips: data that a stage hands to a later one past those between, as the two arms of a U-Net do --
 
 
 class Skip(NamedTuple):
@@ -210,20 +231,22 @@ class Skip(NamedTuple):
 #     F        F --> F --> F --> F
 #               \______________/      "residual": (0, 3); its gradient comes back the same way
 def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
-    """Give a schedule the skips of a model, sorted by name, in place of those that it has; its orders stay.
+    """Give a schedule the skips of a model, sorted by name, in place of those that it has; its
+    orders stay.
 
-    It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips, since they are sent
-    some stages before they are needed, and `peak_memory` no bytes: add what they hold to `activation` of both ends.
-    ScheduleError is raised where a name is no identifier, there is no such stage, or a skip leads back.
+    It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips,
+    since they are sent some stages before they are needed, and `peak_memory` no bytes: add what
+    they hold to `activation` of both ends. ScheduleError is raised where a name is no identifier,
+    there is no such stage, or a skip leads back.
 
     Parameters
     ----------
     schedule : Schedule
         A schedule of any kind.
     skips : mapping of str to (int, int), or to a list of such
-        For each name, an identifier of Python, the stage that gives and the later stage that takes. A stage may give
-        and take several; two stages may have several. Where several stages take what one gives, ``[(0, 2), (0, 3)]``,
-        the same goes to each, and their gradients are summed.
+        For each name, an identifier of Python, the stage that gives and the later stage that takes.
+        A stage may give and take several; two stages may have several. Where several stages take
+        what one gives, ``[(0, 2), (0, 3)]``, the same goes to each, and their gradients are summed.
 
     Examples
     --------
@@ -234,13 +257,21 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
     """
     if not isinstance(skips, Mapping):
         raise ScheduleError(
-            "skips are not a mapping", found=type(skips).__name__, expected="a dict as in {'residual': (0, 3)}"
+            "skips are not a mapping",
+            found=type(skips).__name__,
+            expected="a dict as in {'residual': (0, 3)}",
         )
     found = []
     for name, given in skips.items():
-        for ends in given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]:
+        for ends in (
+            given
+            if isinstance(given, list) and given and not isinstance(given[0], int)
+            else [given]
+        ):
             if not isinstance(ends, (tuple, list)) or len(ends) != 2:
-                raise ScheduleError(f"skip {name!r} has no two ends", found=repr(ends), expected="(source, target)")
+                raise ScheduleError(
+                    f"skip {name!r} has no two ends", found=repr(ends), expected="(source, target)"
+                )
             found.append(Skip(name, *ends))
     check_skips(found, schedule.stages)
     return replace(schedule, skips=tuple(sorted(found)))
@@ -251,14 +282,20 @@ def check_skips(skips: Any, stages: int) -> None:
     met: dict[str, tuple[int, set[int]]] = {}  # name -> source and targets
     for skip in skips:
         if type(skip) is not Skip:
-            raise ScheduleError("not a skip", found=repr(skip), expected="Skip(name, source, target)")
+            raise ScheduleError(
+                "not a skip", found=repr(skip), expected="Skip(name, source, target)"
+            )
         name, source, target = skip
         if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
-            raise ScheduleError("the name of a skip", found=repr(name), expected="an identifier, as in 'residual'")
+            raise ScheduleError(
+                "the name of a skip", found=repr(name), expected="an identifier, as in 'residual'"
+            )
         if name in met and (met[name][0] != source or target in met[name][1]):
             raise ScheduleError(
                 f"two skips are called {name!r}",
-                found=", ".join(str((each.source, each.target)) for each in skips if each.name == name),
+                found=", ".join(
+                    str((each.source, each.target)) for each in skips if each.name == name
+                ),
                 expected="a name for each, or one source and other targets",
             )
         met.setdefault(name, (source, set()))[1].add(target)

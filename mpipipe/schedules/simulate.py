@@ -23,7 +23,8 @@ SAME = 1e-9  # share of a time: times that differ by less may be one time, round
 
 @dataclass(frozen=True)
 class Costs:
-    """Times per chunk and micro-batch, in any one unit; each is a number, or a sequence of one number per stage.
+    """Times per chunk and micro-batch, in any one unit; each is a number, or a sequence of one
+    number per stage.
 
     In a schedule with slices they are those of the mean slice.
 
@@ -32,13 +33,15 @@ class Costs:
     forward, input_grad, weight_grad : float or sequence of float, optional
         Times of F, I and W. B takes the last two.
     transfer : float or sequence of float, optional
-        Time of one message between stages l-1 and l, in either direction, where they lie on different ranks. In a
-        sequence entry l is the hop between stages l-1 and l, and entry 0 is not used.
+        Time of one message between stages l-1 and l, in either direction, where they lie on
+        different ranks. In a sequence entry l is the hop between stages l-1 and l, and entry 0 is
+        not used.
     recompute : float or sequence of float, optional
         Time of R, which runs a forward again; by default that of F.
     slices : sequence of float, optional
-        How the times of the slices of a sequence relate, all above 0: attention takes longer in later ones. Only their
-        ratios count, as (1, 2, 3); messages are alike. By default all slices take the same time.
+        How the times of the slices of a sequence relate, all above 0: attention takes longer in
+        later ones. Only their ratios count, as (1, 2, 3); messages are alike. By default all slices
+        take the same time.
 
     Examples
     --------
@@ -65,7 +68,10 @@ class Costs:
 
     def average(self, stages: int) -> Costs:
         """Give each cost as its mean over the stages, a number that fits any number of stages."""
-        return Costs(*(math.fsum(self.per_stage(name, stages)) / stages for name in TIMES), slices=self.slices)
+        return Costs(
+            *(math.fsum(self.per_stage(name, stages)) / stages for name in TIMES),
+            slices=self.slices,
+        )
 
     def per_slice(self, slices: int) -> list[float]:
         """Give for each slice the time that it takes of that of the mean slice.
@@ -83,7 +89,9 @@ TIMES = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
 
 
 def shares_of_mean(given: Sequence[float] | None, slices: int, what: str) -> list[float]:
-    """Return how each slice relates to the mean one; refuse others than `slices` numbers above 0."""
+    """Return how each slice relates to the mean one; refuse others than `slices` numbers above
+    0.
+    """
     if given is None:
         return [1.0] * slices
     try:
@@ -104,9 +112,17 @@ EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
 
 
 def are_alike(costs: Costs, stages: int) -> bool:
-    """Whether all F's, I's and W's take the same time but for rounding, whatever it is, and messages none."""
-    times = [time for name in ("forward", "input_grad", "weight_grad") for time in costs.per_stage(name, stages)]
-    return max(times) - min(times) <= SAME * max(times) and not any(costs.per_stage("transfer", stages)[1:])
+    """Whether all F's, I's and W's take the same time but for rounding, whatever it is, and
+    messages none.
+    """
+    times = [
+        time
+        for name in ("forward", "input_grad", "weight_grad")
+        for time in costs.per_stage(name, stages)
+    ]
+    return max(times) - min(times) <= SAME * max(times) and not any(
+        costs.per_stage("transfer", stages)[1:]
+    )
 
 
 @dataclass(frozen=True)
@@ -122,10 +138,10 @@ class Timeline:
     bubble_fraction, bubble_ratio : float
         Idle time / (ranks * makespan), and idle time / busy time: the (P-1)/M of the literature.
     peak_activations : list of int
-        For each rank the largest number of chunk activations alive at once, each of one unit, a slice where
-        there are slices. An activation is alive from F until B (or
-        W where the backward is split), both ends included; one that is recomputed from R on. A schedule of forwards
-        only keeps none. `peak_memory` counts the inputs too that are kept for an R.
+        For each rank the largest number of chunk activations alive at once, each of one unit, a
+        slice where there are slices. An activation is alive from F until B (or W where the backward
+        is split), both ends included; one that is recomputed from R on. A schedule of forwards only
+        keeps none. `peak_memory` counts the inputs too that are kept for an R.
     durations : dict of str to list of float
         For each op its time in each stage, that of the mean slice.
     starts : list of array
@@ -156,27 +172,36 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
-        """The share of all ranks' time in which they compute, 1 - bubble_fraction: as `Efficiencies.parallel`."""
+        """The share of all ranks' time in which they compute, 1 - bubble_fraction: as
+        `Efficiencies.parallel`.
+        """
         return 1 - self.bubble_fraction
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank a tuple of (action, start, end)."""
         return tuple(
-            tuple((action, start, start + self.duration(action)) for action, start in zip(order, began))
+            tuple(
+                (action, start, start + self.duration(action))
+                for action, start in zip(order, began)
+            )
             for order, began in zip(self.schedule.orders, self.starts)
         )
 
     def duration(self, action: Action) -> float:
         """Return how long an action takes."""
-        return self.durations[action.op][action.stage] * self.shares[action.microbatch % len(self.shares)]
+        return (
+            self.durations[action.op][action.stage]
+            * self.shares[action.microbatch % len(self.shares)]
+        )
 
 
 def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
-    """Run `schedule` on paper: an action starts when its rank is free and its input is there; sends are free.
+    """Run `schedule` on paper: an action starts when its rank is free and its input is there; sends
+    are free.
 
-    It is checked first: ScheduleError is raised where it cannot run, ArgumentError where a cost is negative, not
-    finite, or not one per stage. By default each F, I and W takes one unit of time.
+    It is checked first: ScheduleError is raised where it cannot run, ArgumentError where a cost is
+    negative, not finite, or not one per stage. By default each F, I and W takes one unit of time.
 
     Examples
     --------
@@ -186,16 +211,23 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     (33.0, 0.375, [4, 3, 2, 1])
     """
     check(schedule)
-    durations, shares = action_times(costs, schedule.stages), costs.per_slice(schedule.slices)
+    durations = action_times(costs, schedule.stages)
+    shares = costs.per_slice(schedule.slices)
     transfer = costs.per_stage("transfer", schedule.stages)
     orders = [packed(order, schedule.units) for order in schedule.orders]
     peaks = [peak_of(schedule, order) for order in schedule.orders]
-    starts, ends, done = replay(schedule.placement, schedule.units, durations, transfer, orders, shares)
+    starts, ends, done = replay(
+        schedule.placement, schedule.units, durations, transfer, orders, shares
+    )
     makespan = max(ends)
-    # A checked schedule is complete: every stage runs every unit forward and, if there are backwards, back.
+    # A checked schedule is complete: every stage runs every unit forward and, if there are
+    # backwards, back.
     backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
     busy = schedule.units * math.fsum((*durations[FORWARD], *backwards))
-    busy += math.fsum(durations[RECOMPUTE][stage] * shares[unit % len(shares)] for stage, unit in schedule.recomputed)
+    busy += math.fsum(
+        durations[RECOMPUTE][stage] * shares[unit % len(shares)]
+        for stage, unit in schedule.recomputed
+    )
     fraction, ratio = bubbles(schedule.ranks, makespan, busy)
     return Timeline(
         schedule,
@@ -212,14 +244,19 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
 
 
 def bubbles(ranks: int, makespan: float, busy: float) -> tuple[float, float]:
-    """Return idle time in all time, and in busy time; rounding of the sums makes no negative bubble."""
+    """Return idle time in all time, and in busy time; rounding of the sums makes no negative
+    bubble.
+    """
     idle = max(0.0, ranks * makespan - busy)
-    return idle / (ranks * makespan) if makespan else 0.0, idle / busy if busy else math.inf if idle else 0.0
+    return idle / (
+        ranks * makespan
+    ) if makespan else 0.0, idle / busy if busy else math.inf if idle else 0.0
 
 
 def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
     """Give for each op its time in each stage."""
-    input_grad, weight_grad = costs.per_stage("input_grad", stages), costs.per_stage("weight_grad", stages)
+    input_grad = costs.per_stage("input_grad", stages)
+    weight_grad = costs.per_stage("weight_grad", stages)
     return {
         FORWARD: costs.per_stage("forward", stages),
         BACKWARD: [first + second for first, second in zip(input_grad, weight_grad)],
@@ -229,11 +266,13 @@ def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
     }
 
 
-# -- How much a rank holds for its backwards, action by action; independent of costs ---------------------------------
+# -- How much a rank holds for its backwards, action by action; independent of costs ---------------
 
 
 def activations(schedule: Schedule, order: Sequence[Action]) -> Iterator[tuple[bool, bool]]:
-    """Yield for each action whether a chunk activation lives from its start on, and whether one lives until its end."""
+    """Yield for each action whether a chunk activation lives from its start on, and whether one
+    lives until its end.
+    """
     trained_from = schedule.stages if schedule.forwards_only else schedule.trained_from
     recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     for stage, op, microbatch in order:
@@ -261,26 +300,28 @@ def peak_memory(
 ) -> list[float]:
     """Sum up for each rank what its order holds at once for backwards, at most.
 
-    Where an R follows, F leaves the input of the stage alone, and R brings the activation back. While such an F runs,
-    its whole activation is there.
+    Where an R follows, F leaves the input of the stage alone, and R brings the activation back.
+    While such an F runs, its whole activation is there.
 
     Parameters
     ----------
     schedule : Schedule
         One that `check` accepts.
     activation : float or sequence of float, optional
-        What a forward leaves for its backward, its input included: bytes, or any other unit; one number, or one per
-        stage.
+        What a forward leaves for its backward, its input included: bytes, or any other unit; one
+        number, or one per stage.
     kept_input : float or sequence of float, optional
         What is left of that where the forward is run again: the input of the stage.
     slices : sequence of float, optional
-        How the lengths of the slices of a sequence relate; sizes are those of the mean slice. By default all are alike.
+        How the lengths of the slices of a sequence relate; sizes are those of the mean slice. By
+        default all are alike.
 
     Returns
     -------
     list of float
-        The peak of each rank, in that unit. By default activations: those that `Timeline.peak_activations` counts, and
-        the one of each F in passing. A schedule of forwards only holds nothing.
+        The peak of each rank, in that unit. By default activations: those that
+        `Timeline.peak_activations` counts, and the one of each F in passing. A schedule of forwards
+        only holds nothing.
 
     Examples
     --------
@@ -294,11 +335,18 @@ def peak_memory(
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     if schedule.forwards_only:
         return [0.0] * schedule.ranks
-    n, orders, trained_from = schedule.slices, schedule.orders, schedule.trained_from
+    n = schedule.slices
+    orders = schedule.orders
+    trained_from = schedule.trained_from
     shares = shares_of_mean(slices, n, "lengths")
     if slices is not None:  # each slice of a stage counts as a stage
-        orders = tuple(tuple(Action(stage * n + unit % n, op, unit) for stage, op, unit in order) for order in orders)
-        whole, kept = ([size * share for size in sizes for share in shares] for sizes in (whole, kept))
+        orders = tuple(
+            tuple(Action(stage * n + unit % n, op, unit) for stage, op, unit in order)
+            for order in orders
+        )
+        whole, kept = (
+            [size * share for size in sizes for share in shares] for sizes in (whole, kept)
+        )
         trained_from *= n
     return [max(held(order, whole, kept, trained_from)) for order in orders]
 
@@ -323,7 +371,9 @@ def sizes_per_stage(
 def held(
     order: Sequence[Action], whole: Sequence[float], kept: Sequence[float], trained_from: int = 0
 ) -> Iterator[float]:
-    """Yield what a rank holds during each action of its order; stages before `trained_from` hold nothing."""
+    """Yield what a rank holds during each action of its order; stages before `trained_from` hold
+    nothing.
+    """
     again = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     now = 0.0
     for stage, op, microbatch in order:
@@ -338,7 +388,7 @@ def held(
             now -= whole[stage]
 
 
-# -- How long messages take, by latency, bandwidth and size of a node -------------------------------------------------
+# -- How long messages take, by latency, bandwidth and size of a node ------------------------------
 
 
 FORM = "latency,bandwidth[,node-size[,latency inside,bandwidth inside]]"
@@ -352,9 +402,11 @@ class Links:
     Parameters
     ----------
     latency, bandwidth : float
-        Seconds that a message without content takes between nodes, and bytes per second; inf if length does not matter.
+        Seconds that a message without content takes between nodes, and bytes per second; inf if
+        length does not matter.
     node_size : int, optional
-        Ranks on a node: r and s share one if r // node_size == s // node_size. By default each has its own.
+        Ranks on a node: r and s share one if r // node_size == s // node_size. By default each has
+        its own.
     inside_latency, inside_bandwidth : float, optional
         The same within a node; by default a message takes no time there.
 
@@ -375,8 +427,11 @@ class Links:
     def __post_init__(self) -> None:
         at_least_one("node_size", self.node_size)
         for entry in fields(self):
-            value, speed = getattr(self, entry.name), entry.name.endswith("bandwidth")
-            if not isinstance(value, (int, float)) or not (value > 0 if speed else 0 <= value < math.inf):
+            value = getattr(self, entry.name)
+            speed = entry.name.endswith("bandwidth")
+            if not isinstance(value, (int, float)) or not (
+                value > 0 if speed else 0 <= value < math.inf
+            ):
                 raise ArgumentError(
                     f"{entry.name} does not describe a link",
                     found=f"{entry.name}={value!r}",
@@ -385,7 +440,8 @@ class Links:
 
     @classmethod
     def read(cls, text: str) -> Links:
-        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]], as in "5e-6,25e9,8".
+        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]], as
+        in "5e-6,25e9,8".
 
         ArgumentError is raised if it has another form or describes no link.
         """
@@ -398,7 +454,9 @@ class Links:
         except ArgumentError:
             raise
         except ValueError as error:
-            raise ArgumentError("no model of links", found=repr(text), expected=f"{FORM}, as in 5e-6,25e9,8") from error
+            raise ArgumentError(
+                "no model of links", found=repr(text), expected=f"{FORM}, as in 5e-6,25e9,8"
+            ) from error
 
     def times(self, placement: Sequence[int], message_bytes: float) -> list[float]:
         """Return the seconds of a message over each hop, as `Costs.transfer` takes them.
@@ -408,18 +466,25 @@ class Links:
         placement : sequence of int
             Rank of each logical stage.
         message_bytes : float
-            Bytes of the activation of one micro-batch between two stages, or of its gradient; at least 0 and finite.
+            Bytes of the activation of one micro-batch between two stages, or of its gradient; at
+            least 0 and finite.
 
         Returns
         -------
         list of float
-            Entry l is the time between stages l-1 and l. Entry 0 is 0, and so is a hop between stages of one rank.
+            Entry l is the time between stages l-1 and l. Entry 0 is 0, and so is a hop between
+            stages of one rank.
         """
         if not isinstance(message_bytes, (int, float)) or not 0 <= message_bytes < math.inf:
             raise ArgumentError(
-                "no length of a message", found=f"message_bytes={message_bytes!r}", expected="bytes >= 0"
+                "no length of a message",
+                found=f"message_bytes={message_bytes!r}",
+                expected="bytes >= 0",
             )
         outside = self.latency + message_bytes / self.bandwidth
         inside = self.inside_latency + message_bytes / self.inside_bandwidth
         nodes = [rank // self.node_size for rank in placement]
-        return hops(placement, [0.0, *(inside if here == there else outside for here, there in pairwise(nodes))])
+        return hops(
+            placement,
+            [0.0, *(inside if here == there else outside for here, there in pairwise(nodes))],
+        )

@@ -1,9 +1,11 @@
-"""Schedules whose units are slices of sequences: made from schedules of whole micro-batches, by one rule for all.
+"""Schedules whose units are slices of sequences: made from schedules of whole micro-batches, by one
+rule for all.
 
-A causal sequence is cut into n slices, which pass the pipeline one after the other, so that one long sequence fills it.
-Slice s attends to slices 0 ... s, so forwards of a sequence come in rising order. The gradients of a slice's keys and
-values are whole once all later slices have gone back, so backwards come in falling order.
-Sources: Sun et al. 2024 (Seq1F1B), arXiv:2406.03488; Li et al. 2025 (SlimPipe), arXiv:2504.14519.
+A causal sequence is cut into n slices, which pass the pipeline one after the other, so that one
+long sequence fills it. Slice s attends to slices 0 ... s, so forwards of a sequence come in rising
+order. The gradients of a slice's keys and values are whole once all later slices have gone back, so
+backwards come in falling order. Sources: Sun et al. 2024 (Seq1F1B), arXiv:2406.03488; Li et al.
+2025 (SlimPipe), arXiv:2504.14519.
 
     1F1B, 4 units    rank 0  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---
                      rank 1  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .
@@ -11,9 +13,10 @@ Sources: Sun et al. 2024 (Seq1F1B), arXiv:2406.03488; Li et al. 2025 (SlimPipe),
     2 slices each    rank 0  F0.0 F0.1 F1.0 .    .    B0.1------- F1.1 B0.0------- B1.1------- ...
                      rank 1  .    F0.0 F0.1 B0.1------- F1.0 B0.0------- F1.1 B1.1------- ...
 
-The units take the places of the micro-batches: forwards as they are, and the k-th backward of a stage is that of the
-k-th unit where each sequence counts backwards. The last slice of a sequence must have gone forward before its first
-backward, so each backward comes after some forwards more, as many on all ranks: n - 1 where a rank has one stage.
+The units take the places of the micro-batches: forwards as they are, and the k-th backward of a
+stage is that of the k-th unit where each sequence counts backwards. The last slice of a sequence
+must have gone forward before its first backward, so each backward comes after some forwards more,
+as many on all ranks: n - 1 where a rank has one stage.
 """
 
 from __future__ import annotations
@@ -28,15 +31,18 @@ from mpipipe.schedules.schedule import Schedule
 
 
 def backward_unit(number: int, slices: int) -> int:
-    """Return the unit whose backward is that of this number on a stage: sequence after sequence, slices falling."""
+    """Return the unit whose backward is that of this number on a stage: sequence after sequence,
+    slices falling.
+    """
     return number - number % slices + slices - 1 - number % slices
 
 
 def in_slices(schedule: Schedule, slices: int) -> Schedule:
-    """Make the micro-batches of a schedule, in rising order on each stage, slices of sequences: n of them are one.
+    """Make the micro-batches of a schedule, in rising order on each stage, slices of sequences: n
+    of them are one.
 
-    The result has the fewest forwards ahead of the backwards with which no ranks wait for each other. With all forwards
-    first they do not, so there is a number.
+    The result has the fewest forwards ahead of the backwards with which no ranks wait for each
+    other. With all forwards first they do not, so there is a number.
     """
     if slices == 1:
         return schedule
@@ -46,7 +52,9 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
     parts = [_parts(order, slices) for order in schedule.orders]
     for ahead in count(max(0, *(_needed(*part) for part in parts))):
         orders = tuple(tuple(_merged(*part, ahead)) for part in parts)
-        runs = reached(schedule.placement, whole.units, [packed(order, whole.units) for order in orders])
+        runs = reached(
+            schedule.placement, whole.units, [packed(order, whole.units) for order in orders]
+        )
         if runs == [*map(len, orders)]:
             break
         assert ahead < schedule.chunks * whole.units, f"{schedule!r} does not run"
@@ -70,9 +78,15 @@ def _parts(order: Order, slices: int) -> tuple[list[Action], Backwards]:
 
 
 def _needed(forwards: Sequence[Action], backwards: Backwards) -> int:
-    """Return how many forwards more must come before each backward, so that it comes after its own."""
+    """Return how many forwards more must come before each backward, so that it comes after its
+    own.
+    """
     place = {(stage, unit): place for place, (stage, _, unit) in enumerate(forwards, 1)}
-    back = [(place[action.stage, action.microbatch], before) for action, before in backwards if action.op in "BI"]
+    back = [
+        (place[action.stage, action.microbatch], before)
+        for action, before in backwards
+        if action.op in "BI"
+    ]
     return max(own - before for own, before in back)
 
 

@@ -1,8 +1,9 @@
-"""Schedules with a split backward: the stage before waits for I, and no rank waits for W, which fills the bubble.
+"""Schedules with a split backward: the stage before waits for I, and no rank waits for W, which
+fills the bubble.
 
-In the pictures time runs to the right, each action takes one cell, and dots are idle time. Small letters are a rank's
-second chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1 raises ArgumentError. `slices` are those of
-classic.py.
+In the pictures time runs to the right, each action takes one cell, and dots are idle time. Small
+letters are a rank's second chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1
+raises ArgumentError. `slices` are those of classic.py.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from mpipipe.schedules.slices import in_slices
 #     rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
 #     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build ZB-H1: 1F1B whose weight gradients fill the bubble, in no more memory than 1F1B takes on rank 0.
+    """Build ZB-H1: 1F1B whose weight gradients fill the bubble, in no more memory than 1F1B takes
+    on rank 0.
 
-    Rank r runs the W of a micro-batch r micro-batches after its I. Let f, b, w be the times of F, I, W, with w at most
-    f and b. The bubble is (P-1)(f+b) - (min(M,P)-1)w, which is (P-1)(f+b-w) for M >= P.
-    Every rank holds min(M, P) activations.
-    Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H1.
+    Rank r runs the W of a micro-batch r micro-batches after its I. Let f, b, w be the times of F,
+    I, W, with w at most f and b. The bubble is (P-1)(f+b) - (min(M,P)-1)w, which is (P-1)(f+b-w)
+    for M >= P. Every rank holds min(M, P) activations. Source: Qi et al. 2023, arXiv:2401.10241,
+    schedule ZB-H1.
 
     Parameters
     ----------
@@ -51,27 +53,34 @@ def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedul
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
 #     rank 1  .  F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
-def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
+def interleaved_zero_bubble(
+    ranks: int, chunks: int, microbatches: int, *, slices: int = 1
+) -> Schedule:
     """Build interleaved 1F1B with a split backward: ZB-H1 with several chunks per rank.
 
-    Rank r runs each W r I's after its own I. Let f, b, w be the times of F, I, W of a chunk, with w at most f and b.
-    The bubble is (P-1)(f+b-w) for M >= P.
-    Source: Qi et al. 2023, arXiv:2401.10241, on the chunks of Narayanan et al. 2021, arXiv:2104.04473.
+    Rank r runs each W r I's after its own I. Let f, b, w be the times of F, I, W of a chunk, with w
+    at most f and b. The bubble is (P-1)(f+b-w) for M >= P. Source: Qi et al. 2023,
+    arXiv:2401.10241, on the chunks of Narayanan et al. 2021, arXiv:2104.04473.
 
     Parameters
     ----------
     ranks, chunks, microbatches, slices : int
-        Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
-        micro-batches (see `interleaved_1f1b`).
+        Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the
+        first group of micro-batches (see `interleaved_1f1b`).
     """
-    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, split_order, 1, slices=slices)
+    return looped(
+        "interleaved_zero_bubble", ranks, chunks, microbatches, split_order, 1, slices=slices
+    )
 
 
 def split_order(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> list[Action]:
-    """Run the first F's, then an F, an I and, some I's later, its W in turn; at the end what is left."""
+    """Run the first F's, then an F, an I and, some I's later, its W in turn; at the end what is
+    left.
+    """
     forwards, inputs, first = forth_and_back(INPUT_GRAD, ranks, chunks, microbatches, step, rank)
     weights = [Action(stage, WEIGHT_GRAD, microbatch) for stage, _, microbatch in inputs]
-    order, delay = forwards[:first], step * rank
+    order = forwards[:first]
+    delay = step * rank
     for done, action in enumerate(inputs):
         order += [*forwards[first + done : first + done + 1], action]
         if done >= delay:
@@ -86,11 +95,13 @@ def split_order(ranks: int, chunks: int, microbatches: int, step: int, rank: int
 #       ...                    ...
 #     stage P-1  rank P-1    stage P  rank P-1         no message at the turn
 #
-# Down is the stage r of rank r, up is the stage 2P-1-r. In the pictures small letters are the stages on the way up, and
-# whole backwards take two cells.
+# Down is the stage r of rank r, up is the stage 2P-1-r. In the pictures small letters are the
+# stages on the way up, and whole backwards take two cells.
 
 
-Cells: TypeAlias = Callable[[int, int, int], str]  # (rank, ranks, micro-batches) -> its actions, one letter each
+Cells: TypeAlias = Callable[
+    [int, int, int], str
+]  # (rank, ranks, micro-batches) -> its actions, one letter each
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -98,15 +109,19 @@ def v_placement(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-#     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4 .  .
-#     rank 1  .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 w4 W3 W4 .
-#     rank 2  .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 W3 w4 W4
-def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
+#     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4
+#     W4 .  . rank 1  .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3
+#     W2 I4 w4 W3 W4 . rank 2  .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2
+#     i3 I3 i4 I4 W2 w3 W3 w4 W4
+def zero_bubble_v(
+    ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1
+) -> Schedule:
     """Build ZB-V: no rank waits between its first action and its last, in the memory of 1F1B.
 
-    Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P: ranks begin one after
-    the other, and end so. For other costs F's and I's keep an order of theirs, and W's are put where ranks would wait.
-    Source: Qi et al. 2024, arXiv:2405.15362, schedule V-ZB; first in Qi et al. 2023, arXiv:2401.10241.
+    Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P:
+    ranks begin one after the other, and end so. For other costs F's and I's keep an order of
+    theirs, and W's are put where ranks would wait. Source: Qi et al. 2024, arXiv:2405.15362,
+    schedule V-ZB; first in Qi et al. 2023, arXiv:2401.10241.
 
     Parameters
     ----------
@@ -131,25 +146,31 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, 
     if are_alike(costs, by_hand.stages):
         return in_slices(by_hand, slices)
     times = StageTimes(by_hand.placement, by_hand.units, costs)
-    queues = [[[3 * stage + OPS.index(op) for stage, op, _ in order if op != WEIGHT_GRAD]] for order in by_hand.orders]
+    queues = [
+        [[3 * stage + OPS.index(op) for stage, op, _ in order if op != WEIGHT_GRAD]]
+        for order in by_hand.orders
+    ]
     timeline = simulate(by_hand, costs)
     spans = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends))
-    best, score = by_hand, (spans, timeline.makespan, sum(timeline.peak_activations))
+    best = by_hand
+    score = (spans, timeline.makespan, sum(timeline.peak_activations))
     for patience in PATIENCES:
         filled = fill_idle_with_weight_grads(times, queues, by_hand.stages, patience)
         if filled is not None and filled.score < score:
-            best, score = times.schedule(by_hand.name, filled.orders), filled.score
+            best = times.schedule(by_hand.name, filled.orders)
+            score = filled.score
     return in_slices(best, slices)
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
 #     rank 1  .  F0 f0 F1 f1 F2 b0-- f2 B0-- F3 b1-- f3 B1-- b2-- B2-- i3 I3 w3 W3
 def dualpipe_v(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages, in turn.
+    """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages,
+    in turn.
 
-    Most backwards are whole. The two of a pair are made to run at the same time on one device; here they run one after
-    the other. For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations.
-    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
+    Most backwards are whole. The two of a pair are made to run at the same time on one device; here
+    they run one after the other. For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds
+    at most 2P + 1 chunk activations. Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
 
     Parameters
     ----------
@@ -158,8 +179,12 @@ def dualpipe_v(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     return in_slices(_on_a_v("dualpipe_v", ranks, microbatches, slices, _dualpipe, 0), slices)
 
 
-def _on_a_v(name: str, ranks: int, microbatches: int, slices: int, cells: Cells, less: int) -> Schedule:
-    ranks, _, microbatches, slices = sizes(ranks=ranks, chunks=2, microbatches=microbatches, slices=slices)
+def _on_a_v(
+    name: str, ranks: int, microbatches: int, slices: int, cells: Cells, less: int
+) -> Schedule:
+    ranks, _, microbatches, slices = sizes(
+        ranks=ranks, chunks=2, microbatches=microbatches, slices=slices
+    )
     units = microbatches * slices
     # too few units to fill the pipeline: the order of a full one, without those that are missing
     full = max(2 * ranks - less, units)
@@ -181,24 +206,32 @@ def _dualpipe(rank: int, ranks: int, full: int) -> str:
     rest = ranks - rank - 1
     filling = "F" * 2 * rest + "Ff" * (rank + 1) + "iWf" * rest
     steady = "FbfB" * (full - 2 * ranks + rank + 1) + "bfB" * rest
-    # The backwards of both stages alternate; from the middle of them on they are split, and their W's come last.
+    # The backwards of both stages alternate; from the middle of them on they are split, and their
+    # W's come last.
     emptying = (
-        ("bB" * (rank + 1))[: rank + 1] + ("iI" if rank % 2 else "Ii") * ((rank + 1) // 2) + "I" * (rank % 2 == 0)
+        ("bB" * (rank + 1))[: rank + 1]
+        + ("iI" if rank % 2 else "Ii") * ((rank + 1) // 2)
+        + "I" * (rank % 2 == 0)
     )
     return filling + steady + emptying + "WI" * rest + "W" * (rank + 1)
 
 
 def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
-    """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up; W of the oldest I."""
+    """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up; W
+    of the oldest I.
+    """
     count: Counter[str] = Counter()
     owed: deque[Action] = deque()
     order = []
     for cell in cells(rank, ranks, full):
-        op, stage = cell.upper(), rank if cell.isupper() else 2 * ranks - 1 - rank
+        op = cell.upper()
+        stage = rank if cell.isupper() else 2 * ranks - 1 - rank
         if op == WEIGHT_GRAD:
             order.append(owed.popleft())
             continue
-        chain = cell if op == FORWARD else cell.replace("b", "i").replace("B", "I")  # both are backwards
+        chain = (
+            cell if op == FORWARD else cell.replace("b", "i").replace("B", "I")
+        )  # both are backwards
         action = Action(stage, op, count[chain])
         count[chain] += 1
         order.append(action)
@@ -207,31 +240,42 @@ def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
     return order
 
 
-# -- Weight gradients where a rank would wait, for costs that are given ------------------------------------------------
+# -- Weight gradients where a rank would wait, for costs that are given ----------------------------
 #
-# An order of F's and I's is kept. Each rank decides when it is free, and knows then what all ranks have begun: it runs
-# the next action of its order, or the oldest W where it would wait for long, or where its memory is full.
+# An order of F's and I's is kept. Each rank decides when it is free, and knows then what all ranks
+# have begun: it runs the next action of its order, or the oldest W where it would wait for long, or
+# where its memory is full.
 #
-# F, I and W of stage s are the tasks 3s, 3s + 1 and 3s + 2. A task takes the micro-batches in their order.
+# F, I and W of stage s are the tasks 3s, 3s + 1 and 3s + 2. A task takes the micro-batches in their
+# order.
 
 
-NEVER, ROUNDING = float("inf"), 1e-9
-PATIENCES = (0.01, 0.5, 1.0, 2.0)  # shares of a W's time: a rank that would wait for less than that begins no W
+NEVER = float("inf")
+ROUNDING = 1e-9
+PATIENCES = (
+    0.01,
+    0.5,
+    1.0,
+    2.0,
+)  # shares of a W's time: a rank that would wait for less than that begins no W
 OPS = (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
-Queues: TypeAlias = "Sequence[Sequence[Sequence[int]]]"  # of each rank some lists of tasks, the most urgent one first
+# Of each rank some lists of tasks, the most urgent one first.
+Queues: TypeAlias = "Sequence[Sequence[Sequence[int]]]"
 
 
 class StageTimes:
     """Stages on ranks, with the times of their tasks.
 
-    seconds, rank : of each task
-    waits_for, lag : of each task the one before it in its micro-batch, -1 without one, and the time of its message
-    awaited_by : of each task the F or I that waits for it, -1 without one
+    seconds, rank : of each task waits_for, lag : of each task the one before it in its micro-batch,
+    -1 without one, and the time of its message awaited_by : of each task the F or I that waits for
+    it, -1 without one
     """
 
     def __init__(self, placement: tuple[int, ...], microbatches: int, costs: Costs) -> None:
         stages = len(placement)
-        self.placement, self.microbatches, self.ranks = placement, microbatches, max(placement) + 1
+        self.placement = placement
+        self.microbatches = microbatches
+        self.ranks = max(placement) + 1
         times = [costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
         self.seconds = [time for stage in zip(*times) for time in stage]
         self.rank = [placement[task // 3] for task in range(3 * stages)]
@@ -242,7 +286,11 @@ class StageTimes:
         for stage in range(stages):
             forward = 3 * stage
             is_last = stage == stages - 1
-            self.waits_for += [forward - 3 if stage else -1, forward if is_last else forward + 4, forward + 1]
+            self.waits_for += [
+                forward - 3 if stage else -1,
+                forward if is_last else forward + 4,
+                forward + 1,
+            ]
             self.lag += [hop[stage], hop[stage + 1], 0.0]
             if stage:
                 self.awaited_by[forward - 3] = forward
@@ -263,7 +311,9 @@ class StageTimes:
 
 
 class Filled(NamedTuple):
-    """Tasks of each rank, and what is to be small: longest time from a rank's begin to its end, makespan, memory."""
+    """Tasks of each rank, and what is to be small: longest time from a rank's begin to its end,
+    makespan, memory.
+    """
 
     score: tuple[float, float, int]
     orders: list[list[int]]
@@ -272,14 +322,16 @@ class Filled(NamedTuple):
 def fill_idle_with_weight_grads(
     times: StageTimes, queues: Queues, limit: float, patience: float, kept: float = 1.0
 ) -> Filled | None:
-    """Run queues of F's and I's, and W's in the waits of a rank; None if that cannot end within the memory limit.
+    """Run queues of F's and I's, and W's in the waits of a rank; None if that cannot end within the
+    memory limit.
 
-    A rank goes on with the first of its queues whose next task is ready. One that knows its next task to be ready soon
-    runs a W before it only where the wait is at least `patience` of the W. `kept` is the share of an activation that
-    is held from its I until its W.
+    A rank goes on with the first of its queues whose next task is ready. One that knows its next
+    task to be ready soon runs a W before it only where the wait is at least `patience` of the W.
+    `kept` is the share of an activation that is held from its I until its W.
     """
     holds = (1.0, kept - 1, -kept)  # activations more from the begin of F, I and W
-    seconds, waits_for = times.seconds, times.waits_for
+    seconds = times.seconds
+    waits_for = times.waits_for
     rests = [[deque(queue) for queue in of_rank] for of_rank in queues]
     left = [sum(map(len, of_rank)) for of_rank in queues]
     orders: list[list[int]] = [[] for _ in queues]
@@ -288,10 +340,14 @@ def fill_idle_with_weight_grads(
     owed: list[deque[int]] = [deque() for _ in queues]
     begins = [0.0] * times.ranks
     free = [(0.0, rank) for rank in range(times.ranks)]
-    asleep: dict[int, float] = {}  # ranks for which nothing is known to become ready, and since when
+    asleep: dict[
+        int, float
+    ] = {}  # ranks for which nothing is known to become ready, and since when
     while free:
         now, rank = free[0]
-        chosen, start, is_full = None, NEVER, False
+        chosen = None
+        start = NEVER
+        is_full = False
         for rest in rests[rank]:
             if not rest:
                 continue
@@ -299,21 +355,24 @@ def fill_idle_with_weight_grads(
             if task % 3 == 0 and held[rank] + 1 > limit + ROUNDING:
                 is_full = True
                 continue
-            before, number = waits_for[task], len(ends[task])
+            before = waits_for[task]
+            number = len(ends[task])
             ready = now
             if before >= 0:
                 if len(ends[before]) <= number:
                     continue
                 ready = max(now, ends[before][number] + times.lag[task])
             if ready < start:
-                chosen, start = rest, ready
+                chosen = rest
+                start = ready
                 if ready == now:
                     break
         weights = owed[rank]
         # W's delay each I a little, and only the last one makes all ranks before it late for good.
         share = max(1.0, patience) if left[rank] == 1 and rank != times.rank[0] else patience
         if weights and start > now and (is_full or start - now >= share * seconds[weights[0]]):
-            task, start = weights.popleft(), now
+            task = weights.popleft()
+            start = now
         elif chosen is None:
             heappop(free)
             asleep[rank] = now

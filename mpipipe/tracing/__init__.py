@@ -1,4 +1,6 @@
-"""Where the time of recorded steps went, and what to change first; and pictures of schedules, by matplotlib."""
+"""Where the time of recorded steps went, and what to change first; and pictures of schedules, by
+matplotlib.
+"""
 
 from mpipipe.tracing.efficiency import Efficiencies
 from mpipipe.tracing.recording import Recording, recording
@@ -6,4 +8,12 @@ from mpipipe.tracing.sheet import check_can_draw
 from mpipipe.tracing.timeline import draw_memory, draw_timeline
 from mpipipe.tracing.trace import Trace, check_new
 
-__all__ = ["Efficiencies", "Recording", "Trace", "check_can_draw", "draw_memory", "draw_timeline", "recording"]
+__all__ = [
+    "Efficiencies",
+    "Recording",
+    "Trace",
+    "check_can_draw",
+    "draw_memory",
+    "draw_timeline",
+    "recording",
+]

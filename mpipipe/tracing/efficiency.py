@@ -1,15 +1,16 @@
 """The efficiencies of the POP project, and what to change first.
 
-The POP Standard Metrics (https://co-design.pop-coe.eu/metrics) divide the share of time in which ranks compute
-into factors, each at most 1, with C the time that a rank computes and T that of the whole:
+The POP Standard Metrics (https://co-design.pop-coe.eu/metrics) divide the share of time in which
+ranks compute into factors, each at most 1, with C the time that a rank computes and T that of the
+whole:
 
     parallel      mean C / T                             = load balance x serialisation x transfer
     load balance  mean C / max C
     serialisation max C / T on an ideal network          waits that no faster network would shorten
     transfer      T on an ideal network / T
 
-On an ideal network messages take no time. T there is taken as T less the part "transfer" of the rank that has most of
-it; no less than max C.
+On an ideal network messages take no time. T there is taken as T less the part "transfer" of the
+rank that has most of it; no less than max C.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Efficiencies(NamedTuple):
     load_balance : float
         Computing time of the mean rank, divided by that of the busiest rank.
     serialisation : float
-        Computing time of the busiest rank, divided by the time of a step on a network that takes no time.
+        Computing time of the busiest rank, divided by the time of a step on a network that takes no
+        time.
     transfer : float
         Time of a step on such a network, divided by the real time of a step.
     """
@@ -66,7 +68,8 @@ def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: 
         return f"Nothing: the ranks compute {mean['compute'] / whole:.0%} of the time."
     part = max(PARTS[1:], key=lambda name: mean[name])
     what = {
-        "bubble": f"take more micro-batches than {schedule.microbatches}, or a schedule with less bubble than "
+        "bubble": f"take more micro-batches than {schedule.microbatches}, or a schedule with less "
+        "bubble than "
         f"{schedule.name}",
         "imbalance": _slowest(schedule, costs),
         "late sender": _awaited(parts),
@@ -81,40 +84,52 @@ def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: 
 
 
 def _slowest(schedule: Schedule, costs: Costs) -> str:
-    forward, *backward = (costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad"))
+    forward, *backward = (
+        costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad")
+    )
     again = Counter(stage for stage, _ in schedule.recomputed)
     run = [time * (1 + again[stage] / schedule.units) for stage, time in enumerate(forward)]
     each = [sum(column) for column in zip(run, *backward)]
     stage = max(range(schedule.stages), key=lambda number: each[number])
-    return f"give stage {stage} less to do, which takes {each[stage] / fmean(each):.2f} x the mean stage"
+    return (
+        f"give stage {stage} less to do, which takes {each[stage] / fmean(each):.2f} x the "
+        "mean stage"
+    )
 
 
 def _slowest_edge(costs: Costs, stages: int) -> str:
     times = costs.per_stage("transfer", stages)
     edge = max(range(stages), key=lambda number: times[number])
     return (
-        f"speed up the messages between stages {edge - 1} and {edge}, which take {times[edge] * 1e3:.3g} ms, or send "
+        f"speed up the messages between stages {edge - 1} and {edge}, which take "
+        f"{times[edge] * 1e3:.3g} ms, or send "
         "less in each"
     )
 
 
 def _awaited(parts: Mapping[int, Mapping[str, float]]) -> str:
-    """Name the rank with the least time in late-sender waits, if it is far below the others: they wait for it."""
+    """Name the rank with the least time in late-sender waits, if it is far below the others: they
+    wait for it.
+    """
     late = {rank: each["late sender"] for rank, each in parts.items()}
     rank = min(late, key=lambda number: late[number])
     if len(late) > 1 and late[rank] < 0.5 * fmean(late.values()):
         return f"find out why rank {rank} comes late, which the others wait for"
-    return "find out why actions of one kind do not all last as long: other programs, clock rates, garbage collection"
+    return (
+        "find out why actions of one kind do not all last as long: other programs, clock "
+        "rates, garbage collection"
+    )
 
 
-# -- The parts of the time as a table for a terminal ------------------------------------------------------------------
+# -- The parts of the time as a table for a terminal -----------------------------------------------
 
 
 MOST = 16  # ranks with a row of their own
 
 
 def table(parts: Mapping[int, Mapping[str, float]]) -> str:
-    """Return a table of {rank: {part: seconds}}: milliseconds of a step, and percent of it; without a final newline.
+    """Return a table of {rank: {part: seconds}}: milliseconds of a step, and percent of it; without
+    a final newline.
 
     Of more than 16 ranks, those with the most and the least compute are shown.
     """
@@ -122,10 +137,18 @@ def table(parts: Mapping[int, Mapping[str, float]]) -> str:
     shown = order if len(parts) <= MOST else [*order[: MOST // 2], *order[-MOST // 2 :]]
     rows = [[str(rank), *_cells(parts[rank])] for rank in sorted(shown)]
     if len(parts) > 1:
-        rows.append(["mean", *_cells({part: fmean(each[part] for each in parts.values()) for part in PARTS})])
+        rows.append(
+            [
+                "mean",
+                *_cells({part: fmean(each[part] for each in parts.values()) for part in PARTS}),
+            ]
+        )
     return "\n".join(text_table(["rank", "step", *PARTS], rows, left=()))
 
 
 def _cells(parts: Mapping[str, float]) -> list[str]:
     whole = sum(parts.values())
-    return [f"{whole * 1e3:.1f} ms", *(f"{100 * parts[part] / whole:.1f} %" if whole else "" for part in PARTS)]
+    return [
+        f"{whole * 1e3:.1f} ms",
+        *(f"{100 * parts[part] / whole:.1f} %" if whole else "" for part in PARTS),
+    ]

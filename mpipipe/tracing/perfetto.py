@@ -1,7 +1,9 @@
-"""A trace as events for Perfetto (https://ui.perfetto.dev) and chrome://tracing: measured and predicted, side by side.
+"""A trace as events for Perfetto (https://ui.perfetto.dev) and chrome://tracing: measured and
+predicted, side by side.
 
-Each rank is a process with two rows: what was measured, and what `schedules.simulate` makes of the measured costs,
-each step beginning where the measured one does. Arrows lead from the sending of a message to its arrival.
+Each rank is a process with two rows: what was measured, and what `schedules.simulate` makes of the
+measured costs, each step beginning where the measured one does. Arrows lead from the sending of a
+message to its arrival.
 """
 
 from __future__ import annotations
@@ -13,14 +15,20 @@ from mpipipe.schedules import Timeline
 from mpipipe.tracing.records import RankRecord, deliveries
 from mpipipe.tracing.segments import Segment
 
-MEASURED, PREDICTED = 0, 1  # rows
+# rows
+MEASURED = 0
+PREDICTED = 1
 MICRO = 1e6  # Chrome counts in microseconds
 
 
 def events(
-    records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], predicted: Timeline
+    records: Sequence[RankRecord],
+    pieces: Sequence[Sequence[Sequence[Segment]]],
+    predicted: Timeline,
 ) -> list[dict[str, Any]]:
-    """Return the events, whose json.dumps the viewers read: of all ranks, and of a step as it is `predicted`."""
+    """Return the events, whose json.dumps the viewers read: of all ranks, and of a step as it is
+    `predicted`.
+    """
     zero = min((step.start for record in records for step in record.steps), default=0.0)
     found = list(_names(records))
     for record, steps in zip(records, pieces):
@@ -34,16 +42,30 @@ def events(
             for action, start, end in predicted.spans[record.position]:
                 place = (record.rank, PREDICTED, zero)
                 name = predicted.schedule.cell(action)
-                found.append(_span(name, action.op, (origin + start, origin + end), place, step=number))
+                found.append(
+                    _span(name, action.op, (origin + start, origin + end), place, step=number)
+                )
     return found + list(_arrows(records, zero))
 
 
 def _names(records: Sequence[RankRecord]) -> Iterable[dict[str, Any]]:
     for record in records:
         name = f"rank {record.rank}"
-        yield {"ph": "M", "name": "process_name", "pid": record.rank, "tid": 0, "args": {"name": name}}
+        yield {
+            "ph": "M",
+            "name": "process_name",
+            "pid": record.rank,
+            "tid": 0,
+            "args": {"name": name},
+        }
         for row, title in ((MEASURED, "measured"), (PREDICTED, "predicted")):
-            yield {"ph": "M", "name": "thread_name", "pid": record.rank, "tid": row, "args": {"name": title}}
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": record.rank,
+                "tid": row,
+                "args": {"name": title},
+            }
 
 
 def _span(
@@ -58,7 +80,8 @@ def _span(
 def _arrows(records: Sequence[RankRecord], zero: float) -> Iterable[dict[str, Any]]:
     for number, each in enumerate(deliveries(records)):
         arrow = {"name": "message", "cat": "message", "id": number, "tid": MEASURED}
-        start, end = records[each.source].rank, records[each.target].rank
+        start = records[each.source].rank
+        end = records[each.target].rank
         facts = {"bytes": each.nbytes}
         yield {**arrow, "ph": "s", "pid": start, "ts": (each.sent - zero) * MICRO, "args": facts}
         yield {**arrow, "ph": "f", "bp": "e", "pid": end, "ts": (each.received - zero) * MICRO}

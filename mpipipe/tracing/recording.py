@@ -30,14 +30,17 @@ class Recording:
     Attributes
     ----------
     spans : list of Span
-        What this rank has done so far, as (name, start, end) in seconds of its clock: actions such as "2F0", starts of
-        sums over replicas, and the optimizer, in the order in which they ended.
+        What this rank has done so far, as (name, start, end) in seconds of its clock: actions such
+        as "2F0", starts of sums over replicas, and the optimizer, in the order in which they ended.
     trace : Trace or None
         On rank 0 the result, once the recording has ended.
     """
 
     def __init__(
-        self, pipeline: Pipeline, comm: Communicator | None = None, now: Callable[[], float] = perf_counter
+        self,
+        pipeline: Pipeline,
+        comm: Communicator | None = None,
+        now: Callable[[], float] = perf_counter,
     ) -> None:
         self.pipeline = pipeline
         self.trace: Trace | None = None
@@ -53,7 +56,9 @@ class Recording:
                     remedy="end that recording first",
                 )
         engine = pipeline.engine
-        places = self._group.gather("the begin of a recording", (engine.partners.replica, pipeline.rank))
+        places = self._group.gather(
+            "the begin of a recording", (engine.partners.replica, pipeline.rank)
+        )
         with self._group.raise_together("the begin of a recording"):
             check_places(places, engine.schedule.ranks)
         self._schedule = engine.training_plan.schedule
@@ -62,11 +67,15 @@ class Recording:
         pipeline.engine.record(self._recorder)
 
     def optimizer(self) -> AbstractContextManager[None]:
-        """Mark the optimizer: the block belongs to the last step, and counts as part "optimizer"."""
+        """Mark the optimizer: the block belongs to the last step, and counts as part
+        "optimizer".
+        """
         return self._recorder.optimizer()
 
     def reading(self) -> AbstractContextManager[None]:
-        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part "reading"."""
+        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part
+        "reading".
+        """
         return self._recorder.reading()
 
     @property
@@ -76,7 +85,8 @@ class Recording:
 
     def end(self) -> None:
         """Stop recording, and bring the records of all ranks together on rank 0."""
-        engine, before = self.pipeline.engine, self._before
+        engine = self.pipeline.engine
+        before = self._before
         engine.record(None)
         after = clock_offset(self._group, self._comm, self._recorder.now)
         replicas = engine.partners.replicas
@@ -84,8 +94,13 @@ class Recording:
         key = None if replicas is None else replicas.key
         steps = steps_of(self._recorder, key, planned, self._schedule.slices)
         clock = (before.at, before.ahead), (after.at, after.ahead)
-        skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
-        record = RankRecord(self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips)
+        skips = [
+            (edge, *ends)
+            for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)
+        ]
+        record = RankRecord(
+            self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips
+        )
         found = collect(self._group, self._comm, record)
         self._group.agree("the end of a recording")
         self._comm.Free()
@@ -100,27 +115,30 @@ def recording(
 ) -> Iterator[Recording]:
     """Record the training steps that are made in the block; collective at both ends.
 
-    What it needs grows with the number of steps: record some, not thousands. After an error in the block nothing
-    collective is done, and there is no trace.
+    What it needs grows with the number of steps: record some, not thousands. After an error in the
+    block nothing collective is done, and there is no trace.
 
     Parameters
     ----------
     pipeline : Pipeline
         Whose training steps are recorded.
     comm : communicator, optional
-        All ranks that are recorded; by default those of the pipeline. With replicas: those of all replicas.
+        All ranks that are recorded; by default those of the pipeline. With replicas: those of all
+        replicas.
     now : callable, optional
         The clock of this rank, in seconds.
 
     Yields
     ------
     Recording
-        Its `spans` are what this rank has done. After the block its `trace` is a Trace on rank 0, None elsewhere.
+        Its `spans` are what this rank has done. After the block its `trace` is a Trace on rank 0,
+        None elsewhere.
 
     Raises
     ------
     ArgumentError
-        On every rank: the pipeline is being recorded already, or no training step was made in the block.
+        On every rank: the pipeline is being recorded already, or no training step was made in the
+        block.
 
     Examples
     --------
@@ -152,25 +170,35 @@ def recording(
 
 
 def steps_of(
-    recorder: Recorder, sums: tuple[int, ...] | None, planned: Sequence[PlannedAction] | None = None, slices: int = 1
+    recorder: Recorder,
+    sums: tuple[int, ...] | None,
+    planned: Sequence[PlannedAction] | None = None,
+    slices: int = 1,
 ) -> list[StepRecord]:
-    """Put what a recorder has noted in order, step by step; `sums` is the key of the replicas, whose waits are sums.
+    """Put what a recorder has noted in order, step by step; `sums` is the key of the replicas,
+    whose waits are sums.
 
-    `planned` are the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing
-    of messages: a gap on the device before an action that takes a message is a wait for it, and a message is sent at
-    the end of the action that makes it.
+    `planned` are the actions of a step where they run on a device. There the host runs ahead, and
+    its waits say nothing of messages: a gap on the device before an action that takes a message is
+    a wait for it, and a message is sent at the end of the action that makes it.
     """
     found = []
     for step in recorder.steps:
         inside = [
-            (action_of(span.name, slices), span) for span in recorder.spans if step.start <= span.start <= step.end
+            (action_of(span.name, slices), span)
+            for span in recorder.spans
+            if step.start <= span.start <= step.end
         ]
         actions = [(action, span.start, span.end) for action, span in inside if action is not None]
-        waits = [_waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end]
+        waits = [
+            _waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end
+        ]
         sent = [each for each in recorder.sent if step.start <= each.time <= step.end]
         if planned is not None:
             waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
-            ends = {sent.name: end for each, (_, _, end) in zip(planned, actions) for sent in each.sends}
+            ends = {
+                sent.name: end for each, (_, _, end) in zip(planned, actions) for sent in each.sends
+            }
             sent = [each._replace(time=ends.get(each.message, each.time)) for each in sent]
         spans = [span for action, span in inside if action is None]
         found.append(StepRecord(step.start, step.end, actions, waits, sent, spans))
@@ -181,11 +209,21 @@ def _waited(wait: Wait, sums: tuple[int, ...] | None) -> Waited:
     what = wait.what
     message = what.name if isinstance(what, Envelope) else None
     text = what.subject if isinstance(what, Envelope) else str(what)
-    return Waited(text, wait.start, wait.end, message, wait.group, wait.group is not None and wait.group == sums)
+    return Waited(
+        text,
+        wait.start,
+        wait.end,
+        message,
+        wait.group,
+        wait.group is not None and wait.group == sums,
+    )
 
 
-def _gaps(actions: Sequence[tuple[Action, float, float]], planned: Sequence[PlannedAction]) -> list[Waited]:
-    found, end = [], None
+def _gaps(
+    actions: Sequence[tuple[Action, float, float]], planned: Sequence[PlannedAction]
+) -> list[Waited]:
+    found = []
+    end = None
     for each, (_, start, stop) in zip(planned, actions):
         if each.receives and end is not None and end < start:
             message = each.receives[0]  # that of the chain is made last
@@ -194,14 +232,15 @@ def _gaps(actions: Sequence[tuple[Action, float, float]], planned: Sequence[Plan
     return found
 
 
-# -- How far the clock of rank 0 is ahead of this rank's: messages to and fro, of which the fastest counts ------------
+# -- How far the clock of rank 0 is ahead of this rank's: messages to and fro, of which the fastest counts --
 #
 #     rank 0    ------- t0 -------
 #                      /  \
 #     rank r    ----- a    b -----      the clock of rank 0 shows t0 at some time between a and b of this rank
 #
-# So t0 - (a + b) / 2 is off by at most (b - a) / 2, however unlike the two ways are. The smallest b - a of many is
-# taken (Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989).
+# So t0 - (a + b) / 2 is off by at most (b - a) / 2, however unlike the two ways are. The smallest b
+# - a of many is taken (Cristian, Probabilistic clock synchronization, Distributed Computing 3,
+# 1989).
 
 
 ROUNDS = 50
@@ -217,11 +256,15 @@ class Offset(NamedTuple):
 
 
 def clock_offset(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offset:
-    """Compare this rank's clock, `now`, with that of rank 0; collective. No other messages are under way on `comm`."""
+    """Compare this rank's clock, `now`, with that of rank 0; collective. No other messages are
+    under way on `comm`.
+    """
     group.agree("comparing clocks")
     with group.failing("comparing clocks"):
         if comm.rank > 0:
-            return min((_ask(group, comm, now) for _ in range(ROUNDS)), key=lambda offset: offset.error)
+            return min(
+                (_ask(group, comm, now) for _ in range(ROUNDS)), key=lambda offset: offset.error
+            )
         for peer in range(1, comm.size):
             for _ in range(ROUNDS):
                 _answer(group, comm, now, peer)
@@ -236,9 +279,13 @@ def _ask(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offs
     group.wait(receive, WHAT, peer=0)
     after = now()
     group.wait(send, WHAT, peer=0)
-    return Offset((before + after) / 2, float(answer[0]) - (before + after) / 2, (after - before) / 2)
+    return Offset(
+        (before + after) / 2, float(answer[0]) - (before + after) / 2, (after - before) / 2
+    )
 
 
 def _answer(group: RankGroup, comm: Communicator, now: Callable[[], float], peer: int) -> None:
     group.wait(own(comm.Irecv(np.empty(1), peer, 0)), f"rank {peer}, to compare clocks", peer=peer)
-    group.wait(own(comm.Isend(np.array([now()]), peer, 0)), f"rank {peer}, to compare clocks", peer=peer)
+    group.wait(
+        own(comm.Isend(np.array([now()]), peer, 0)), f"rank {peer}, to compare clocks", peer=peer
+    )

@@ -1,7 +1,8 @@
 """What all ranks did in the recorded steps, as plain data.
 
-A message is named by (edge, micro-batch, direction). Edge e joins stages e - 1 and e; further edges are skips. The
-direction is 0 for an activation and 1 for a gradient. Within a step of one pipeline no name comes twice.
+A message is named by (edge, micro-batch, direction). Edge e joins stages e - 1 and e; further edges
+are skips. The direction is 0 for an activation and 1 for a gradient. Within a step of one pipeline
+no name comes twice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Waited(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step of a rank: start, end, actions, waits, messages sent, and the spans that are no actions."""
+    """One step of a rank: start, end, actions, waits, messages sent, and the spans that are no
+    actions.
+    """
 
     start: float
     end: float
@@ -54,8 +57,14 @@ class StepRecord(NamedTuple):
         )
 
     def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
-        """When each message was there: when the wait for it ended, else at the start of the action that takes it."""
-        times = {message: start for action, start, _ in self.actions for message in taken_by(action, skips)}
+        """When each message was there: when the wait for it ended, else at the start of the action
+        that takes it.
+        """
+        times = {
+            message: start
+            for action, start, _ in self.actions
+            for message in taken_by(action, skips)
+        }
         for wait in self.waits:
             if wait.message in times:
                 times[wait.message] = min(wait.end, times[wait.message])
@@ -65,7 +74,8 @@ class StepRecord(NamedTuple):
 class RankRecord(NamedTuple):
     """What one rank did.
 
-    clock : two comparisons with the clock of rank 0: (when, by this rank's clock; seconds that rank 0 is ahead)
+    clock : two comparisons with the clock of rank 0: (when, by this rank's clock; seconds that rank
+    0 is ahead)
     """
 
     rank: int  # its number among all that were recorded
@@ -79,7 +89,11 @@ class RankRecord(NamedTuple):
 def action_of(text: str, slices: int = 1) -> Action | None:
     """The action whose text form this is, in a schedule that cuts sequences into `slices`."""
     match = ACTION.fullmatch(text)
-    return None if match is None else Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
+    return (
+        None
+        if match is None
+        else Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
+    )
 
 
 def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
@@ -88,11 +102,13 @@ def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
     if op == "F":
         edges = [stage, *(edge for edge, _, target in skips if target == stage)]
         return [(edge, microbatch, 0) for edge in edges]
-    edges = [stage + 1, *(edge for edge, source, _ in skips if source == stage)] if op in "BI" else []
+    edges = (
+        [stage + 1, *(edge for edge, source, _ in skips if source == stage)] if op in "BI" else []
+    )
     return [(edge, microbatch, 1) for edge in edges]
 
 
-# -- Messages of a record with both ends: who sent what when, and when it was there -----------------------------------
+# -- Messages of a record with both ends: who sent what when, and when it was there ----------------
 
 
 class Delivery(NamedTuple):
@@ -122,15 +138,20 @@ def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
                 target = index.get((record.replica, sent.peer))
                 there = None if target is None else received[target][number].get(sent.message)
                 if target is not None and there is not None:
-                    found.append(Delivery(number, source, target, sent.message, sent.nbytes, sent.time, there))
+                    found.append(
+                        Delivery(
+                            number, source, target, sent.message, sent.nbytes, sent.time, there
+                        )
+                    )
     return found
 
 
-# -- The records of all ranks on the clock of rank 0 ------------------------------------------------------------------
+# -- The records of all ranks on the clock of rank 0 -----------------------------------------------
 #
-# Each clock was compared with that of rank 0 before the first and after the last recorded step. Between the two its
-# offset is taken to grow evenly, which is the drift. What is left are the errors of the comparisons: some microseconds,
-# by which a message may seem to arrive before it was sent.
+# Each clock was compared with that of rank 0 before the first and after the last recorded step.
+# Between the two its offset is taken to grow evenly, which is the drift. What is left are the
+# errors of the comparisons: some microseconds, by which a message may seem to arrive before it was
+# sent.
 
 
 def on_one_clock(records: Sequence[RankRecord]) -> list[RankRecord]:

@@ -10,8 +10,8 @@ Several things may be true of one moment. The first of these takes it:
     optimizer    the optimizer runs
     overhead     all else: agreement, bookkeeping, copies
 
-A wait for a message is late until its sender sent it. A wait for all ranks of a group is late until the last of them
-had come. A wait for one rank to take or to send something else is late as a whole.
+A wait for a message is late until its sender sent it. A wait for all ranks of a group is late until
+the last of them had come. A wait for one rank to take or to send something else is late as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from mpipipe.tracing.records import RankRecord, StepRecord, Waited, deliveries
 LATE = "late"
 ORDER = ("compute", "reading", LATE, "transfer", "sums", "optimizer", "overhead")
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
-# what spans of a recorder went into, and their names, by the first words that the recorder has for them
+# what spans of a recorder went into, and their names, by the first words that the recorder has for
+# them
 SPANS = {
     "all-reduce": ("sums", "start of sums"), "optimizer": ("optimizer", "optimizer"), "read": ("reading", "reading"),
 }  # fmt: skip
@@ -50,11 +51,15 @@ class Peers(NamedTuple):
     """What a rank has to know of the others to divide its waits."""
 
     sent: dict[tuple, float]  # (replica, step, message) -> when it was sent
-    entries: dict[tuple, float]  # (step, group, what, how many-th of these) -> when the last rank of the group had come
+    entries: dict[
+        tuple, float
+    ]  # (step, group, what, how many-th of these) -> when the last rank of the group had come
 
 
 def segments(records: Sequence[RankRecord]) -> list[list[list[Segment]]]:
-    """Divide all steps, whose records are on one clock: for each rank, for each step, its pieces in order."""
+    """Divide all steps, whose records are on one clock: for each rank, for each step, its pieces in
+    order.
+    """
     peers = _peers(records)
     return [
         [_divided(step, number, record.replica, peers) for number, step in enumerate(record.steps)]
@@ -85,8 +90,12 @@ def _of_groups(step: StepRecord, number: int) -> Iterable[tuple[tuple, Waited]]:
 
 def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[Segment]:
     keys = {wait: key for key, wait in _of_groups(step, number)}
-    found = [Segment(start, end, "compute", str(action), action) for action, start, end in step.actions]
-    found += [Segment(span.start, span.end, *SPANS[span.name.partition(" ")[0]]) for span in step.spans]
+    found = [
+        Segment(start, end, "compute", str(action), action) for action, start, end in step.actions
+    ]
+    found += [
+        Segment(span.start, span.end, *SPANS[span.name.partition(" ")[0]]) for span in step.spans
+    ]
     for wait in step.waits:
         there = wait.end  # when the others were there
         if wait.message is not None:
@@ -96,17 +105,24 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
         there = min(max(there, wait.start), wait.end)
         found.append(Segment(wait.start, there, LATE, wait.what))
         if wait.message is not None or wait.sums:
-            found.append(Segment(there, wait.end, "transfer" if wait.message is not None else "sums", wait.what))
+            found.append(
+                Segment(
+                    there, wait.end, "transfer" if wait.message is not None else "sums", wait.what
+                )
+            )
     return _painted(found, (step.start, step.end))
 
 
 def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
-    """Give each moment to the piece under way whose part comes first, of one part to the earliest; else to overhead."""
+    """Give each moment to the piece under way whose part comes first, of one part to the earliest;
+    else to overhead.
+    """
     pieces = sorted([*found, Segment(*whole, "overhead", "overhead")], key=lambda piece: piece[:2])
     moments = sorted({min(max(time, whole[0]), whole[1]) for piece in pieces for time in piece[:2]})
     visible: list[Segment] = []
     under_way: list[tuple[int, int]] = []
-    begun, before = 0, -1
+    begun = 0
+    before = -1
     for start, end in pairwise(moments):
         while begun < len(pieces) and pieces[begun].start <= start:
             heappush(under_way, (ORDER.index(pieces[begun].part), begun))
@@ -121,7 +137,7 @@ def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
     return visible
 
 
-# -- Where the time of each step went, in nine parts that add up to it -----------------------------------------------
+# -- Where the time of each step went, in nine parts that add up to it -----------------------------
 #
 # They are the parts above, but for "late". Each second of that belongs to one of these:
 #
@@ -132,21 +148,40 @@ def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
 # late sender  the rest: a rank that came late, actions that did not last as long as others of their kind, overhead of
 #              the sender
 #
-# How long a rank would idle is simulated with the recorded durations. Bubble, imbalance, and what messages hold up take
-# their seconds in this order, each no more than is left of the waits of the step. So nothing counts twice, no part is
-# negative, and a rank that is slower than the mean stage has no imbalance: the others wait for it.
+# How long a rank would idle is simulated with the recorded durations. Bubble, imbalance, and what
+# messages hold up take their seconds in this order, each no more than is left of the waits of the
+# step. So nothing counts twice, no part is negative, and a rank that is slower than the mean stage
+# has no imbalance: the others wait for it.
 
 
-PARTS = ("compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead", "reading")
+PARTS = (
+    "compute",
+    "bubble",
+    "imbalance",
+    "late sender",
+    "transfer",
+    "sums",
+    "optimizer",
+    "overhead",
+    "reading",
+)
 
 
 def parts_of_steps(
-    records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], schedule: Schedule, costs: Costs
+    records: Sequence[RankRecord],
+    pieces: Sequence[Sequence[Sequence[Segment]]],
+    schedule: Schedule,
+    costs: Costs,
 ) -> list[list[dict[str, float]]]:
-    """Return the seconds of each part, for each rank, for each of its steps; `costs` are the recorded ones."""
+    """Return the seconds of each part, for each rank, for each of its steps; `costs` are the
+    recorded ones.
+    """
     idle = idle_times(schedule, costs)
     return [
-        [_parts(step, {name: seconds[record.position] for name, seconds in idle.items()}) for step in steps]
+        [
+            _parts(step, {name: seconds[record.position] for name, seconds in idle.items()})
+            for step in steps
+        ]
         for record, steps in zip(records, pieces)
     ]
 
@@ -172,11 +207,13 @@ def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, floa
     return parts
 
 
-# -- What the recorded actions and messages cost, as `schedules.simulate` takes it ------------------------------------
+# -- What the recorded actions and messages cost, as `schedules.simulate` takes it -----------------
 
 
 def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) -> Costs:
-    """Return the mean costs of each stage, and of each edge the median time of messages that were waited for."""
+    """Return the mean costs of each stage, and of each edge the median time of messages that were
+    waited for.
+    """
     of_slices = [0.0] * slices
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)  # of each op in each stage
     for record in records:
@@ -196,7 +233,9 @@ def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) 
 
 
 def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
-    """For each edge the median time from the sending of a message to its arrival, where a rank waited for that."""
+    """For each edge the median time from the sending of a message to its arrival, where a rank
+    waited for that.
+    """
     found: dict[int, list[float]] = defaultdict(list)
     waited = {
         (target, number, wait.message)
@@ -211,21 +250,27 @@ def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
 
 
 def of_mean_stages(costs: Costs, stages: int) -> Costs:
-    """Return the costs of stages that are all like the mean of those that cost anything, with free messages."""
+    """Return the costs of stages that are all like the mean of those that cost anything, with free
+    messages.
+    """
 
     def mean(values: Sequence[float]) -> float:
         counted = [value for value in values if value > 0]
         return fmean(counted) if counted else 0.0
 
     names = ("forward", "input_grad", "weight_grad")
-    return Costs(**{name: mean(costs.per_stage(name, stages)) for name in names}, transfer=0.0, slices=costs.slices)
+    return Costs(
+        **{name: mean(costs.per_stage(name, stages)) for name in names},
+        transfer=0.0,
+        slices=costs.slices,
+    )
 
 
 def idle_times(schedule: Schedule, costs: Costs) -> Mapping[str, list[float]]:
     """Return how long each rank of a pipeline idles in a step of the simulation.
 
-    "mean": were all stages alike and messages free. "stages": with the costs of each stage, and messages free.
-    "messages": with the times of messages, too.
+    "mean": were all stages alike and messages free. "stages": with the costs of each stage, and
+    messages free. "messages": with the times of messages, too.
     """
     return {
         "mean": _idle(simulate(schedule, of_mean_stages(costs, schedule.stages))),

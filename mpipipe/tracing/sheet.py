@@ -1,4 +1,6 @@
-"""A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it becomes."""
+"""A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it
+becomes.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,22 @@ from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.schedules import Schedule
 from mpipipe.text import counted, optional_library
 
-# -- Colours that readers who are colour-blind tell apart, and that differ in lightness on paper ----------------------
+# -- Colours that readers who are colour-blind tell apart, and that differ in lightness on paper ---
 #
-# They are those of Okabe and Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/.
+# They are those of Okabe and Ito, "Color Universal Design" (2008),
+# https://jfly.uni-koeln.de/color/.
 
 
-ORANGE, SKY_BLUE, GREEN, BLUE, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"
-GREY, PALE, WHITE, BLACK, INK = "#8c8c8c", "#d0d4d8", "#ffffff", "#000000", "#22313f"
+ORANGE = "#e69f00"
+SKY_BLUE = "#56b4e9"
+GREEN = "#009e73"
+BLUE = "#0072b2"
+PURPLE = "#cc79a7"
+GREY = "#8c8c8c"
+PALE = "#d0d4d8"
+WHITE = "#ffffff"
+BLACK = "#000000"
+INK = "#22313f"
 LIGHTEST = 0.55  # how much white is in the lightest shade
 
 
@@ -50,18 +61,28 @@ def _parts(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-# -- A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it becomes -----------------
+# -- A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it becomes --
 
 
-WIDTH, MARGIN = 548.0, 8.0  # points; the width of a page of documentation
-TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # sizes of fonts
+# points; the width of a page of documentation
+WIDTH = 548.0
+MARGIN = 8.0
+# sizes of fonts
+TITLE = 10.5
+TEXT = 9.0
+SMALL = 8.0
 LINE = 16.0  # from one line of text to the next
-SWATCH, SHADES = 10.0, 8  # points; most shades that a swatch shows
+# points; most shades that a swatch shows
+SWATCH = 10.0
+SHADES = 8
 DOTS = 160  # of a PNG, per inch
 FORMATS = {".png": "png", ".svg": "svg"}
 SETTINGS = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # the first comes with matplotlib, the second is as wide
+    "font.sans-serif": [
+        "DejaVu Sans",
+        "Verdana",
+    ],  # the first comes with matplotlib, the second is as wide
     "font.size": TEXT,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -76,10 +97,11 @@ SETTINGS = {
 
 
 class Sheet:
-    """A figure in which all is placed in points from the top left corner; `end_at` says how high it is.
+    """A figure in which all is placed in points from the top left corner; `end_at` says how high it
+    is.
 
-    `ink` are axes over the whole sheet, in points, for title, key and labels. `name` is what a reader hears who cannot
-    see the picture.
+    `ink` are axes over the whole sheet, in points, for title, key and labels. `name` is what a
+    reader hears who cannot see the picture.
     """
 
     def __init__(self) -> None:
@@ -105,7 +127,9 @@ class Sheet:
         self.figure.set_size_inches(WIDTH / 72, height / 72)
         self.ink.set(xlim=(0, WIDTH), ylim=(height, 0))
         for axes, left, top, width, tall in self.places:
-            axes.set_position((left / WIDTH, 1 - (top + tall) / height, width / WIDTH, tall / height))
+            axes.set_position(
+                (left / WIDTH, 1 - (top + tall) / height, width / WIDTH, tall / height)
+            )
 
     def text(self, x: float, y: float, text: str, **options: Any) -> Any:
         """Write one line of text whose middle is at the height `y`."""
@@ -121,18 +145,24 @@ class Sheet:
         """Return the width of a text in points."""
         return float(text.get_window_extent().width) * 72 / self.figure.dpi
 
-    def key(self, top: float, looks: Sequence[Look], chunks: int = 1, notes: Sequence[str] = ()) -> float:
-        """Write what the colours mean, and return where it ends; a look has a swatch in the shade of each chunk."""
+    def key(
+        self, top: float, looks: Sequence[Look], chunks: int = 1, notes: Sequence[str] = ()
+    ) -> float:
+        """Write what the colours mean, and return where it ends; a look has a swatch in the shade
+        of each chunk.
+        """
         from matplotlib.patches import Rectangle
 
         shades = min(chunks, SHADES)
-        x, y = MARGIN, top + LINE / 2
+        x = MARGIN
+        y = top + LINE / 2
         for look in (*looks, *(Look(note, "") for note in notes)):
             swatch = (SWATCH + 6 * (shades - 1) + 4) if look.colour else 0.0
             text = self.text(0, y, look.words)
             width = swatch + self.width_of(text)
             if x + width > WIDTH - MARGIN and x > MARGIN:
-                x, y = MARGIN, y + LINE
+                x = MARGIN
+                y = y + LINE
             text.set_position((x + swatch, y))
             for part in range(shades if look.colour else 0):
                 step = (swatch - 4) / shades
@@ -149,9 +179,12 @@ def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
     target, kind = _target(path)
     style = _library()
     with style.context(["default", SETTINGS]):  # whatever the user's matplotlibrc says
-        sheet, content = make(), io.BytesIO()
+        sheet = make()
+        content = io.BytesIO()
         metadata: dict[str, str | None] = {"Title": sheet.name}
-        metadata |= {"Date": None, "Creator": "mpipipe"} if kind == "svg" else {"Software": "mpipipe"}
+        metadata |= (
+            {"Date": None, "Creator": "mpipipe"} if kind == "svg" else {"Software": "mpipipe"}
+        )
         sheet.figure.savefig(content, format=kind, dpi=DOTS, metadata=metadata)
     try:
         files.write_whole(target, content.getvalue())
@@ -160,7 +193,8 @@ def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
 
 
 def check_can_draw(path: str | os.PathLike[str]) -> None:
-    """Check that a picture can be written there, before anything is computed for it; raises as `draw_timeline` does.
+    """Check that a picture can be written there, before anything is computed for it; raises as
+    `draw_timeline` does.
 
     Examples
     --------
@@ -210,10 +244,12 @@ def _unwritable(path: Path, why: str) -> StorageError:
     )
 
 
-# -- A row for each rank over one axis of time, as timelines and profiles of memory have it ---------------------------
+# -- A row for each rank over one axis of time, as timelines and profiles of memory have it --------
 
 
-LEFT, RIGHT = 54.0, 14.0  # points: for the names of ranks, and for the last number of the axis
+# points: for the names of ranks, and for the last number of the axis
+LEFT = 54.0
+RIGHT = 14.0
 TALLEST = 720.0  # points of all rows
 NAMES_APART = 10.0  # points
 AXIS = 36.0  # points below the rows, for numbers and name of the axis of time
@@ -236,13 +272,19 @@ def height_of_row(rows: int, wanted: float) -> float:
     return min(wanted, TALLEST / rows)
 
 
-def add_rows(sheet: Sheet, top: float, ranks: int, row: float, longest: float, *, right: float = RIGHT) -> Any:
-    """Return axes with rank r between r and r + 1 downwards, its name in the middle, and time from 0 to `longest`."""
+def add_rows(
+    sheet: Sheet, top: float, ranks: int, row: float, longest: float, *, right: float = RIGHT
+) -> Any:
+    """Return axes with rank r between r and r + 1 downwards, its name in the middle, and time from
+    0 to `longest`.
+    """
     axes = sheet.axes(LEFT, top, WIDTH - LEFT - right, ranks * row)
     axes.set(xlim=(0, longest or 1.0), ylim=(ranks, 0))
     every = int(-(-NAMES_APART // row))
     named = range(0, ranks, every)
-    axes.set_yticks([rank + 0.5 for rank in named], [f"rank {rank}" for rank in named], fontsize=TEXT)
+    axes.set_yticks(
+        [rank + 0.5 for rank in named], [f"rank {rank}" for rank in named], fontsize=TEXT
+    )
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=SMALL)
     for side in ("top", "left", "right"):

@@ -10,7 +10,9 @@ from typing import Any
 from mpipipe.schedules import Action, Schedule, Timeline, activations
 from mpipipe.tracing import sheet as paper
 
-ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
+# points from one rank to the next, and the part of them that is a box
+ROW = 22.0
+BOX = 0.84
 TOP = 24.0  # points above the key
 FRAMED = 6.0  # points of a row below which frames would hide what they frame
 DIGIT = 0.64  # width of a digit, in sizes of its font
@@ -21,8 +23,8 @@ AROUND = 2.0  # points around a number
 def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Draw a row of boxes for each rank, with the numbers of micro-batches where they have room.
 
-    A colour is an op, and its shade the chunk: the first stage of a rank has the darkest. White is the bubble. The
-    colours are those of Okabe and Ito (2008), https://jfly.uni-koeln.de/color/.
+    A colour is an op, and its shade the chunk: the first stage of a rank has the darkest. White is
+    the bubble. The colours are those of Okabe and Ito (2008), https://jfly.uni-koeln.de/color/.
 
     Parameters
     ----------
@@ -34,8 +36,8 @@ def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     ArgumentError, BackendError, StorageError
-        There are too many actions, the name of the file does not fit, matplotlib (extra ``[plot]``) is not installed,
-        or the file cannot be written.
+        There are too many actions, the name of the file does not fit, matplotlib (extra ``[plot]``)
+        is not installed, or the file cannot be written.
 
     Examples
     --------
@@ -59,8 +61,16 @@ def _sheet(timeline: Timeline) -> paper.Sheet:
     if schedule.chunks > 1:
         notes.append("lighter: later chunk")
     sheet = paper.Sheet()
-    sheet.title(paper.subject(schedule), f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}")
-    top = sheet.key(TOP, [look for op, look in paper.OPS.items() if op in ops], schedule.chunks, notes) + 4
+    sheet.title(
+        paper.subject(schedule),
+        f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}",
+    )
+    top = (
+        sheet.key(
+            TOP, [look for op, look in paper.OPS.items() if op in ops], schedule.chunks, notes
+        )
+        + 4
+    )
     axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan)
     _fill(axes, timeline, row)
     axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)
@@ -76,12 +86,21 @@ def _fill(axes: Any, timeline: Timeline, row: float) -> None:
     for rank, spans in enumerate(timeline.spans):
         place = rank + (1 - high) / 2, high
         whole = [(0, timeline.makespan)]
-        axes.broken_barh(whole, place, facecolor=paper.WHITE, edgecolor=paper.PALE, linewidth=frame, clip_on=False)
+        axes.broken_barh(
+            whole,
+            place,
+            facecolor=paper.WHITE,
+            edgecolor=paper.PALE,
+            linewidth=frame,
+            clip_on=False,
+        )
         chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
         groups: dict[tuple[str, int], list[tuple[str, float, float]]] = defaultdict(list)
         for action, start, end in spans:
             if end > start:
-                groups[action.op, chunks[action.stage]].append((_number(action, schedule), start, end - start))
+                groups[action.op, chunks[action.stage]].append(
+                    (_number(action, schedule), start, end - start)
+                )
         for (op, chunk), boxes in groups.items():
             fill = paper.shade(paper.OPS[op].colour, chunk, schedule.chunks)
             axes.broken_barh(
@@ -97,11 +116,15 @@ def _fill(axes: Any, timeline: Timeline, row: float) -> None:
                 needed = DIGIT * SIZE * len(number) + AROUND
                 if SIZE <= 0.75 * BOX * row and needed <= points * length:
                     middle = start + length / 2, rank + 0.53
-                    axes.text(*middle, number, color=paper.BLACK, fontsize=SIZE, ha="center", va="center")
+                    axes.text(
+                        *middle, number, color=paper.BLACK, fontsize=SIZE, ha="center", va="center"
+                    )
 
 
 def _number(action: Action, schedule: Schedule) -> str:
-    """Return what stands in the box of an action: its micro-batch, and its slice where sequences are cut."""
+    """Return what stands in the box of an action: its micro-batch, and its slice where sequences
+    are cut.
+    """
     if schedule.slices == 1:
         return str(action.microbatch)
     return f"{action.microbatch // schedule.slices}.{action.microbatch % schedule.slices}"
@@ -112,30 +135,39 @@ def _border(least: float) -> float:
     return 0.6 if least > 5 else 0.25 if least > 2 else 0.0
 
 
-# -- The activations that each rank holds over time -------------------------------------------------------------------
+# -- The activations that each rank holds over time ------------------------------------------------
 
 
-MEMORY_ROW, PEAKS = 34.0, 54.0  # points: from one rank to the next; for the peaks at the right
+# points: from one rank to the next; for the peaks at the right
+MEMORY_ROW = 34.0
+PEAKS = 54.0
 FULL = 0.86  # of a row's height, for the largest peak of all ranks
 
 
 def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Draw for each rank how many activations it holds at which time, with the peak at the end of its row.
+    """Draw for each rank how many activations it holds at which time, with the peak at the end of
+    its row.
 
-    An activation is that of one chunk and one micro-batch, counted as in `Timeline.peak_activations`. All rows have one
-    scale. Files and errors are as for `draw_timeline`.
+    An activation is that of one chunk and one micro-batch, counted as in
+    `Timeline.peak_activations`. All rows have one scale. Files and errors are as for
+    `draw_timeline`.
     """
     paper.check_boxes(sum(map(len, timeline.spans)))
     paper.draw(path, lambda: _memory_sheet(timeline))
 
 
 def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the times at which the number of activations of a rank changes, and the number from then on.
+    """Return the times at which the number of activations of a rank changes, and the number from
+    then on.
 
     The first time is 0 and the last one is the makespan.
     """
-    times, counts, spans = [0.0], [0], timeline.spans[rank]
-    for (begins, ends), (_, start, end) in zip(activations(timeline.schedule, [span[0] for span in spans]), spans):
+    times = [0.0]
+    counts = [0]
+    spans = timeline.spans[rank]
+    for (begins, ends), (_, start, end) in zip(
+        activations(timeline.schedule, [span[0] for span in spans]), spans
+    ):
         if begins or ends:
             times.append(start if begins else end)
             counts.append(counts[-1] + begins - ends)
@@ -145,7 +177,8 @@ def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[in
 
 
 def _memory_sheet(timeline: Timeline) -> paper.Sheet:
-    schedule, peaks = timeline.schedule, timeline.peak_activations
+    schedule = timeline.schedule
+    peaks = timeline.peak_activations
     row = paper.height_of_row(schedule.ranks, MEMORY_ROW)
     sheet = paper.Sheet()
     sheet.title(paper.subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
@@ -160,9 +193,16 @@ def _memory_sheet(timeline: Timeline) -> paper.Sheet:
         heights = [rank + 1 - scale * count for count in counts]
         axes.fill_between(times, heights, rank + 1, step="post", color=paper.SKY_BLUE, linewidth=0)
         axes.plot(
-            times, heights, drawstyle="steps-post", color=paper.BLUE, linewidth=min(1.0, row / 10), label=f"rank {rank}"
+            times,
+            heights,
+            drawstyle="steps-post",
+            color=paper.BLUE,
+            linewidth=min(1.0, row / 10),
+            label=f"rank {rank}",
         )
-        axes.axhline(rank + 1 - FULL, color=paper.PALE, linewidth=min(0.8, row / 20), linestyle=":", zorder=0)
+        axes.axhline(
+            rank + 1 - FULL, color=paper.PALE, linewidth=min(0.8, row / 20), linestyle=":", zorder=0
+        )
         if row >= 10 or rank % int(-(-10 // row)) == 0:
             sheet.text(paper.WIDTH - PEAKS + 6, top + (rank + 0.55) * row, f"peak {peak}")
     axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)

@@ -18,7 +18,8 @@ from mpipipe.tracing.efficiency import Efficiencies
 from mpipipe.tracing.records import RankRecord, on_one_clock
 from mpipipe.tracing.segments import PARTS, measured_costs, parts_of_steps, segments
 
-SUMMARY, EVENTS = "summary.json", "trace.json"
+SUMMARY = "summary.json"
+EVENTS = "trace.json"
 
 
 class Trace:
@@ -38,12 +39,14 @@ class Trace:
     records : list of RankRecord
         The records by the clock of rank 0.
     costs : schedules.Costs
-        Mean costs of each stage in the recorded steps, and median times of messages: what `schedules.simulate` takes.
+        Mean costs of each stage in the recorded steps, and median times of messages: what
+        `schedules.simulate` takes.
 
     Raises
     ------
     ArgumentError
-        There is no step that all ranks have recorded, or the records are not those of whole pipelines.
+        There is no step that all ranks have recorded, or the records are not those of whole
+        pipelines.
     """
 
     def __init__(self, schedule: Schedule, records: Sequence[RankRecord]) -> None:
@@ -52,11 +55,15 @@ class Trace:
         if steps == 0:
             raise ArgumentError(
                 "there is no step that all ranks have recorded",
-                found=", ".join(f"{len(record.steps)} of rank {record.rank}" for record in records[:8]),
+                found=", ".join(
+                    f"{len(record.steps)} of rank {record.rank}" for record in records[:8]
+                ),
                 expected="at least one training step",
             )
         self.schedule = schedule
-        self.records = on_one_clock([record._replace(steps=record.steps[:steps]) for record in records])
+        self.records = on_one_clock(
+            [record._replace(steps=record.steps[:steps]) for record in records]
+        )
         self.costs: Costs = measured_costs(self.records, schedule.stages, schedule.slices)
         self._pieces = segments(self.records)
         self._parts = parts_of_steps(self.records, self._pieces, schedule, self.costs)
@@ -67,8 +74,8 @@ class Trace:
         Returns
         -------
         dict
-            For each rank the seconds of each part, which add up to the time of the mean step: compute, bubble,
-            imbalance, late sender, transfer, sums, optimizer, overhead, reading.
+            For each rank the seconds of each part, which add up to the time of the mean step:
+            compute, bubble, imbalance, late sender, transfer, sums, optimizer, overhead, reading.
         """
         count = len(self.records[0].steps)
         return {
@@ -87,7 +94,9 @@ class Trace:
         return {record.rank: steps for record, steps in zip(self.records, self._parts)}
 
     def efficiencies(self) -> Efficiencies:
-        """Compute the efficiencies of the POP project: parallel = load_balance * serialisation * transfer."""
+        """Compute the efficiencies of the POP project: parallel = load_balance * serialisation *
+        transfer.
+        """
         return efficiency.efficiencies(self.parts())
 
     def advice(self) -> str:
@@ -95,16 +104,20 @@ class Trace:
         return efficiency.advice(self.parts(), self.schedule, self.costs)
 
     def table(self) -> str:
-        """Draw a table of the parts, with the efficiencies and the advice below it; without a final newline."""
+        """Draw a table of the parts, with the efficiencies and the advice below it; without a final
+        newline.
+        """
         found = self.efficiencies()
         below = (
-            f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x serialisation "
+            f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x "
+            "serialisation "
             f"{found.serialisation:.3f} x transfer {found.transfer:.3f}"
         )
         return "\n".join([efficiency.table(self.parts()), below, self.advice()])
 
     def events(self) -> list[dict[str, Any]]:
-        """Turn the trace into events for Perfetto and chrome://tracing, with predicted spans next to the measured ones.
+        """Turn the trace into events for Perfetto and chrome://tracing, with predicted spans next
+        to the measured ones.
 
         Returns
         -------
@@ -134,8 +147,8 @@ class Trace:
     def write(self, folder: str | Path) -> None:
         """Write the trace into a new folder.
 
-        summary.json has what `summary` gives, and trace.json is for Perfetto. Raises ArgumentError where the folder
-        exists, and OSError.
+        summary.json has what `summary` gives, and trace.json is for Perfetto. Raises ArgumentError
+        where the folder exists, and OSError.
         """
         check_new(folder)
         folder = Path(folder)
@@ -145,7 +158,9 @@ class Trace:
 
 
 def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
-    """Raise ArgumentError unless these (replica, rank in its pipeline) are all ranks of some pipelines, each once."""
+    """Raise ArgumentError unless these (replica, rank in its pipeline) are all ranks of some
+    pipelines, each once.
+    """
     replicas = {replica for replica, _ in places}
     if sorted(places) != [(replica, rank) for replica in sorted(replicas) for rank in range(ranks)]:
         counts = Counter(places)
@@ -153,9 +168,12 @@ def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
         twice = f"rank {rank} of replica {replica} is there {count} times"
         raise ArgumentError(
             "the recorded ranks are not those of whole pipelines",
-            found=twice if count > 1 else f"{counted(len(places), 'rank')} of {counted(len(replicas), 'pipeline')}",
+            found=twice
+            if count > 1
+            else f"{counted(len(places), 'rank')} of {counted(len(replicas), 'pipeline')}",
             expected=f"each of the {ranks} ranks of every pipeline once",
-            remedy="hand in the communicator of one pipeline, or of all replicas of pipelines that were made with "
+            remedy="hand in the communicator of one pipeline, or of all replicas of pipelines "
+            "that were made with "
             "replicas=",
         )
 

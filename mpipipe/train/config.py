@@ -1,4 +1,6 @@
-"""The configuration of a training: one dataclass, filled from defaults, a TOML file and command line flags."""
+"""The configuration of a training: one dataclass, filled from defaults, a TOML file and command
+line flags.
+"""
 
 from __future__ import annotations
 
@@ -53,46 +55,66 @@ class ParallelOptions:
 
     pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
     seq: int = option(
-        1, "ranks that share each sequence or field, as by ring attention; a replica has pipe x seq ranks", least=1
+        1,
+        "ranks that share each sequence or field, as by ring attention; a replica has pipe x seq "
+        "ranks",
+        least=1,
     )
     schedule: str = option(
         "one_f_one_b",
         "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "
-        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or FILE.csv with an order, "
+        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or "
+        "FILE.csv with an order, "
         "such as simulate --out writes",
     )
     chunks: int = option(1, "stages on each rank", least=1)
     microbatches: int | None = option(
-        None, "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv", least=1
+        None,
+        "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv",
+        least=1,
     )
     slices: int = option(
-        1, "parts of each sequence that go through the pipeline one after the other, for causal models", least=1
+        1,
+        "parts of each sequence that go through the pipeline one after the other, for causal "
+        "models",
+        least=1,
     )
     partition: tuple[int, ...] | None = option(
         None,
-        "layers of each stage, such as 3,2,2,3; default: stages with an even share of the operations",
+        "layers of each stage, such as 3,2,2,3; default: stages with an even share of the "
+        "operations",
         parse=parse_partition,
         show=in_one_text,
     )
-    recompute: bool = option(False, "keep only stage inputs, and run each forward again before its backward")
+    recompute: bool = option(
+        False, "keep only stage inputs, and run each forward again before its backward"
+    )
     recompute_limit: int | None = option(
-        None, "activations of stages that a rank may hold; as many forwards as that needs are run again", least=1
+        None,
+        "activations of stages that a rank may hold; as many forwards as that needs are run again",
+        least=1,
     )
     plan: str = option(
         "no",
-        "auto: measure for a moment, and take the fastest schedule, chunks, micro-batches, partition and recomputation",
+        "auto: measure for a moment, and take the fastest schedule, chunks, micro-batches, "
+        "partition and recomputation",
         choices=("no", "auto"),
     )
     memory_limit: int | None = option(
         None,
-        "with a plan: bytes that a rank may need for parameters, optimizer and activations, such as 900M or 1.5G",
+        "with a plan: bytes that a rank may need for parameters, optimizer and activations, such "
+        "as 900M or 1.5G",
         parse=parse_bytes,
     )
     fixed: tuple[str, ...] = option(
-        (), "option that a plan leaves as it is, such as schedule; repeatable; those that are given stay anyway"
+        (),
+        "option that a plan leaves as it is, such as schedule; repeatable; those that are given "
+        "stay anyway",
     )
     device: str = option(
-        "auto", "cpu, cuda, or auto: a GPU for each rank where all of them see one", choices=("auto", "cpu", "cuda")
+        "auto",
+        "cpu, cuda, or auto: a GPU for each rank where all of them see one",
+        choices=("auto", "cpu", "cuda"),
     )
 
 
@@ -112,24 +134,39 @@ class TrainingOptions:
     batch: int = option(32, "sequences of a step, over all replicas", least=1, decides=True)
     optimizer: str = option("adamw", "optimizer", choices=("adamw", "sgd"), decides=True)
     shard_optimizer: bool = option(
-        False, "each replica keeps the optimizer's state of its share of the parameters alone; the numbers are the same"
+        False,
+        "each replica keeps the optimizer's state of its share of the parameters alone; the "
+        "numbers are the same",
     )
     lr: float = option(
-        3e-3, "learning rate after warm-up; falls as a cosine to a tenth", above=0, below=math.inf, decides=True
+        3e-3,
+        "learning rate after warm-up; falls as a cosine to a tenth",
+        above=0,
+        below=math.inf,
+        decides=True,
     )
     warmup: int = option(30, "steps of linear warm-up", least=0, decides=True)
     momentum: float = option(0.9, "momentum of sgd", least=0, below=1, decides=True)
-    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0, below=math.inf, decides=True)
-    clip: float = option(1.0, "largest norm of all gradients; inf for no limit", above=0, decides=True)
+    weight_decay: float = option(
+        0.1, "decoupled weight decay of matrices", least=0, below=math.inf, decides=True
+    )
+    clip: float = option(
+        1.0, "largest norm of all gradients; inf for no limit", above=0, decides=True
+    )
     loss_scale: float | None = option(
         None,
-        "factor on gradients inside a step, below 2^64; 0: as large as fits; default: 0 for float16, 1 otherwise",
+        "factor on gradients inside a step, below 2^64; 0: as large as fits; default: 0 for "
+        "float16, 1 otherwise",
         least=0,
         below=2.0**64,
         decides=True,
     )
-    seed: int = option(0, "seed of parameters, batches, dropout and sample", least=0, below=2**63, decides=True)
-    eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
+    seed: int = option(
+        0, "seed of parameters, batches, dropout and sample", least=0, below=2**63, decides=True
+    )
+    eval_every: int = option(
+        100, "steps between two validations; there is one more at the end", least=1
+    )
     eval_batches: int = option(4, "batches of a validation", least=1)
 
 
@@ -141,22 +178,30 @@ class OutputOptions:
 
     out: str | None = option(
         None,
-        "new or empty folder for metrics, weights and checkpoints; default: runs/ and the time of the start",
+        "new or empty folder for metrics, weights and checkpoints; default: runs/ and the time of "
+        "the start",
         metavar="PATH",
     )
     resume: str = option(
         "no",
-        "auto: go on from the newest checkpoint in out, or begin there; or go on from this checkpoint; no: begin",
+        "auto: go on from the newest checkpoint in out, or begin there; or go on from this "
+        "checkpoint; no: begin",
         metavar="PATH",
     )
-    save_every: int = option(0, "steps between two checkpoints, and one more at the end; 0: none", least=0)
+    save_every: int = option(
+        0, "steps between two checkpoints, and one more at the end; 0: none", least=0
+    )
     keep: int = option(2, "newest checkpoints that stay", least=1)
     log_every: int = option(10, "steps between two lines of progress", least=1)
     tensorboard: bool = option(
-        False, "write the metrics for TensorBoard as well, into the folder tensorboard; needs the extra [tensorboard]"
+        False,
+        "write the metrics for TensorBoard as well, into the folder tensorboard; needs the extra "
+        "[tensorboard]",
     )
     trace: str | None = option(
-        None, "new folder for a trace of the 2nd to the 17th step: where their time went", metavar="PATH"
+        None,
+        "new folder for a trace of the 2nd to the 17th step: where their time went",
+        metavar="PATH",
     )
 
 
@@ -168,24 +213,35 @@ class ClusterOptions:
 
     preempt_signals: tuple[Signals, ...] = option(
         "USR2,TERM",
-        "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no such signal",
+        "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no "
+        "such signal",
         parse=parse_signals,
-        show=lambda signals: in_one_text(Signals(each).name.removeprefix("SIG") for each in signals),
+        show=lambda signals: in_one_text(
+            Signals(each).name.removeprefix("SIG") for each in signals
+        ),
     )
     preempt_grace: float = option(
-        600.0, "seconds from such a signal until the job ends at once, saved or not; inf for no limit", least=0
+        600.0,
+        "seconds from such a signal until the job ends at once, saved or not; inf for no limit",
+        least=0,
     )
     time_limit: float | None = option(
         None,
-        "seconds or HH:MM:SS that the job may last; it saves before and leaves with 75; 0: no limit; default: what "
+        "seconds or HH:MM:SS that the job may last; it saves before and leaves with 75; 0: no "
+        "limit; default: what "
         "SLURM gives the job",
         parse=parse_duration,
     )
     check_weights: int = option(
-        0, "steps between two comparisons of parameters and optimizer state over replicas; 0: none", least=0
+        0,
+        "steps between two comparisons of parameters and optimizer state over replicas; 0: none",
+        least=0,
     )
     watchdog: float | None = option(
-        None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
+        None,
+        "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG "
+        "or 600",
+        least=0,
     )
 
 
@@ -195,34 +251,43 @@ class RunOptions(ClusterOptions, OutputOptions, TrainingOptions):
 
     @property
     def may_save(self) -> bool:
-        """Whether a checkpoint may be saved: at steps that are configured, or where the training has to leave."""
+        """Whether a checkpoint may be saved: at steps that are configured, or where the training
+        has to leave.
+        """
         limited = self.time_limit is None or self.time_limit > 0  # None: SLURM may set a limit
         return self.save_every > 0 or bool(self.preempt_signals) or limited
 
 
-# -- What other programs, or earlier versions, have as an option ------------------------------------------------------
+# -- What other programs, or earlier versions, have as an option -----------------------------------
 
 # what has no option here, and what to do instead
 _WITHOUT = {
-    "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto goes on from the one "
+    "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto "
+    "goes on from the one "
     "before",
-    "temperature": "the sample of a training has the temperature 0.8: `mpipipe generate --temperature` draws others",
-    "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for TensorBoard",
-    "data_parallel data_parallel_size dp dp_size replicas": "the replicas are all ranks divided by pipe x seq: give "
-    "pipe and seq",
-    "micro_batch_size microbatch_size per_device_batch_size per_device_train_batch_size": "a micro-batch has batch / "
+    "temperature": "the sample of a training has the temperature 0.8: `mpipipe generate "
+    "--temperature` draws others",
+    "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for "
+    "TensorBoard",
+    "data_parallel data_parallel_size dp dp_size "
+    "replicas": "the replicas are all ranks divided by pipe x seq: give pipe and seq",
+    "micro_batch_size microbatch_size per_device_batch_size "
+    "per_device_train_batch_size": "a micro-batch has batch / "
     "(replicas x microbatches) sequences: give batch and microbatches",
-    "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp tp_size": "layers are not divided over ranks: "
+    "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp "
+    "tp_size": "layers are not divided over ranks: "
     "give pipe for large models, and seq for long sequences",
     "init": "give --from: a training of text takes architecture and weights from one folder",
-    "save_as save_dtype": "a training leaves weights: `mpipipe convert RUN FOLDER --dtype bfloat16` makes a folder of "
+    "save_as save_dtype": "a training leaves weights: `mpipipe convert RUN FOLDER --dtype "
+    "bfloat16` makes a folder of "
     "Hugging Face of them",
-    "survive": "save checkpoints (save_every), and start a job that has ended again with resume = auto",
+    "survive": "save checkpoints (save_every), and start a job that has ended again with resume = "
+    "auto",
 }
 INSTEAD = {name: remedy for names, remedy in _WITHOUT.items() for name in names.split()}
 
 
-# -- One configuration of all options ---------------------------------------------------------------------------------
+# -- One configuration of all options --------------------------------------------------------------
 
 
 Config = TypeVar("Config", bound="TaskConfig")
@@ -232,8 +297,8 @@ Config = TypeVar("Config", bound="TaskConfig")
 class TaskConfig(RunOptions, ParallelOptions):
     """The configuration of the training of any task.
 
-    Field names are the keys of a TOML file and, with dashes, the flags of a command. Texts with a meaning of their own,
-    such as a partition, may be given as texts.
+    Field names are the keys of a TOML file and, with dashes, the flags of a command. Texts with a
+    meaning of their own, such as a partition, may be given as texts.
 
     Raises
     ------
@@ -249,7 +314,8 @@ class TaskConfig(RunOptions, ParallelOptions):
     def load(cls: type[Config], path: str | None = None, **flags: Any) -> Config:
         """Read a configuration: the keys of a file replace defaults, and flags replace keys.
 
-        Raises ConfigError where the constructor does, for a file that cannot be read, and for an unknown key.
+        Raises ConfigError where the constructor does, for a file that cannot be read, and for an
+        unknown key.
 
         Parameters
         ----------
@@ -282,7 +348,10 @@ class TaskConfig(RunOptions, ParallelOptions):
                     )
                 values[name] = value
         if values.get("plan") == "auto":
-            values["fixed"] = (*values.get("fixed", ()), *(name for name in PLANNED if name in values))
+            values["fixed"] = (
+                *values.get("fixed", ()),
+                *(name for name in PLANNED if name in values),
+            )
         cls._check_given(values)
         return cls(**values)
 
@@ -297,11 +366,16 @@ document(TaskConfig)
 def _check_together(config: TaskConfig) -> None:
     """Raise ConfigError for values that contradict each other, or that no range tells."""
     if config.watchdog is not None and 0 < config.watchdog < 1:
-        raise ConfigError("watchdog is too short", found=config.watchdog, expected="0, or at least 1")
+        raise ConfigError(
+            "watchdog is too short", found=config.watchdog, expected="0, or at least 1"
+        )
     if config.loss_scale is not None and 0 < config.loss_scale < 1:
-        raise ConfigError("loss_scale shrinks gradients", found=config.loss_scale, expected="0, or at least 1")
+        raise ConfigError(
+            "loss_scale shrinks gradients", found=config.loss_scale, expected="0, or at least 1"
+        )
     if config.resume == "auto" and config.out is None:
-        expected, remedy = "the folder in which to look", "name it with --out"
+        expected = "the folder in which to look"
+        remedy = "name it with --out"
         raise ConfigError("resume = auto without out", expected=expected, remedy=remedy)
     init = getattr(config, "init", None)
     if config.resume not in ("auto", "no") and init is not None:
@@ -309,10 +383,14 @@ def _check_together(config: TaskConfig) -> None:
         raise _both_given("resume and init", found, "a checkpoint that is resumed has weights")
     if config.recompute and config.recompute_limit is not None:
         why = "recompute runs all forwards again, recompute_limit some"
-        raise _both_given("recompute and recompute_limit", f"recompute_limit {config.recompute_limit}", why)
+        raise _both_given(
+            "recompute and recompute_limit", f"recompute_limit {config.recompute_limit}", why
+        )
     strange = [name for name in config.fixed if name not in PLANNED]
     if strange:
-        raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
+        raise ConfigError(
+            "fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED)
+        )
     if config.plan == "auto":
         _check_plan(config)
         return
@@ -322,7 +400,8 @@ def _check_together(config: TaskConfig) -> None:
                 f"{name} without plan = auto",
                 found=f"{name} {getattr(config, name)}",
                 expected="none: it says which plans may be chosen",
-                remedy="give plan = auto, too, or leave it out; recompute_limit limits the memory of a given schedule",
+                remedy="give plan = auto, too, or leave it out; recompute_limit limits the memory "
+                "of a given schedule",
             )
 
 
@@ -339,26 +418,34 @@ def _check_plan(config: TaskConfig) -> None:
     if is_path(config.schedule) or is_table(config.schedule):
         raise _both_given(
             "plan = auto and an order of a schedule",
-            f"schedule {config.schedule}" if is_path(config.schedule) else "a table of actions as schedule",
+            f"schedule {config.schedule}"
+            if is_path(config.schedule)
+            else "a table of actions as schedule",
             "an order is made for its own ranks, chunks and micro-batches",
             "leave out plan, or name a schedule that the package makes",
         )
 
 
 def _both_given(names: str, found: str | None, why: str, remedy: str | None = None) -> ConfigError:
-    return ConfigError(f"{names} are both given", found=found, expected=f"one of them: {why}", remedy=remedy)
+    return ConfigError(
+        f"{names} are both given", found=found, expected=f"one of them: {why}", remedy=remedy
+    )
 
 
-# -- A configuration as a file in TOML: read, and written -------------------------------------------------------------
+# -- A configuration as a file in TOML: read, and written ------------------------------------------
 
 
 MOST_BYTES = 1 << 27  # of a file: the order of a schedule may be in it
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return what a TOML file says. Raises ConfigError where it cannot be read, is not TOML, or has a table."""
+    """Return what a TOML file says. Raises ConfigError where it cannot be read, is not TOML, or has
+    a table.
+    """
     try:
-        with files.reading("the config file", path, ConfigError, remedy="name a TOML file with --config"):
+        with files.reading(
+            "the config file", path, ConfigError, remedy="name a TOML file with --config"
+        ):
             keys = tomllib.loads(files.read_text(path, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
@@ -375,7 +462,9 @@ def read_keys(path: Path) -> dict[str, Any]:
 
 
 def _as_given(value: Any) -> Any:
-    """Return a value as the command line would have given it: a name of a file in the encoding of the file system."""
+    """Return a value as the command line would have given it: a name of a file in the encoding of
+    the file system.
+    """
     if isinstance(value, list):
         return [_as_given(each) for each in value]
     return os.fsdecode(value.encode()) if isinstance(value, str) else value

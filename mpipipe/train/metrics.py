@@ -1,4 +1,6 @@
-"""The metrics of a training: metrics.jsonl over a resume, and scalars for TensorBoard (--tensorboard)."""
+"""The metrics of a training: metrics.jsonl over a resume, and scalars for TensorBoard
+(--tensorboard).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always
 
 def check_tensorboard() -> None:
     """Raise BackendError where the library that writes for TensorBoard is not installed."""
-    optional_library("tensorboardX", "write for TensorBoard", "tensorboard", ", or leave out --tensorboard")
+    optional_library(
+        "tensorboardX", "write for TensorBoard", "tensorboard", ", or leave out --tensorboard"
+    )
 
 
 class TensorBoard:
-    """tensorboard/: scalars for TensorBoard. It hides records of earlier starts for steps that this start repeats.
+    """tensorboard/: scalars for TensorBoard. It hides records of earlier starts for steps that this
+    start repeats.
 
-    `done` counts the steps before this start. What the library raises ends no training: one warning says that no more
-    is written.
+    `done` counts the steps before this start. What the library raises ends no training: one warning
+    says that no more is written.
     """
 
     def __init__(self, out: Path, done: int, warn: Callable[[str], None]) -> None:
@@ -35,7 +40,9 @@ class TensorBoard:
 
             # File names have whole seconds: without a suffix two starts might share a file.
             suffix, hidden = (f".{done}", done + 1) if done else ("", None)
-            self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=hidden, filename_suffix=suffix)
+            self.writer = SummaryWriter(
+                str(out / "tensorboard"), purge_step=hidden, filename_suffix=suffix
+            )
 
     def write(self, facts: Facts) -> None:
         """Write the numbers of a record."""
@@ -49,7 +56,8 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        writer, self.writer = self.writer, None
+        writer = self.writer
+        self.writer = None
         if writer is not None:
             with self._giving_up():
                 writer.close()
@@ -65,7 +73,7 @@ class TensorBoard:
             self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
 
 
-# -- metrics.jsonl over a resume: records after the checkpoint are cut off, so that none is repeated -----------------
+# -- metrics.jsonl over a resume: records after the checkpoint are cut off, so that none is repeated --
 
 
 NAME = "metrics.jsonl"
@@ -75,8 +83,8 @@ MOST_BYTES = 1 << 30
 def kept_records(out: Path, step: int) -> tuple[str, bool]:
     """Read the lines of the records up to `step`, none for 0, and whether there are others.
 
-    A last line without an end is what a killed training leaves, and counts as another one. Raises ConfigError if the
-    file cannot be read, or holds something else.
+    A last line without an end is what a killed training leaves, and counts as another one. Raises
+    ConfigError if the file cannot be read, or holds something else.
     """
     path = out / NAME
     try:
@@ -89,7 +97,9 @@ def kept_records(out: Path, step: int) -> tuple[str, bool]:
     torn = bool(lines) and not lines[-1].endswith("\n")
     if torn and not lines[-1].startswith('{"step"'[: len(lines[-1])]):
         raise _wrong(path, f"line {len(lines)} is no record")
-    steps = [_step_of(line, number, path) for number, line in enumerate(lines[: len(lines) - torn], 1)]
+    steps = [
+        _step_of(line, number, path) for number, line in enumerate(lines[: len(lines) - torn], 1)
+    ]
     kept = "".join(line for line, number in zip(lines, steps) if 0 < step >= number)
     return kept, len(kept) < len(text)
 

@@ -1,4 +1,6 @@
-"""How far a training has come: what it remembers besides its parameters, and how that is saved and found again."""
+"""How far a training has come: what it remembers besides its parameters, and how that is saved and
+found again.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +26,43 @@ OPTIMIZER = "stages", "steps", "lr", "step", "named_state"  # attributes of one
 class Progress:
     """The state of a training on this rank.
 
-    Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the sample from the seed. So
-    these numbers are the position in the data and the state of all random numbers.
+    Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the
+    sample from the seed. So these numbers are the position in the data and the state of all random
+    numbers.
     """
 
     def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
-        self.pipeline, self.mesh = pipeline, mesh
+        self.pipeline = pipeline
+        self.mesh = mesh
         self.optimizer = make_optimizer(config, pipeline.stages, task, mesh)
         self.scaler = make_scaler(config)
-        self.step, self.record = 0, Record(0)  # number of steps made, and the last record
+        # number of steps made, and the last record
+        self.step = 0
+        self.record = Record(0)
 
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
-        return {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped} if self.scaler.dynamic else {}
+        return (
+            {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
+            if self.scaler.dynamic
+            else {}
+        )
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Within this context the parameters of the stages can be read and set; collective."""
-        whole: Any = getattr(self.optimizer, "whole_parameters", nullcontext)  # not every task's own has it
+        whole: Any = getattr(
+            self.optimizer, "whole_parameters", nullcontext
+        )  # not every task's own has it
         return whole()
 
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint remembers besides the arrays: `facts`, such as the configuration, and this state."""
+        """Return what a checkpoint remembers besides the arrays: `facts`, such as the
+        configuration, and this state.
+        """
         scaler = self.scaler
-        record = {name: value for name, value in self.record.facts().items() if math.isfinite(value)}
+        record = {
+            name: value for name, value in self.record.facts().items() if math.isfinite(value)
+        }
         return {
             **facts,
             "record": record,
@@ -69,11 +85,13 @@ class Progress:
 
     def _restore(self, found: Checkpoint) -> None:
         state = found.state
-        scale, record = state["loss_scale"], Record.of(dict(state["record"]))
+        scale = state["loss_scale"]
+        record = Record.of(dict(state["record"]))
         if any(type(value) not in (int, float) for value in record.facts().values()):
             raise ValueError("the record has something else than numbers")
         optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
-        self.step, self.record = found.step, record
+        self.step = found.step
+        self.record = record
         self.scaler.good = _count(scale["good"])
         self.scaler.skipped = _count(scale["skipped"])
         self.scaler.scale = float(scale["scale"])
@@ -86,9 +104,17 @@ def _count(value: Any) -> int:
     return value
 
 
-def make_optimizer(config: TrainingOptions, stages: Sequence[nn.Stage], task: Task, mesh: Mesh | None) -> Any:
-    """Return the optimizer of a task's own, or the one that a configuration asks for; collective over a mesh."""
-    with nullcontext() if mesh is None else group_of(mesh.comm).raise_together("train: the optimizer of the task"):
+def make_optimizer(
+    config: TrainingOptions, stages: Sequence[nn.Stage], task: Task, mesh: Mesh | None
+) -> Any:
+    """Return the optimizer of a task's own, or the one that a configuration asks for; collective
+    over a mesh.
+    """
+    with (
+        nullcontext()
+        if mesh is None
+        else group_of(mesh.comm).raise_together("train: the optimizer of the task")
+    ):
         own = call(task, "optimizer", stages, config)
         lacking = [name for name in OPTIMIZER if own is not None and not hasattr(own, name)]
         if lacking:
@@ -114,7 +140,9 @@ def make_optimizer(config: TrainingOptions, stages: Sequence[nn.Stage], task: Ta
 
 
 def make_scaler(config: TrainingOptions) -> optim.LossScaler:
-    """Return the scaler of the loss that a configuration asks for; a dynamic one changes it as the gradients allow."""
+    """Return the scaler of the loss that a configuration asks for; a dynamic one changes it as the
+    gradients allow.
+    """
     if config.loss_scale == 0 or (config.loss_scale is None and config.dtype == "float16"):
         return optim.LossScaler()
     return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)

@@ -1,4 +1,6 @@
-"""What people and programs see of a training: lines on the terminal, and a file with one JSON object a line."""
+"""What people and programs see of a training: lines on the terminal, and a file with one JSON
+object a line.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from mpipipe.train.screen import COLUMNS, JsonLines, SafeStream, warn
 
 LOG = "train.log"
 SMALL = 0.05  # share of the time: a bubble below it is not explained
-EXPLAINED = 2  # the bubble is explained at its second record: the first one includes the step that allocates memory
+# The bubble is explained at its second record: the first one includes the step that allocates
+# memory.
+EXPLAINED = 2
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,22 @@ class Record:
     step : int
         Number of steps that are done.
     loss, validation : float, optional
-        Mean loss over the batch of the last step and over the validation windows, in nats per token: a byte, where the
-        data are no tokens.
+        Mean loss over the batch of the last step and over the validation windows, in nats per
+        token: a byte, where the data are no tokens.
     lr, grad_norm : float, optional
-        Learning rate of the last step, and the norm of all its gradients before clipping, if they were finite.
+        Learning rate of the last step, and the norm of all its gradients before clipping, if they
+        were finite.
     tokens_per_second : float, optional
         Tokens trained on per second since the last record, over all replicas.
     bubble, predicted : float, optional
-        Idle share of the ranks' time, measured since the last record, and as a simulation with the measured durations
-        of the stages gives it.
+        Idle share of the ranks' time, measured since the last record, and as a simulation with the
+        measured durations of the stages gives it.
     loss_scale, skipped : float, optional
-        Where the loss scale is dynamic: the factor on the gradients of the next step, and steps skipped so far.
+        Where the loss scale is dynamic: the factor on the gradients of the next step, and steps
+        skipped so far.
     bits_per_byte, validation_bits_per_byte : float, optional
-        The two losses in bits per byte of text, where it is known how many bytes the tokens stand for.
+        The two losses in bits per byte of text, where it is known how many bytes the tokens stand
+        for.
     samples_per_second : float, optional
         The same of samples, where a task is trained from a file.
     metrics : mapping of str to float
@@ -69,19 +76,30 @@ class Record:
     def of(cls, facts: Facts) -> Record:
         """Return the record with these facts, as `Record.facts` returns them."""
         known: dict[str, Any] = {name: value for name, value in facts.items() if name in FIELDS}
-        return cls(**known, metrics={name: value for name, value in facts.items() if name not in FIELDS})
+        return cls(
+            **known, metrics={name: value for name, value in facts.items() if name not in FIELDS}
+        )
 
     def facts(self) -> Facts:
-        """Return what was measured, by name: the fields that are not None, in their order, and the metrics."""
-        own = {name: value for name, value in vars(self).items() if value is not None and name in FIELDS}
-        return {**own, **{name: value for name, value in self.metrics.items() if name not in FIELDS}}
+        """Return what was measured, by name: the fields that are not None, in their order, and the
+        metrics.
+        """
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and name in FIELDS
+        }
+        return {
+            **own,
+            **{name: value for name, value in self.metrics.items() if name not in FIELDS},
+        }
 
 
 FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
 
 
-# How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be
-# too long leaves fields out; metrics.jsonl has all of them.
+# How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a
+# line that would be too long leaves fields out; metrics.jsonl has all of them.
 CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
          "tokens_per_second": "{:.0f} {unit}/s", "samples_per_second": "{:.0f} {unit}/s",
          "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
@@ -99,48 +117,71 @@ def summary(record: Record, unit: str = "tokens") -> str:
     facts = record.facts()
     named = "".join(f" {name}={value:.4g}" for name, value in record.metrics.items())
     unit = "tokens" if unit == "bytes" else unit
-    return "".join(f" {form.format(facts[name], unit=unit)}" for name, form in LAST.items() if name in facts) + named
+    return (
+        "".join(
+            f" {form.format(facts[name], unit=unit)}"
+            for name, form in LAST.items()
+            if name in facts
+        )
+        + named
+    )
 
 
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
-    """Return the lines of a record, of its step and of its validation, of at most COLUMNS characters."""
-    facts, place = record.facts(), f"step {record.step:>{len(str(steps))}}/{steps}"
+    """Return the lines of a record, of its step and of its validation, of at most COLUMNS
+    characters.
+    """
+    facts = record.facts()
+    place = f"step {record.step:>{len(str(steps))}}/{steps}"
 
     def line(forms: Mapping[str, str], *more: str) -> str:
-        return "  ".join([place, *(form.format(facts[name], unit=unit) for name, form in forms.items()), *more])
+        return "  ".join(
+            [place, *(form.format(facts[name], unit=unit) for name, form in forms.items()), *more]
+        )
 
     lines = []
     if record.loss is not None:
-        forms, more = {name: form for name, form in CELLS.items() if name in facts}, [timing] if timing else []
+        forms = {name: form for name, form in CELLS.items() if name in facts}
+        more = [timing] if timing else []
         for name in LEFT_OUT:
             if len(line(forms, *more)) > COLUMNS:
                 forms.pop(name, None)
         lines.append(line(forms, *more))
     if record.validation is not None:
         named = (f"{name} {value:.4g}" for name, value in record.metrics.items())
-        lines.append(line({name: form for name, form in VALIDATION.items() if name in facts}, *named))
+        lines.append(
+            line({name: form for name, form in VALIDATION.items() if name in facts}, *named)
+        )
     return lines
 
 
 def bubble_explained(record: Record, oversubscribed: str | None) -> str:
-    """Return a line that says how large the bubble of a record is and where it comes from; "" for a small bubble."""
-    bubble, predicted = record.bubble or 0.0, record.predicted or 0.0
+    """Return a line that says how large the bubble of a record is and where it comes from; "" for a
+    small bubble.
+    """
+    bubble = record.bubble or 0.0
+    predicted = record.predicted or 0.0
     if bubble < SMALL or predicted == 0:  # 0: a pipeline of one rank has no bubble
         return ""
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
         return f"{text}, by schedule and stages; more micro-batches or evener stages help"
-    why = "by waiting for messages or batches" if oversubscribed is None else f"mostly since {oversubscribed}"
+    why = (
+        "by waiting for messages or batches"
+        if oversubscribed is None
+        else f"mostly since {oversubscribed}"
+    )
     return f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"
 
 
 class Reporter:
     """Shows progress on rank 0, as lines of text. A context manager.
 
-    Metrics and the log are in `out`, lines go to `stream`, by default the standard output. `oversubscribed` is a
-    sentence if ranks share cores. `done` counts the steps before this start; None is a new training, without metrics.
-    With `tensorboard`, records go to TensorBoard as well. Raises OSError if a file cannot be made, and FileExistsError
-    if there are metrics and `done` is None; later a failed write does not end the training.
+    Metrics and the log are in `out`, lines go to `stream`, by default the standard output.
+    `oversubscribed` is a sentence if ranks share cores. `done` counts the steps before this start;
+    None is a new training, without metrics. With `tensorboard`, records go to TensorBoard as well.
+    Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is
+    None; later a failed write does not end the training.
     """
 
     def __init__(
@@ -154,8 +195,10 @@ class Reporter:
         done: int | None = None,
         tensorboard: bool = False,
     ) -> None:
-        self.steps, self.stream = steps, SafeStream(stream or sys.stdout)
-        self.unit, self.oversubscribed = unit, oversubscribed
+        self.steps = steps
+        self.stream = SafeStream(stream or sys.stdout)
+        self.unit = unit
+        self.oversubscribed = oversubscribed
         self.metrics = JsonLines(out / metrics.NAME, goes_on=done is not None)
         self.log = JsonLines(out / LOG, goes_on=True)
         self.tensorboard = TensorBoard(out, done or 0, self.warn) if tensorboard else None
@@ -163,7 +206,9 @@ class Reporter:
         self.measured = 0  # records with a bubble
 
     def say(self, text: str) -> None:
-        """Write one or more lines, to the log as well. Characters that cannot be encoded are escaped."""
+        """Write one or more lines, to the log as well. Characters that cannot be encoded are
+        escaped.
+        """
         self._show(lambda line: self.stream.write(f"{line}\n"), text)
 
     def warn(self, text: str) -> None:
@@ -185,15 +230,21 @@ class Reporter:
         self.metrics.append(json.dumps(numbers, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
-        for line in lines_of(record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""):
+        for line in lines_of(
+            record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""
+        ):
             self.say(line)
         if record.bubble is not None and record.predicted is not None:
             self.measured += 1
-            if self.measured == EXPLAINED and (line := bubble_explained(record, self.oversubscribed)):
+            if self.measured == EXPLAINED and (
+                line := bubble_explained(record, self.oversubscribed)
+            ):
                 self.say(line)
 
     def sync(self) -> None:
-        """Force the metrics to the disk: they must reach as far as the checkpoint that is about to be saved."""
+        """Force the metrics to the disk: they must reach as far as the checkpoint that is about to
+        be saved.
+        """
         self.metrics.sync()
 
     def __enter__(self) -> Reporter:
@@ -219,40 +270,54 @@ class NullReporter:
         return self
 
 
-# -- The pace of a training: elapsed time and time left, steps per second, and the clock in its records ---------------
+# -- The pace of a training: elapsed time and time left, steps per second, and the clock in its records --
 
 
 class Pace:
     """Times the steps of one start of a training; `done` steps are made so far."""
 
     def __init__(self, steps: int, done: int) -> None:
-        self.steps, self.before, self.done = steps, done, done
+        self.steps = steps
+        self.before = done
+        self.done = done
         self.begin()
 
     def begin(self) -> None:
         self.start = self.last = time.monotonic()
 
     def rate(self) -> float:
-        """Steps per second since this start, including the time between steps; 0 before the first step."""
+        """Steps per second since this start, including the time between steps; 0 before the first
+        step.
+        """
         return (self.done - self.before) / max(time.monotonic() - self.start, 1e-9)
 
     def timing(self) -> str:
         """Return the time since this start and the time left, in words."""
-        rate, gone = self.rate(), duration(time.monotonic() - self.start)
+        rate = self.rate()
+        gone = duration(time.monotonic() - self.start)
         left = self.steps - self.done
         return f"{gone}, {duration(left / rate)} left" if rate and left else gone
 
     def stamp(self) -> dict[str, float]:
-        """Return the clock of a record: `time`, in seconds since 1970, and `seconds` since the record before it."""
-        now, before = time.monotonic(), self.last
+        """Return the clock of a record: `time`, in seconds since 1970, and `seconds` since the
+        record before it.
+        """
+        now = time.monotonic()
+        before = self.last
         self.last = now
         return {"time": round(time.time(), 3), "seconds": round(now - before, 6)}
 
 
 def duration(seconds: float) -> str:
-    """Write a time in two units at most, such as "12s", "4m10s", "2h03m" or "3d04h", cut off below the smaller one."""
+    """Write a time in two units at most, such as "12s", "4m10s", "2h03m" or "3d04h", cut off below
+    the smaller one.
+    """
     whole = int(seconds)
-    for unit, size, below, part in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+    for unit, size, below, part in (
+        ("d", 86_400, "h", 3600),
+        ("h", 3600, "m", 60),
+        ("m", 60, "s", 1),
+    ):
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // part:02}{below}"
     return f"{whole}s"

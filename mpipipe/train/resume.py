@@ -34,14 +34,19 @@ def checkpoints_of(out: Path) -> Path:
 
 def facts_of(config: TaskConfig, task: Task) -> dict[str, Any]:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
-    return {"configuration": plain(written(config)), "model": plain(task.sizes()), "fingerprint": task.fingerprint}
+    return {
+        "configuration": plain(written(config)),
+        "model": plain(task.sizes()),
+        "fingerprint": task.fingerprint,
+    }
 
 
 def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:
     """Return the checkpoint after which the training continues, None if it begins; collective.
 
-    Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
-    ConfigError for one of another training, and for an output folder that this training may not go on in.
+    Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is
+    damaged or missing, and ConfigError for one of another training, and for an output folder that
+    this training may not go on in.
     """
 
     def start() -> Checkpoint | None:
@@ -51,7 +56,9 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
         if config.resume == "no" or (found is not None and not _is_in(found, out)):
             output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
         else:
-            metrics.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
+            metrics.kept_records(
+                out, 0 if found is None else found.step
+            )  # raises where they are no metrics
             if found is None:
                 _check_unfinished(out, task)
         return found
@@ -60,7 +67,9 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
 
 
 def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:
-    """Return the checkpoint that the configuration wants to go on from, None if the training begins."""
+    """Return the checkpoint that the configuration wants to go on from, None if the training
+    begins.
+    """
     if config.resume == "no":
         return None
     if config.resume != "auto":
@@ -70,8 +79,14 @@ def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:
 
 
 def newest_state(run: Path) -> Checkpoint:
-    """Return the weights of a run folder or its newest checkpoint, whichever was written last; ConfigError for none."""
-    there = [path for path in (checkpoint.newest(run / "weights"), checkpoint.newest(checkpoints_of(run))) if path]
+    """Return the weights of a run folder or its newest checkpoint, whichever was written last;
+    ConfigError for none.
+    """
+    there = [
+        path
+        for path in (checkpoint.newest(run / "weights"), checkpoint.newest(checkpoints_of(run)))
+        if path
+    ]
     if not there:
         raise ConfigError(
             "the run folder has neither weights nor a checkpoint",
@@ -84,7 +99,11 @@ def newest_state(run: Path) -> Checkpoint:
 
 def beginning(config: TaskConfig) -> str:
     """Return what a new training of a task in a file begins with; "" for values that are drawn."""
-    return f"the weights in {config.init}" if isinstance(config, TaskFileConfig) and config.init else ""
+    return (
+        f"the weights in {config.init}"
+        if isinstance(config, TaskFileConfig) and config.init
+        else ""
+    )
 
 
 def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -> None:
@@ -93,7 +112,9 @@ def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -
     if isinstance(config, TaskFileConfig) and config.init is not None:
         path = Path(config.init)
         with group_of(mesh.comm).raise_together("train: the weights to begin with"):
-            if mesh.rank == 0 and any(place.is_dir() for place in (path / "weights", checkpoints_of(path))):
+            if mesh.rank == 0 and any(
+                place.is_dir() for place in (path / "weights", checkpoints_of(path))
+            ):
                 path = newest_state(path).path
         checkpoint.load(path, mesh, stages)
 
@@ -103,43 +124,60 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
 
 
 def _check_unfinished(out: Path, task: Task) -> None:
-    """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
+    """Raise ConfigError for a folder that holds more than a training leaves that ended before its
+    first checkpoint.
+    """
     ours = {metrics.NAME, metrics.NAME + PARTIAL, checkpoints_of(out).name, *task.unfinished(out)}
-    others = sorted(name for name in output_folder.names_in(out) - ours if not output_folder.OURS.fullmatch(name))
+    others = sorted(
+        name
+        for name in output_folder.names_in(out) - ours
+        if not output_folder.OURS.fullmatch(name)
+    )
     if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",
             found=f"{', '.join(others[:5])} in {out}",
-            expected="checkpoints, or nothing but what a training leaves that ended before its first checkpoint",
+            expected="checkpoints, or nothing but what a training leaves that ended before its "
+            "first checkpoint",
             remedy="choose another folder with --out, or move the old run away",
         )
 
 
 def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
-    place, now = str(found.path), facts_of(config, task)
-    others = [entry.name for entry in fields(config) if not option_of(entry).decides]  # paths of data, too
+    place = str(found.path)
+    now = facts_of(config, task)
+    others = [
+        entry.name for entry in fields(config) if not option_of(entry).decides
+    ]  # paths of data, too
 
     def fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what must stay the same. Sizes are those of the model, with what the options have left open."""
+        """Return what must stay the same. Sizes are those of the model, with what the options have
+        left open.
+        """
         defaults = plain(written(type(config)()))
         values = {**defaults, **facts["configuration"], **plain(task.compared(facts["model"]))}
         return {key: value for key, value in values.items() if key not in others}
 
     try:
-        before, fingerprint = fixed(found.state), found.state["fingerprint"]
+        before = fixed(found.state)
+        fingerprint = found.state["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            "the checkpoint is not one of `mpipipe train`", found=place, remedy="load it with mpipipe.checkpoint"
+            "the checkpoint is not one of `mpipipe train`",
+            found=place,
+            remedy="load it with mpipipe.checkpoint",
         ) from error
     after = fixed(now)
     different = [key for key in after if before.get(key) != after[key]]
     if different:
         raise ConfigError(
             "the checkpoint is of a training with another configuration",
-            found=", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different) + f" in {place}",
+            found=", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different)
+            + f" in {place}",
             expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
-            remedy=f"what may change over a resume is {', '.join(others)}; give all else as it was, or begin "
+            remedy=f"what may change over a resume is {', '.join(others)}; give all else as it "
+            "was, or begin "
             "a new training with --from, or of a task with --init",
         )
     if task.file is not None and fingerprint and fingerprint != now["fingerprint"]:
@@ -147,15 +185,18 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
             raise ConfigError(
                 f"{task.file.path.name}, or a module next to it, has changed since the checkpoint",
                 found=f"{task.file.path}, SHA-256 of all {task.file.checksum[:12]}",
-                expected=f"{fingerprint[:12]}, as in {place}; copies are in {found.path.parent.parent}",
-                remedy="resume with the file as it was, or say that it is meant with --changed-task",
+                expected=f"{fingerprint[:12]}, as in {place}; copies are in "
+                f"{found.path.parent.parent}",
+                remedy="resume with the file as it was, or say that it is meant with "
+                "--changed-task",
             )
     elif fingerprint != now["fingerprint"]:
         raise ConfigError(
             "the checkpoint is of a training on other data",
             found=f"fingerprint {now['fingerprint']}",
             expected=f"{fingerprint!s:.80}, as in {place}",
-            remedy="give the same files with --data, or begin a new training with --from, or of a task with --init",
+            remedy="give the same files with --data, or begin a new training with --from, or of a "
+            "task with --init",
         )
     if found.step > config.steps:
         raise ConfigError(
@@ -172,25 +213,30 @@ def plain(values: Any) -> Any:
 
 
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename what was saved after the resumed checkpoint, or it would be the newest; return the new names."""
+    """Rename what was saved after the resumed checkpoint, or it would be the newest; return the new
+    names.
+    """
     if found is None or not _is_in(found, out):
         return []
-    there = [path for place in (checkpoints_of(out), out / "weights") for path in checkpoint.find(place)]
+    there = [
+        path for place in (checkpoints_of(out), out / "weights") for path in checkpoint.find(place)
+    ]
     later = [path for path in there if checkpoint.step_of(path) >= found.step]
     return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
-# -- The checkpoints of a training while it runs: written meanwhile ----------------------------------------------------
+# -- The checkpoints of a training while it runs: written meanwhile --------------------------------
 
 
 @dataclass(eq=False)
 class Checkpoints:
     """Saves the progress of a training.
 
-    Every method is collective. `saver` is a context manager, whose end finishes what is in flight. Where a checkpoint
-    cannot be written, all ranks raise StorageError.
+    Every method is collective. `saver` is a context manager, whose end finishes what is in flight.
+    Where a checkpoint cannot be written, all ranks raise StorageError.
 
-    The metrics of `reporter` must not end before a checkpoint does, and `preemption` learns how long a save takes.
+    The metrics of `reporter` must not end before a checkpoint does, and `preemption` learns how
+    long a save takes.
     """
 
     config: RunOptions
@@ -203,14 +249,23 @@ class Checkpoints:
     def __post_init__(self) -> None:
         progress = self.progress
         self.saver = checkpoint.Saver(
-            self.root, progress.mesh, progress.pipeline.stages, progress.optimizer, keep=self.config.keep
+            self.root,
+            progress.mesh,
+            progress.pipeline.stages,
+            progress.optimizer,
+            keep=self.config.keep,
         )
 
     def follow(self, leaves: bool) -> None:
-        """After a step: look at the checkpoint in flight; begin another where it is time, or the job `leaves`."""
+        """After a step: look at the checkpoint in flight; begin another where it is time, or the
+        job `leaves`.
+        """
         self._note(self.saver.poll())
-        config, step = self.config, self.progress.step
-        if leaves or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
+        config = self.config
+        step = self.progress.step
+        if leaves or (
+            config.save_every and (step % config.save_every == 0 or step == config.steps)
+        ):
             self._note(self.saver.wait())  # an earlier one may turn out to have failed
             self.saver.save(step, self.progress.state(self.facts), beforehand=self.reporter.sync)
         if leaves:

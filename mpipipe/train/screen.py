@@ -1,7 +1,8 @@
-"""Where a training writes while it runs: a stream of text, and a file of lines. Neither can end the training.
+"""Where a training writes while it runs: a stream of text, and a file of lines. Neither can end the
+training.
 
-A closed terminal or a full disk is no reason to lose what was trained. The stream falls silent; lines that find no room
-in the file are left out.
+A closed terminal or a full disk is no reason to lose what was trained. The stream falls silent;
+lines that find no room in the file are left out.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ def folded(text: str) -> str:
 
 
 _FOLD = textwrap.TextWrapper(
-    COLUMNS, expand_tabs=False, replace_whitespace=False, drop_whitespace=False, break_on_hyphens=False
+    COLUMNS,
+    expand_tabs=False,
+    replace_whitespace=False,
+    drop_whitespace=False,
+    break_on_hyphens=False,
 )
 
 
 class SafeStream:
-    """A stream of text that falls silent, for good, once it cannot be written to; None is silent from the start.
+    """A stream of text that falls silent, for good, once it cannot be written to; None is silent
+    from the start.
 
-    The program's exit code will be 1 then, unless the reader has left. Characters that cannot be encoded are escaped.
+    The program's exit code will be 1 then, unless the reader has left. Characters that cannot be
+    encoded are escaped.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -51,10 +58,15 @@ class SafeStream:
             stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.stream = None
-            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a reader may leave, as `head`
+            if isinstance(error, OSError) and not isinstance(
+                error, BrokenPipeError
+            ):  # a reader may leave, as `head`
                 current_rank().unwritten = True
                 reason = error.strerror or str(error)
-                warn(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
+                warn(
+                    f"mpipipe: the output cannot be written: {reason}; the work goes on, and its "
+                    "exit code will be 1"
+                )
             files.silence(stream)
 
 
@@ -68,20 +80,24 @@ def warn(text: str) -> None:
 class JsonLines:
     """A file of whole lines, which can be read as soon as they are written.
 
-    A line that can be written in part only is cut off again, and one warning says so. Unless it `goes_on`,
-    FileExistsError is raised for a file that is there.
+    A line that can be written in part only is cut off again, and one warning says so. Unless it
+    `goes_on`, FileExistsError is raised for a file that is there.
     """
 
     def __init__(self, path: Path, goes_on: bool = False) -> None:
         self.path = path
         new = 0 if goes_on else os.O_EXCL
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666
+        )
         self.whole = os.fstat(self.descriptor).st_size  # bytes of whole lines in the file
         self.told = False
 
     def append(self, line: str) -> None:
         """Write a line. Never raises OSError."""
-        rest = memoryview(f"{line}\n".encode(errors="backslashreplace"))  # the name of a file may be no text
+        rest = memoryview(
+            f"{line}\n".encode(errors="backslashreplace")
+        )  # the name of a file may be no text
         size = len(rest)
         try:
             while rest:
@@ -92,7 +108,10 @@ class JsonLines:
                 os.ftruncate(self.descriptor, self.whole)
             if not self.told:
                 self.told = True
-                warn(f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes on without it")
+                warn(
+                    f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes "
+                    "on without it"
+                )
 
     def sync(self) -> None:
         """Force the lines to the disk, as far as they could be written. Never raises OSError."""

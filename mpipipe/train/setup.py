@@ -1,4 +1,6 @@
-"""From a task and a configuration to a trainer that runs: mesh, data, where to begin, stages, pipeline."""
+"""From a task and a configuration to a trainer that runs: mesh, data, where to begin, stages,
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ from mpipipe.train.task_calls import Reader, call, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.task_loss import TaskLoss
 from mpipipe.train.trainer import Tracing, Trainer, trace_folder
-from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, shard_of, with_order
+from mpipipe.train.training_plan import (
+    best_plan,
+    make_shard,
+    pipe_of,
+    plan_layers,
+    problem_of,
+    shard_of,
+    with_order,
+)
 
 
 def check_same_config(group: RankGroup, config: TaskConfig) -> None:
@@ -62,7 +72,8 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     if config.tensorboard:
         group.from_one("train: where metrics go", metrics.check_tensorboard)
     owned = output_folder.own(comm, config.out, task.folders)
-    out, pipe = owned.folder, pipe_of(config, comm.size)
+    out = owned.folder
+    pipe = pipe_of(config, comm.size)
     with released_at_end(owned, group):
         config = with_order(config, comm)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
@@ -81,7 +92,9 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
         reader = Reader(task, shard, plan, mesh, config.steps)
-        progress, norm = _begin(mesh, config, reader, plan, stages, start=start, loss=loss, stack=stack)
+        progress, norm = _begin(
+            mesh, config, reader, plan, stages, start=start, loss=loss, stack=stack
+        )
         if task.rehearses:
             check_replicas(mesh, stages)  # values that were drawn without the seed
             rehearse(reader, progress.pipeline, mesh, progress.step, loss)
@@ -98,7 +111,16 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         )
         tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
         trainer = Trainer(
-            config, progress, reader, plan, loss, norm, reporter, preemption=preemption, tracing=tracing, out=out
+            config,
+            progress,
+            reader,
+            plan,
+            loss,
+            norm,
+            reporter,
+            preemption=preemption,
+            tracing=tracing,
+            out=out,
         )
         preemption.whereabouts = trainer.whereabouts
         if chosen:
@@ -114,7 +136,9 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
 def _plan(
     mesh: Mesh, task: Task, config: TaskConfig, device: str
 ) -> tuple[TaskConfig, LayerPlan, Shard, list[Any], str]:
-    """Find the data, and plan the training. Return (config, plan, shard, layers, a line about a plan that was made)."""
+    """Find the data, and plan the training. Return (config, plan, shard, layers, a line about a
+    plan that was made).
+    """
     task.find_data(group_of(mesh.comm))
     shard, layers = make_shard(config, task, mesh)
     chosen = ""
@@ -136,7 +160,9 @@ def _begin(
     loss: Callable[..., Any],
     stack: ExitStack,
 ) -> tuple[Progress, optim.GlobalNorm]:
-    """Make pipeline, norm and optimizer, with the state of the checkpoint `start` or of a new training."""
+    """Make pipeline, norm and optimizer, with the state of the checkpoint `start` or of a new
+    training.
+    """
     pipeline = stack.enter_context(
         Pipeline(
             stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas,
@@ -155,9 +181,17 @@ def _begin(
 
 
 def _open_output(
-    mesh: Mesh, task: Task, config: TaskConfig, plan: LayerPlan, out: Path, start: Checkpoint | None, device: str
+    mesh: Mesh,
+    task: Task,
+    config: TaskConfig,
+    plan: LayerPlan,
+    out: Path,
+    start: Checkpoint | None,
+    device: str,
 ) -> Reporter | NullReporter:
-    """Make the run folder, say in it where the numbers come from, and return the reporter of this rank."""
+    """Make the run folder, say in it where the numbers come from, and return the reporter of this
+    rank.
+    """
     output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
     with group_of(mesh.comm).raise_together("train: the reporter"):
@@ -176,27 +210,42 @@ def _open_output(
                 tensorboard=config.tensorboard,
             )
         for path in aside:
-            reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
+            reporter.say(
+                f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
+            )
         keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
         try:
             output_folder.write(out, keys, surroundings, task)
         except OSError as error:
-            reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
+            reporter.warn(
+                f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training "
+                "goes on"
+            )
         return reporter
 
 
 def _stages(
-    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, layers: list[Any], shard: Shard, *, device: str
+    config: TaskConfig,
+    task: Task,
+    plan: LayerPlan,
+    mesh: Mesh,
+    layers: list[Any],
+    shard: Shard,
+    *,
+    device: str,
 ) -> tuple[list[nn.Stage], Callable[..., Any]]:
     """Return the stages of this rank and the loss; collective."""
     with group_of(mesh.comm).raise_together("train: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-        return stages, task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(task, config.slices > 1)
+        return stages, task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(
+            task, config.slices > 1
+        )
 
 
 def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
-    """Load a trained model from the run folder of a task in a file, to predict with; on each rank by itself.
+    """Load a trained model from the run folder of a task in a file, to predict with; on each rank
+    by itself.
 
     Parameters
     ----------
@@ -208,8 +257,9 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     Returns
     -------
     task, stage : Task, nn.Stage
-        The task of the copy of the file, with the attributes that `--set` gave it. The whole model in the dtype of the
-        training, with the weights of its end or its newest checkpoint, whichever was written last.
+        The task of the copy of the file, with the attributes that `--set` gave it. The whole model
+        in the dtype of the training, with the weights of its end or its newest checkpoint,
+        whichever was written last.
 
     Raises
     ------
@@ -239,13 +289,16 @@ def _config_of(run: str | Path) -> TaskFileConfig:
             "the folder is not that of a task in a file",
             found=str(run),
             expected="the --out folder of `mpipipe train FILE.py`",
-            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the folder weights",
+            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the "
+            "folder weights",
         )
     return TaskFileConfig.load(str(path))
 
 
 def export(run: Path, target: Path) -> str:
-    """Write the weights that `load` takes into one file, named by `Task.state_name`; return what was done."""
+    """Write the weights that `load` takes into one file, named by `Task.state_name`; return what
+    was done.
+    """
     config = _config_of(run)
     task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
     found = resume.newest_state(run)
@@ -256,7 +309,9 @@ def export(run: Path, target: Path) -> str:
         checkpoint.read_arrays(found, {name: array})
         return array
 
-    for name, entry in (pair for content in found.files.values() for pair in content.arrays.items()):
+    for name, entry in (
+        pair for content in found.files.values() for pair in content.arrays.items()
+    ):
         kind, _, own = name.partition("/")
         if kind == checkpoint.PARAMETERS:
             called = call(task, "state_name", own)
@@ -270,15 +325,21 @@ def export(run: Path, target: Path) -> str:
                     found=repr(called),
                     expected="a text that no other parameter has, and not __metadata__",
                 )
-            arrays_by_name[called] = checkpoint.Planned(entry.kind, entry.shape, partial(values, name, entry))
+            arrays_by_name[called] = checkpoint.Planned(
+                entry.kind, entry.shape, partial(values, name, entry)
+            )
     files.check_new("the file of weights", target)
     with files.writing("the file of weights", target, remedy="make room, or choose another file"):
         checkpoint.write_tensors(target, dict(sorted(arrays_by_name.items())))
-    return f"wrote {len(arrays_by_name)} arrays of step {found.step} from {found.path} into {target}"
+    return (
+        f"wrote {len(arrays_by_name)} arrays of step {found.step} from {found.path} into {target}"
+    )
 
 
 def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
-    """Plan the training, and check that it fits into memory and can be written; all ranks raise the same error."""
+    """Plan the training, and check that it fits into memory and can be written; all ranks raise the
+    same error.
+    """
     with group_of(mesh.comm).raise_together("train: the plan"):
         plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
         sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)

@@ -1,4 +1,6 @@
-"""A rank's share of each sample, along an axis that the ranks of `mesh.seq` divide among themselves."""
+"""A rank's share of each sample, along an axis that the ranks of `mesh.seq` divide among
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from mpipipe.text import counted
 
 
 class Shard:
-    """The share of one rank in each sample; data, positions and attention of one shard fit together.
+    """The share of one rank in each sample; data, positions and attention of one shard fit
+    together.
 
     Parameters
     ----------
     comm : communicator
         The ranks that share each sample.
     layout : str
-        Which positions each of them holds: "contiguous", "zigzag" or "striped"; see `attention.Layout`.
+        Which positions each of them holds: "contiguous", "zigzag" or "striped"; see
+        `attention.Layout`.
     size : int, optional
         Number of these ranks, where the ranks of `comm` stand for more: on paper.
 
@@ -31,8 +35,8 @@ class Shard:
     comm, rank, size, kind : communicator, int, int, str
         The ranks, which of them this is, how many there are, and the layout.
     reads_inputs, reads_targets : bool
-        Whether this rank has the first stage and needs inputs, and whether it has the last one and needs targets. In
-        place of what is not needed, `Task.batch` may return None.
+        Whether this rank has the first stage and needs inputs, and whether it has the last one and
+        needs targets. In place of what is not needed, `Task.batch` may return None.
     dtype : numpy.dtype
         What the training computes in; floating arrays of batches are converted.
 
@@ -46,18 +50,26 @@ class Shard:
     [[[0, 1, 2]], [[3, 4, 5]]]
     """
 
-    def __init__(self, comm: Communicator, layout: str = "contiguous", size: int | None = None) -> None:
-        self.comm, self.rank, self.kind = comm, comm.rank, layout
+    def __init__(
+        self, comm: Communicator, layout: str = "contiguous", size: int | None = None
+    ) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.kind = layout
         self.size = comm.size if size is None else size
         self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
         self.attends = False  # whether `attend` was called
-        self.cut: Callable[[int], Sequence[int]] | None = None  # gives the lengths of slices, where there are several
+        self.cut: Callable[[int], Sequence[int]] | None = (
+            None  # gives the lengths of slices, where there are several
+        )
         self.attended: int | None = None  # the length of the sequences that come in slices
         self._divided: dict[int, Layout] = {}
 
     def divide(self, length: int) -> Layout:
-        """Return who holds which of `length` positions. Raises ConfigError if a rank would hold none."""
+        """Return who holds which of `length` positions. Raises ConfigError if a rank would hold
+        none.
+        """
         if length not in self._divided:
             found = Layout(self.kind, self.size, length, self.cut and self.cut(length))
             parts = range(len(found.slice_lengths or ()))
@@ -68,48 +80,66 @@ class Shard:
                     "a rank would hold no part of the sequence",
                     found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}{where}",
                     expected="at least one position a rank, two for zigzag",
-                    remedy="take longer sequences, or lower seq" + (" or slices" if self.cut else ""),
+                    remedy="take longer sequences, or lower seq"
+                    + (" or slices" if self.cut else ""),
                 )
             self._divided[length] = found
         return self._divided[length]
 
     def part(self, array: Array, axis: int = 1) -> Array:
-        """Return this rank's part of an array along an axis: all of it on a single rank, else a C-contiguous copy.
+        """Return this rank's part of an array along an axis: all of it on a single rank, else a
+        C-contiguous copy.
 
-        The array may be anything with `shape` that `numpy.asarray` reads, such as an array of Zarr or h5py. Parts may
-        differ by one position, with zigzag by two.
+        The array may be anything with `shape` that `numpy.asarray` reads, such as an array of Zarr
+        or h5py. Parts may differ by one position, with zigzag by two.
         """
         if self.size == 1:
             return np.asarray(array)
-        if self.kind == "contiguous" and self.cut is None:  # read no more than the part, where the array is on the disk
+        if (
+            self.kind == "contiguous" and self.cut is None
+        ):  # read no more than the part, where the array is on the disk
             own = self.divide(array.shape[axis]).positions(self.rank)
             at = (*[slice(None)] * (axis % len(array.shape)), slice(int(own[0]), int(own[-1]) + 1))
             return np.ascontiguousarray(array[at])
         return self.divide(array.shape[axis]).shard(np.asarray(array), self.rank, axis)
 
     def whole(self, array: Array, axis: int = 1) -> Array:
-        """Put an array together, on each rank, from the parts of all ranks along an axis; collective over `comm`."""
+        """Put an array together, on each rank, from the parts of all ranks along an axis;
+        collective over `comm`.
+        """
         if self.size == 1:
             return array
         parts = group_of(self.comm).gather("the parts of an array", array)
         return self.divide(sum(part.shape[axis] for part in parts)).unshard(parts, axis)
 
     def positions(self, length: int) -> Array:
-        """Return which of `length` positions, of the whole sequence or axis, this rank holds: int64, rising."""
+        """Return which of `length` positions, of the whole sequence or axis, this rank holds:
+        int64, rising.
+        """
         return self.divide(length).positions(self.rank)
 
     @property
     def slice_lengths(self) -> list[int] | None:
-        """How many positions this rank holds of each slice of a sequence; None without slices, or for even ones."""
+        """How many positions this rank holds of each slice of a sequence; None without slices, or
+        for even ones.
+        """
         if self.cut is None or self.attended is None:
             return None
         layout = self.divide(self.attended)
-        return [layout.part(part, part + 1).length(self.rank) for part in range(len(layout.slice_lengths or ()))]
+        return [
+            layout.part(part, part + 1).length(self.rank)
+            for part in range(len(layout.slice_lengths or ()))
+        ]
 
     def attend(
-        self, length: int, causal: bool = False, window: int | None = None, scale: float | None = None
+        self,
+        length: int,
+        causal: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> Attend:
-        """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over `comm`.
+        """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over
+        `comm`.
 
         Parameters
         ----------

@@ -1,6 +1,8 @@
-"""What a training trains: the layers of a model, a loss, batches, and what is said and written of them.
+"""What a training trains: the layers of a model, a loss, batches, and what is said and written of
+them.
 
-The loop, the run folder, checkpoints, resume and plans are written for a `Task`, whatever its samples are.
+The loop, the run folder, checkpoints, resume and plans are written for a `Task`, whatever its
+samples are.
 """
 
 from __future__ import annotations
@@ -40,12 +42,16 @@ ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The file that a task was loaded from, as it was then, the name of its class, and modules that it imports."""
+    """The file that a task was loaded from, as it was then, the name of its class, and modules that
+    it imports.
+    """
 
     path: Path
     name: str
     content: bytes
-    modules: Mapping[str, bytes] = field(default_factory=dict)  # from its own folder, by their paths in there
+    modules: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # from its own folder, by their paths in there
 
     @property
     def copies(self) -> dict[str, bytes]:
@@ -62,10 +68,11 @@ class TaskSource:
 
 
 class Task:
-    """What is trained. A task of your own has `layers`, `loss`, `batch` and `validation`; all else has a default.
+    """What is trained. A task of your own has `layers`, `loss`, `batch` and `validation`; all else
+    has a default.
 
-    Every rank has one object, and calls the same methods in the same order, unless a method says otherwise. An error in
-    one of them ends the training on all ranks.
+    Every rank has one object, and calls the same methods in the same order, unless a method says
+    otherwise. An error in one of them ends the training on all ranks.
 
     Attributes
     ----------
@@ -80,20 +87,22 @@ class Task:
     groups : sequence of optim.Group
         Parameters with a learning rate or a weight decay of their own.
     read_ahead : bool
-        Whether a thread reads the batch of the next step while the layers of this one compute. A task that sets it
-        promises that `batch` uses nothing that its layers, its loss or its optimizer use. No other method of the task
-        runs meanwhile, and nothing is drawn from the generators of PyTorch.
+        Whether a thread reads the batch of the next step while the layers of this one compute. A
+        task that sets it promises that `batch` uses nothing that its layers, its loss or its
+        optimizer use. No other method of the task runs meanwhile, and nothing is drawn from the
+        generators of PyTorch.
     per_microbatch : bool
-        Whether `batch` and `validation` are called once for the rows of each micro-batch. What they return then may
-        have any shapes, such as those of graphs with their nodes and edges; the first array has a row at least.
+        Whether `batch` and `validation` are called once for the rows of each micro-batch. What they
+        return then may have any shapes, such as those of graphs with their nodes and edges; the
+        first array has a row at least.
     everywhere, rehearses : bool
-        Whether `batch` and `validation` are called on the ranks of middle stages, too. Whether a batch runs forward
-        before the run folder is touched.
+        Whether `batch` and `validation` are called on the ranks of middle stages, too. Whether a
+        batch runs forward before the run folder is touched.
     folders, copies : tuple of str, bool
         Folders in the run folder that `save` replaces. Whether `sample` copies the model.
     outline, pipe, file : list of Layer, int, TaskSource
-        The layers on paper and the ranks of a pipeline, set before anything that asks for them; and the file that the
-        task was loaded from.
+        The layers on paper and the ranks of a pipeline, set before anything that asks for them; and
+        the file that the task was loaded from.
 
     Examples
     --------
@@ -140,29 +149,33 @@ class Task:
     def layers(self, shard: Shard) -> Layers:
         """Make the whole model, in order; collective over `shard.comm`.
 
-        The list is of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of functions without
-        arguments that make one of these. What a function makes is made on the ranks that need it alone.
+        The list is of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of
+        functions without arguments that make one of these. What a function makes is made on the
+        ranks that need it alone.
         """
         raise NotImplementedError
 
     def loss(self, output: Tree, target: Tree) -> Pair:
-        """Return the loss of a micro-batch and its gradient. May as well be an attribute: a loss of `nn` or `adapters`.
+        """Return the loss of a micro-batch and its gradient. May as well be an attribute: a loss of
+        `nn` or `adapters`.
 
-        (value, doutput) are a mean over the micro-batch, and its gradient, shaped as the output of the last layer. A
-        third value is its weight: how many things it is a mean over. Without it a micro-batch counts by the entries of
-        its target.
+        (value, doutput) are a mean over the micro-batch, and its gradient, shaped as the output of
+        the last layer. A third value is its weight: how many things it is a mean over. Without it a
+        micro-batch counts by the entries of its target.
         """
         raise NotImplementedError
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         """Return inputs and targets of these rows of the batch of a step. The arrays are copied.
 
-        The main thread calls it, in the order of the steps; with `read_ahead` a thread does, one step ahead.
+        The main thread calls it, in the order of the steps; with `read_ahead` a thread does, one
+        step ahead.
 
         Parameters
         ----------
         step : int
-            Number of the step, from 0. The batch depends on it alone, or a resumed training has other batches.
+            Number of the step, from 0. The batch depends on it alone, or a resumed training has
+            other batches.
         rows : range
             Indices of the rows that are wanted, in the whole batch: any number of them, also one.
         shard : Shard
@@ -188,34 +201,43 @@ class Task:
     # -- what it may have
 
     def metrics(self, output: Tree, target: Tree) -> Named:
-        """Return further numbers of a micro-batch of the validation, by name: each a mean over its numpy arrays."""
+        """Return further numbers of a micro-batch of the validation, by name: each a mean over its
+        numpy arrays.
+        """
         return {}
 
     def show(self, output: Tree, target: Tree, shard: Shard) -> str:
-        """Show what the trained model makes of the first micro-batch of the validation, as lines for the end.
+        """Show what the trained model makes of the first micro-batch of the validation, as lines
+        for the end.
 
         Parameters
         ----------
         output, target, shard : Tree, Tree, Shard
-            Of that micro-batch, as numpy arrays, on the ranks of the last stage of the first replica, so that they can
-            put the `whole` together. The lines of the first of them count.
+            Of that micro-batch, as numpy arrays, on the ranks of the last stage of the first
+            replica, so that they can put the `whole` together. The lines of the first of them
+            count.
         """
         return ""
 
     def optimizer(self, stages: Stages, config: Any) -> Optimizer | None:
-        """Return an optimizer of the stages of this rank in place of the one that the options name; None for that.
+        """Return an optimizer of the stages of this rank in place of the one that the options name;
+        None for that.
 
-        It has `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`, and
-        steps with the `lr` that it is called with, which is that of `rate_at`.
+        It has `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as
+        `optim.AdamW`, and steps with the `lr` that it is called with, which is that of `rate_at`.
         """
         return None
 
     def rate_at(self, step: int, config: Any) -> float:
-        """Return the learning rate of a step, from 0, the same on all ranks; `return config.lr` is a constant one."""
+        """Return the learning rate of a step, from 0, the same on all ranks; `return config.lr` is
+        a constant one.
+        """
         return optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
 
     def costs(self) -> Numbers:
-        """Return the operations of each layer, in any unit, by which stages are cut; by default all are alike."""
+        """Return the operations of each layer, in any unit, by which stages are cut; by default all
+        are alike.
+        """
         return [1.0] * len(self.outline)
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
@@ -234,7 +256,9 @@ class Task:
         """Find out what the data are, without opening them; collective."""
 
     def shard(self, comm: Communicator, size: int) -> Shard:
-        """Make this rank's share of each sample, which `size` ranks divide; on paper the single rank of `comm`."""
+        """Make this rank's share of each sample, which `size` ranks divide; on paper the single
+        rank of `comm`.
+        """
         return Shard(comm, self.layout, size)
 
     def trained(self) -> Described:
@@ -253,11 +277,14 @@ class Task:
             ("groups", str(group.match))
             for group in self.groups
             if isinstance(group, optim.Group)
-            and not any(group._has(entry.tie or name, entry.shape) for name, entry in everything.items())
+            and not any(
+                group._has(entry.tie or name, entry.shape) for name, entry in everything.items()
+            )
         ]
         for what, pattern in unfit:
             raise ConfigError(
-                f"a pattern of {what} fits no parameter" + (" of an adapter" if any(map(is_adapter, names)) else ""),
+                f"a pattern of {what} fits no parameter"
+                + (" of an adapter" if any(map(is_adapter, names)) else ""),
                 found=pattern,
                 expected=f"one that fits names such as {', '.join(names[:4])}",
                 remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
@@ -271,11 +298,16 @@ class Task:
         """Raise ConfigError if the model cannot be cut into this number of stages."""
         count = len(self.outline)
         if count < stages:
-            remedy = "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the others train replicas"
+            remedy = (
+                "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the "
+                "others train replicas"
+            )
             raise too_few_pieces(counted(count, "layer"), stages, remedy)
 
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
-        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known."""
+        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for
+        what is not known.
+        """
         return 0, 0
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
@@ -297,7 +329,9 @@ class Task:
         raise NotImplementedError  # `batch` gives them
 
     def begin(self, more: Any) -> None:
-        """Take what `batch` or `validation` returned besides inputs and targets, before the call that it is for."""
+        """Take what `batch` or `validation` returned besides inputs and targets, before the call
+        that it is for.
+        """
 
     @property
     def fingerprint(self) -> str:
@@ -317,11 +351,15 @@ class Task:
         return None
 
     def message_shape(self, rows: int, shard: Shard) -> Shape | None:
-        """Return the shape of what a stage hands to the next for these rows; None: the largest one is measured."""
+        """Return the shape of what a stage hands to the next for these rows; None: the largest one
+        is measured.
+        """
         return None
 
     def load(self, stages: Stages, mesh: Mesh) -> None:
-        """Set the parameters with which a new training begins, where they are not those that were drawn; collective."""
+        """Set the parameters with which a new training begins, where they are not those that were
+        drawn; collective.
+        """
 
     # -- what is said and written
 
@@ -330,11 +368,15 @@ class Task:
         return {}
 
     def compared(self, sizes: Facts) -> Facts:
-        """Return what of such sizes must be the same in a training and in the checkpoint that it continues from."""
+        """Return what of such sizes must be the same in a training and in the checkpoint that it
+        continues from.
+        """
         return sizes
 
     def unfinished(self, out: Path) -> Names:
-        """Return names of what a training leaves in its output folder that ended while it wrote them."""
+        """Return names of what a training leaves in its output folder that ended while it wrote
+        them.
+        """
         if self.file is None:
             return set()
         tops = {name.partition("/")[0] for name in self.file.copies}
@@ -342,7 +384,9 @@ class Task:
         return {"__pycache__", *tops}.union(*({path.name for path in paths} for paths in former))
 
     def resolve(self, keys: Facts) -> Facts:
-        """Return the options of a training with those of the task filled in, and its paths absolute."""
+        """Return the options of a training with those of the task filled in, and its paths
+        absolute.
+        """
         return keys
 
     @property
@@ -352,12 +396,15 @@ class Task:
 
     def description(self, place: str) -> str:
         """Return what is trained, in a line; `place` is what computes: CPUs or GPUs."""
-        count, trained = parameters_of(self.outline), sum(entry.size for entry in self.trained().values())
+        count = parameters_of(self.outline)
+        trained = sum(entry.size for entry in self.trained().values())
         part = "" if trained == count else f" of which {trained:,} are trained"
         return f"{type(self).__name__}: {count:,} parameters{part} on {place}"
 
     def beginning(self) -> str:
-        """Return where the weights come from with which the training begins; "" where they are drawn."""
+        """Return where the weights come from with which the training begins; "" where they are
+        drawn.
+        """
         return ""
 
     def derived(self, loss: float | None, validation: float | None) -> Facts:
@@ -374,16 +421,27 @@ class Task:
         Parameters
         ----------
         out, plan, stages, mesh, step : Path, LayerPlan, sequence of Stage, Mesh, int
-            The output folder, the cut of the model, the stages of this rank, all ranks, and the steps that were made.
+            The output folder, the cut of the model, the stages of this rank, all ranks, and the
+            steps that were made.
         """
-        checkpoint.save(out / "weights", mesh, stages, step=step, state={"fingerprint": self.fingerprint}, keep=1)
+        checkpoint.save(
+            out / "weights",
+            mesh,
+            stages,
+            step=step,
+            state={"fingerprint": self.fingerprint},
+            keep=1,
+        )
 
     def state_name(self, name: str) -> str:
-        """Return what a parameter is called in the file that `mpipipe convert` writes; by default what it is here."""
+        """Return what a parameter is called in the file that `mpipipe convert` writes; by default
+        what it is here.
+        """
         return name
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
-        """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.
+        """Return what the trained model makes, as text to show, where that is not what `show`
+        returns; collective.
 
         Parameters
         ----------

@@ -1,12 +1,14 @@
 """How a training calls its task: an error names file, method, step and rows.
 
-One thread runs the code of a user: the main thread reads the batch of a step when the step begins. Where a task sets
-`read_ahead`, a thread reads one step ahead, and it has the task to itself meanwhile:
+One thread runs the code of a user: the main thread reads the batch of a step when the step begins.
+Where a task sets `read_ahead`, a thread reads one step ahead, and it has the task to itself
+meanwhile:
 
     rank, main thread    | step 7: forwards, backwards, optimizer | validation ... | step 8 ...
     thread               | read 8 ......... |                                      | read 9 ......
 
-The thread makes no call of MPI. A rank that comes to a step before its batch is there waits, and the wait is counted.
+The thread makes no call of MPI. A rank that comes to a step before its batch is there waits, and
+the wait is counted.
 """
 
 from __future__ import annotations
@@ -48,19 +50,28 @@ def turn_of(task: Task) -> AbstractContextManager[Any]:
 
 
 def turn(task: Task, method: str) -> AbstractContextManager[Any]:
-    """Return the lock of a task if a method of it is code of the user: one thread at a time runs that."""
+    """Return the lock of a task if a method of it is code of the user: one thread at a time runs
+    that.
+    """
     module: str = getattr(getattr(task, method, None), "__module__", "") or ""
     return nullcontext() if module.startswith("mpipipe.") else turn_of(task)
 
 
-def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None) -> Any:
-    """Call a method of a task, or `by` in its place. An error says where it was, with `when`: the step and the rows."""
+def call(
+    task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None
+) -> Any:
+    """Call a method of a task, or `by` in its place. An error says where it was, with `when`: the
+    step and the rows.
+    """
     try:
         with turn(task, method):
             return (by or getattr(task, method))(*arguments)
     except MpipipeError as error:
         # one that names a method of the task already stays as it is
-        own = not type(task).__module__.startswith("mpipipe.") and f"{type(task).__name__}." not in error.message
+        own = (
+            not type(task).__module__.startswith("mpipipe.")
+            and f"{type(task).__name__}." not in error.message
+        )
         if own and not isinstance(error, PeerError):
             error.message = f"{place_of(task, method)}{when}: {error.message}"
         raise
@@ -74,7 +85,10 @@ def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[
 def line_of(error: BaseException, file: str) -> str | None:
     """Return the last line of a file in a traceback, in words, or the last one at all."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1] if frames else None)
+    last = next(
+        (frame for frame in reversed(frames) if frame.filename == file),
+        frames[-1] if frames else None,
+    )
     return None if last is None else f"line {last.lineno} of {last.filename}: {last.line}"
 
 
@@ -104,11 +118,15 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_attributes(task: Task) -> None:
-    """Raise ConfigError for an attribute of a task that cannot be meant: it would be read far from here."""
+    """Raise ConfigError for an attribute of a task that cannot be meant: it would be read far from
+    here.
+    """
     for name, (expected, is_right) in ATTRIBUTES.items():
         value = getattr(task, name)
         if not is_right(value):
-            raise ConfigError(f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected)
+            raise ConfigError(
+                f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
+            )
 
 
 def costs_of(task: Task) -> list[float]:
@@ -127,7 +145,9 @@ def costs_of(task: Task) -> list[float]:
 def rate_of(task: Task, step: int, config: Any) -> float:
     """Return the learning rate of a step; ConfigError for one that cannot be meant."""
     when = f"(step={step})"
-    rate = call(task, "rate_at", step, config, when=when, by=lambda *given: float(task.rate_at(*given)))
+    rate = call(
+        task, "rate_at", step, config, when=when, by=lambda *given: float(task.rate_at(*given))
+    )
     if not (math.isfinite(rate) and rate >= 0):
         raise ConfigError(
             f"{place_of(task, 'rate_at')}{when} returns no learning rate",
@@ -137,7 +157,7 @@ def rate_of(task: Task, step: int, config: Any) -> float:
     return rate
 
 
-# -- The layers, on paper and in fact ---------------------------------------------------------------------------------
+# -- The layers, on paper and in fact --------------------------------------------------------------
 
 
 def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
@@ -148,7 +168,9 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(
             f"{place_of(task, 'layers')} returns no list of layers",
-            found=f"an empty {type(entries).__name__}" if entries in ([], ()) else type(entries).__name__,
+            found=f"an empty {type(entries).__name__}"
+            if entries in ([], ())
+            else type(entries).__name__,
             expected="a list with a layer at least",
         )
     entries = with_loss(entries, task.loss, seed)
@@ -158,19 +180,27 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
 
 def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
     """Return all layers of a task, unbound."""
-    return [as_layer(entry, place, seed) for place, entry in enumerate(entries_of(task, shard, seed))]
+    return [
+        as_layer(entry, place, seed) for place, entry in enumerate(entries_of(task, shard, seed))
+    ]
 
 
 def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
-    """Set what the layers of a task are on paper; return the list of its layers, from which stages are made."""
+    """Set what the layers of a task are on paper; return the list of its layers, from which stages
+    are made.
+    """
     entries = entries_of(task, shard, seed)
     layers = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
-    task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in layers]
+    task.outline = [
+        layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in layers
+    ]
     return entries
 
 
 def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree]]:
-    """Yield each layer by itself, bound, and an input of it; collective. Raises ConfigError where they do not fit."""
+    """Yield each layer by itself, bound, and an input of it; collective. Raises ConfigError where
+    they do not fit.
+    """
     x = example(task, rows, 1, shard)[0]
     values: dict[str, Tree] = {}
     for place, layer in enumerate(layers_of(task, shard, seed)):
@@ -199,25 +229,34 @@ def agree_on_layers(task: Task, problem: PlanningProblem, shard: Shard, group: R
     """Raise MismatchError on all ranks where they have different layers; collective."""
     group.agree(
         "train: the layers",
-        (("layers", len(problem.layers)), *((f"layer {n}", text) for n, text in enumerate(problem.signatures))),
+        (
+            ("layers", len(problem.layers)),
+            *((f"layer {n}", text) for n, text in enumerate(problem.signatures)),
+        ),
         message=f"the ranks have different layers from {place_of(task, 'layers')}",
-        remedy="make the list of layers of what is the same on all ranks; a layer may use shard.rank, not its shapes",
+        remedy="make the list of layers of what is the same on all ranks; a layer may use "
+        "shard.rank, not its shapes",
     )
 
 
-# -- Batches ----------------------------------------------------------------------------------------------------------
+# -- Batches ---------------------------------------------------------------------------------------
 
 
 def where(method: str, number: int, rows: range) -> str:
     """Return the arguments of `batch` or `validation` in words."""
-    return f"({'step' if method == 'batch' else 'index'}={number}, rows={rows.start}..{rows.stop - 1})"
+    return (
+        f"({'step' if method == 'batch' else 'index'}={number}, rows={rows.start}..{rows.stop - 1})"
+    )
 
 
 def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tuple[Any, Any, Any]:
-    """Return inputs, targets, and what comes with them, from `batch` or `validation`; checks what this rank needs."""
+    """Return inputs, targets, and what comes with them, from `batch` or `validation`; checks what
+    this rank needs.
+    """
     when = where(method, number, rows)
     whose = f" of {place_of(task, method)}{when}"
-    # The lock is held until all is copied: another method of the task may fill the same arrays again.
+    # The lock is held until all is copied: another method of the task may fill the same arrays
+    # again.
     with turn(task, method):
         found = call(task, method, number, rows, shard, when=when)
         if not isinstance(found, tuple) or len(found) not in (2, 3):
@@ -233,8 +272,12 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tup
     return inputs, targets, found[2] if len(found) == 3 else None
 
 
-def read_all(task: Task, method: str, number: int, rows: range, microbatches: int, shard: Shard) -> Any:
-    """Return what `read` does for the rows of all micro-batches; lists of it where the task gives them one by one."""
+def read_all(
+    task: Task, method: str, number: int, rows: range, microbatches: int, shard: Shard
+) -> Any:
+    """Return what `read` does for the rows of all micro-batches; lists of it where the task gives
+    them one by one.
+    """
     if not task.per_microbatch:
         return read(task, method, number, rows, shard)
     parts = even_split(len(rows), microbatches)
@@ -242,8 +285,12 @@ def read_all(task: Task, method: str, number: int, rows: range, microbatches: in
     return tuple(None if each[0] is None else [*each] for each in zip(*found))
 
 
-def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | None = None) -> Pair:
-    """Return inputs and targets as they may come, for measurements: those of step 0, again where it has `most` rows."""
+def example(
+    task: Task, rows: int, microbatches: int, shard: Shard, most: int | None = None
+) -> Pair:
+    """Return inputs and targets as they may come, for measurements: those of step 0, again where it
+    has `most` rows.
+    """
     if type(task).example is not Task.example:  # a task may have some that need no data
         return task.example(rows, microbatches, shard)
     if microbatches > 1 and task.per_microbatch:
@@ -252,26 +299,32 @@ def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | 
     pair = read(task, "batch", 0, range(min(rows, most or rows)), shard)[:2]
     if most is None or rows <= most or task.per_microbatch:
         return pair
-    inputs, targets = (arrays.mapped(lambda leaf: leaf[np.arange(rows) % len(leaf)], tree) for tree in pair)
+    inputs, targets = (
+        arrays.mapped(lambda leaf: leaf[np.arange(rows) % len(leaf)], tree) for tree in pair
+    )
     return inputs, targets
 
 
 def as_batch(tree: Tree, rows: range, what: str, shard: Shard, any_shapes: bool = False) -> Tree:
-    """Return a batch in the dtype of the training; DataError for another number of rows, and what is not finite.
+    """Return a batch in the dtype of the training; DataError for another number of rows, and what
+    is not finite.
 
-    One of `any_shapes` is only not to be empty. Arrays are copied: the task may fill the same ones again while a step
-    computes with these.
+    One of `any_shapes` is only not to be empty. Arrays are copied: the task may fill the same ones
+    again while a step computes with these.
     """
     try:
         leaves, structure = arrays.flatten(tree)
     except MpipipeError as error:
-        raise DataError(f"{what} are no arrays", found=type(tree).__name__, expected="numpy arrays") from error
+        raise DataError(
+            f"{what} are no arrays", found=type(tree).__name__, expected="numpy arrays"
+        ) from error
     if any_shapes and (not leaves or 0 in leaves[0].shape[:1]):
         raise DataError(
             f"{what} are empty",
             found=", ".join(f"shape {leaf.shape}" for leaf in leaves) or "no arrays",
             expected="a row at least in the first array, such as a node of a graph",
-            remedy="leave such rows out of the data, or let them count nothing: a weight of the loss says so",
+            remedy="leave such rows out of the data, or let them count nothing: a weight of the "
+            "loss says so",
         )
     for leaf in leaves:
         if not any_shapes and (leaf.ndim == 0 or len(leaf) != len(rows)):
@@ -281,16 +334,27 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard, any_shapes: bool 
                 expected=f"{len(rows)} along the first axis",
                 remedy="return as many rows as `rows` has; a source that ends early has fewer",
             )
-        if arrays.is_floating(leaf.dtype) and not arrays.is_device(leaf) and not np.isfinite(leaf.sum()):
+        if (
+            arrays.is_floating(leaf.dtype)
+            and not arrays.is_device(leaf)
+            and not np.isfinite(leaf.sum())
+        ):
             numbers = np.arange(leaf.size) if any_shapes else rows
-            bad = [row for row, values in zip(numbers, leaf.reshape(len(numbers), -1)) if not np.isfinite(values).all()]
+            bad = [
+                row
+                for row, values in zip(numbers, leaf.reshape(len(numbers), -1))
+                if not np.isfinite(values).all()
+            ]
             if bad:
-                part = "value {} of an array" if any_shapes else "row {}, counted in the whole batch"
+                part = (
+                    "value {} of an array" if any_shapes else "row {}, counted in the whole batch"
+                )
                 raise DataError(
                     f"{what} are not finite",
                     found=f"NaN or infinity in {part.format(bad[0])}",
                     expected="numbers",
-                    remedy="look at the data of this row; where values are missing, give numbers and a mask as a tuple "
+                    remedy="look at the data of this row; where values are missing, give numbers "
+                    "and a mask as a tuple "
                     "of targets, and let the loss use it",
                 )
     cast = []
@@ -304,23 +368,35 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard, any_shapes: bool 
 
 
 class Reader:
-    """Reads the rows of this replica; `waited` are the seconds in which the last step waited for them."""
+    """Reads the rows of this replica; `waited` are the seconds in which the last step waited for
+    them.
+    """
 
     def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
-        self.task, self.shard, self.steps, self.waited = task, shard, steps, 0.0
-        begin, self.microbatches = mesh.data.rank * plan.rows, plan.schedule.microbatches
+        self.task = task
+        self.shard = shard
+        self.steps = steps
+        self.waited = 0.0
+        begin = mesh.data.rank * plan.rows
+        self.microbatches = plan.schedule.microbatches
         self.rows = range(begin, begin + plan.rows)
-        placement, rank = plan.schedule.placement, mesh.pipe.rank
-        shard.reads_inputs, shard.reads_targets = rank == placement[0], rank == placement[-1]
+        placement = plan.schedule.placement
+        rank = mesh.pipe.rank
+        shard.reads_inputs = rank == placement[0]
+        shard.reads_targets = rank == placement[-1]
         self.reads = shard.reads_inputs or shard.reads_targets or task.everywhere
         self.number = -1  # the step that a thread reads
         self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None
-        self.rank, self.kinds = mesh.rank, ""  # shapes and dtypes of the rows that this rank reads
+        # shapes and dtypes of the rows that this rank reads
+        self.rank = mesh.rank
+        self.kinds = ""
         if task.read_ahead:
             let_draw_in_turn(turn_of(task))
 
     def batch(self, step: int) -> Pair:
-        """Return the batch of a step; where the task reads ahead, begin to read that of the next one."""
+        """Return the batch of a step; where the task reads ahead, begin to read that of the next
+        one.
+        """
         if not self.reads:
             return None, None
         start = perf_counter()
@@ -332,7 +408,9 @@ class Reader:
         return pair
 
     def begin(self, step: int) -> None:
-        """Let a thread read the batch of a step, if the task reads ahead and no thread does so yet."""
+        """Let a thread read the batch of a step, if the task reads ahead and no thread does so
+        yet.
+        """
         if self.reads and self.task.read_ahead and (self.ahead is None or self.number != step):
             self.number = step
             self.ahead = ThreadTask(partial(self._read, step), "mpipipe batches")
@@ -340,7 +418,8 @@ class Reader:
     def _read_ahead(self, step: int) -> tuple[Any, Any, Any]:
         self.begin(step)
         assert self.ahead is not None
-        task, self.ahead = self.ahead, None
+        task = self.ahead
+        self.ahead = None
         wait_locally(task.wait, f"the batch of step {step}")
         if task.problem is not None:
             raise task.problem
@@ -358,7 +437,8 @@ class Reader:
         self.kinds = self.kinds or kinds
         if kinds != self.kinds:
             raise DataError(
-                f"{place_of(self.task, 'batch')}{where('batch', step, self.rows)} returns other shapes than before",
+                f"{place_of(self.task, 'batch')}{where('batch', step, self.rows)} returns other "
+                "shapes than before",
                 found=f"{kinds} in each row",
                 expected=self.kinds,
                 remedy="pad what varies to one length, and let the loss count what is valid",
@@ -366,7 +446,9 @@ class Reader:
         return found
 
     def read(self, method: str, number: int) -> tuple[Any, Any, Any]:
-        """Return what the task gives of all rows of this rank; lists of it with one entry for each micro-batch."""
+        """Return what the task gives of all rows of this rank; lists of it with one entry for each
+        micro-batch.
+        """
         return read_all(self.task, method, number, self.rows, self.microbatches, self.shard)
 
     def validation(self, index: int) -> Pair:

@@ -1,4 +1,6 @@
-"""A task from a file, `weather.py` or `weather.py:Weather`, the same on all ranks; and its copy in the run folder."""
+"""A task from a file, `weather.py` or `weather.py:Weather`, the same on all ranks; and its copy in
+the run folder.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from mpipipe.train.task_calls import line_of
 MOST_BYTES = 1 << 24
 IMPORTING = Lock()  # ranks that are threads have the same modules
 STANDARD = sysconfig.get_path("stdlib") + os.sep
-REMEDY = "`python -m mpipipe train FILE.py` takes a file with one class that is derived from mpipipe.train.Task"
+REMEDY = (
+    "`python -m mpipipe train FILE.py` takes a file with one class that is derived from "
+    "mpipipe.train.Task"
+)
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,27 @@ class TaskFileConfig(TaskConfig):
 
     heading: ClassVar[str] = "task"
 
-    task: str | None = option(None, "file of the task, and the name of its class where it has several: FILE.py:CLASS")
-    set: tuple[str, ...] = option(
-        (), "NAME=VALUE for an attribute of the task, such as width=64; repeatable", decides=True, metavar="NAME=VALUE"
+    task: str | None = option(
+        None, "file of the task, and the name of its class where it has several: FILE.py:CLASS"
     )
-    init: str | None = option(None, "checkpoint, or output folder, whose weights to begin with", metavar="PATH")
-    changed_task: bool = option(False, "resume, although the file of the task is not what it was at the checkpoint")
+    set: tuple[str, ...] = option(
+        (),
+        "NAME=VALUE for an attribute of the task, such as width=64; repeatable",
+        decides=True,
+        metavar="NAME=VALUE",
+    )
+    init: str | None = option(
+        None, "checkpoint, or output folder, whose weights to begin with", metavar="PATH"
+    )
+    changed_task: bool = option(
+        False, "resume, although the file of the task is not what it was at the checkpoint"
+    )
 
     @classmethod
     def load(cls, path: str | None = None, **flags: Any) -> TaskFileConfig:
-        """Read a configuration, as `TaskConfig.load` does. A file names its task from its own folder."""
+        """Read a configuration, as `TaskConfig.load` does. A file names its task from its own
+        folder.
+        """
         config = super().load(path, **flags)
         if path is None or config.task is None or flags.get("task") is not None:
             return config
@@ -56,8 +72,9 @@ class TaskFileConfig(TaskConfig):
 def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
     """Load a task, with its `file`, on all ranks from the file as rank 0 has it; collective.
 
-    `text` is FILE.py or FILE.py:CLASS, from the working folder of rank 0, `values` are NAME=VALUE for attributes.
-    Raises ConfigError where the file is missing or does not import, has no task or several, or the task lacks a method.
+    `text` is FILE.py or FILE.py:CLASS, from the working folder of rank 0, `values` are NAME=VALUE
+    for attributes. Raises ConfigError where the file is missing or does not import, has no task or
+    several, or the task lacks a method.
     """
     group, (path, colon, wanted) = group_of(comm), text.rpartition(":")
     name = path if colon and wanted.isidentifier() else text
@@ -91,7 +108,9 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
 
 
 def imported(path: Path, code: bytes) -> ModuleType:
-    """Return the module that a file is. Its folder is where it finds others. Raises ConfigError where it raises."""
+    """Return the module that a file is. Its folder is where it finds others. Raises ConfigError
+    where it raises.
+    """
     module = ModuleType(f"task_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -102,12 +121,17 @@ def imported(path: Path, code: bytes) -> ModuleType:
     try:
         exec(compile(code, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         line = error.lineno if isinstance(error, SyntaxError) else own[-1].lineno if own else None
         raise ConfigError(
             f"the file of the task does not import: {type(error).__name__}: {error}",
             found=str(path) if line is None else f"line {line} of {path}",
-            remedy=f"`python {path.name}` shows the same; modules next to it are found, if it was not copied away"
+            remedy=f"`python {path.name}` shows the same; modules next to it are found, if it was "
+            "not copied away"
             if isinstance(error, ImportError)
             else f"`python {path.name}` shows the same",
         ) from error
@@ -115,7 +139,9 @@ def imported(path: Path, code: bytes) -> ModuleType:
 
 
 def neighbours(folder: Path) -> dict[str, bytes]:
-    """Return the modules that were imported from a folder itself, with their content, by their paths in there."""
+    """Return the modules that were imported from a folder itself, with their content, by their
+    paths in there.
+    """
     content = {}
     for name, file in not_installed():
         for inside in places_of(name):
@@ -125,7 +151,9 @@ def neighbours(folder: Path) -> dict[str, bytes]:
 
 
 def forget_others(folder: Path) -> None:
-    """Forget modules that were imported elsewhere and are in this folder, too: a copy imports its own copies."""
+    """Forget modules that were imported elsewhere and are in this folder, too: a copy imports its
+    own copies.
+    """
     for name, file in not_installed():
         there = [folder / inside for inside in places_of(name) if (folder / inside).is_file()]
         if there and os.path.realpath(there[0]) != os.path.realpath(file):
@@ -133,13 +161,19 @@ def forget_others(folder: Path) -> None:
 
 
 def not_installed() -> list[tuple[str, str]]:
-    """Return names and files of imported modules, but for those of Python, of this package, and installed ones."""
-    named = [(name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())]
+    """Return names and files of imported modules, but for those of Python, of this package, and
+    installed ones.
+    """
+    named = [
+        (name, getattr(module, "__file__", None) or "")
+        for name, module in list(sys.modules.items())
+    ]
     return [
         (name, file)
         for name, file in named
         if file and name.partition(".")[0] not in ("mpipipe", "__main__")
-        if not file.startswith(STANDARD) and not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+        if not file.startswith(STANDARD)
+        and not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
     ]
 
 
@@ -154,21 +188,25 @@ def task_class(module: ModuleType, path: Path, wanted: str | None) -> type[Task]
     kinds = {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and issubclass(value, Task)
+        and value.__module__ == module.__name__
     }
     if wanted is None and len(kinds) == 1:
         return next(iter(kinds.values()))
     if wanted in kinds:
         return kinds[wanted]
     raise ConfigError(
-        f"no task {wanted} in {path.name}" if wanted else f"{'several tasks' if kinds else 'no task'} in {path.name}",
+        f"no task {wanted} in {path.name}"
+        if wanted
+        else f"{'several tasks' if kinds else 'no task'} in {path.name}",
         found=", ".join(kinds) or f"no class derived from mpipipe.train.Task in {path}",
         expected="one class derived from mpipipe.train.Task",
         remedy=f"name it: {path.name}:{next(iter(kinds))}" if kinds else REMEDY,
     )
 
 
-# -- Attributes from the command line ---------------------------------------------------------------------------------
+# -- Attributes from the command line --------------------------------------------------------------
 
 
 def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
@@ -183,7 +221,9 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
         raise ConfigError(
             f"{kind.__name__} in {path.name} has no attribute {strange[0]} to set",
             found=f"--set {strange[0]}={given[strange[0]]}",
-            expected=" or ".join(near(strange[0], sorted(names), {})) or ", ".join(sorted(names)) or "none",
+            expected=" or ".join(near(strange[0], sorted(names), {}))
+            or ", ".join(sorted(names))
+            or "none",
         )
     try:
         task = kind()

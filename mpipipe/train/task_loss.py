@@ -1,6 +1,8 @@
-"""The loss of a task as that of a pipeline, with the means of its metrics; and whether it is a mean.
+"""The loss of a task as that of a pipeline, with the means of its metrics; and whether it is a
+mean.
 
-A loss that is no mean ends in a training that says ok. So a rehearsal tries micro-batches with each row twice.
+A loss that is no mean ends in a training that says ok. So a rehearsal tries micro-batches with each
+row twice.
 """
 
 from __future__ import annotations
@@ -24,21 +26,34 @@ from mpipipe.train.report import FIELDS
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import call, place_of
 
-RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}  # what records, and the last line, call their own
+RESERVED = {
+    *FIELDS,
+    "metrics",
+    "steps",
+    "time",
+    "seconds",
+}  # what records, and the last line, call their own
 NAME = re.compile(r"[^\s=]+")
-SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
+SUBNORMAL = float(
+    np.finfo(np.float16).smallest_subnormal
+)  # the steps in which small numbers are rounded there
 
 
 class TaskLoss:
-    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true.
+    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is
+    true.
 
-    While it `rehearses`, it tries micro-batches with each row twice, too: means stay, and weights double. The first one
-    with a weight is judged: were it any of them, a loss that draws random numbers would soon look wrong.
+    While it `rehearses`, it tries micro-batches with each row twice, too: means stay, and weights
+    double. The first one with a weight is judged: were it any of them, a loss that draws random
+    numbers would soon look wrong.
     """
 
     def __init__(self, task: Task, in_slices: bool = False) -> None:
         self.axis = int(in_slices)  # along which the loss is to be a mean, for whole sequences too
-        self.task, self.plain, self.collects, self.rehearses = task, Loss(task.loss), False, False
+        self.task = task
+        self.plain = Loss(task.loss)
+        self.collects = False
+        self.rehearses = False
         self.declared = getattr(task.loss, "mean_over_entries", None)
         self.mean_over_entries = self.declared  # else a weight says it
         if self.declared is None and not task.per_microbatch:
@@ -49,10 +64,14 @@ class TaskLoss:
         self.judged = False
         self.sums: dict[str, np.ndarray] = {}
         self.entries: list[int] = []  # of each array of the targets, where these count
-        self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
+        self.__signature__ = signature(
+            task.loss
+        )  # by which the pipeline knows whether it takes a factor
 
     def __call__(self, output: Any, target: Any, **factor: Any) -> Any:
-        if self.over_batch and not isinstance(output, list):  # of a measurement, which has one micro-batch
+        if self.over_batch and not isinstance(
+            output, list
+        ):  # of a measurement, which has one micro-batch
             value, gradient, *weight = self([output], [target], **factor)
             return value, gradient[0], *weight
         result = call(self.task, "loss", output, target, by=partial(self._evaluate, **factor))
@@ -64,11 +83,16 @@ class TaskLoss:
                     continue
                 both = (arrays.mapped(arrays.on_host, each) for each in (y, goal))
                 for name, value in call(self.task, "metrics", *both, by=self._metrics).items():
-                    self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
+                    self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array(
+                        [value * weight, weight]
+                    )
         return result
 
     def rehearse(self, collects: bool) -> None:
-        self.rehearses, self.collects, self.suspect, self.judged = True, collects, None, False
+        self.rehearses = True
+        self.collects = collects
+        self.suspect = None
+        self.judged = False
 
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
@@ -77,7 +101,8 @@ class TaskLoss:
                 raise ConfigError(
                     "the name of a metric cannot be written, or a record has it already",
                     found=f"{name!r:.80}",
-                    expected=f"letters without spaces and =, and none of {', '.join(sorted(RESERVED))}",
+                    expected="letters without spaces and =, and none of "
+                    f"{', '.join(sorted(RESERVED))}",
                 )
         if self.rehearses and self._has_rows(output, target):
             twice = self.task.metrics(rows_twice(output, self.axis), rows_twice(target, self.axis))
@@ -102,45 +127,67 @@ class TaskLoss:
         if self.rehearses:
             if weight != 0:
                 Loss.scaled(result[1], 1.0, output)
-            if weight is None and self.declared is None and not (self.over_batch or self.task.per_microbatch):
+            if (
+                weight is None
+                and self.declared is None
+                and not (self.over_batch or self.task.per_microbatch)
+            ):
                 self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
             if (weight is not None or not self.over_batch) and self._has_rows(output, target):
                 self._rehearse(checked, output, target, factor)
         return result
 
     def _has_rows(self, output: Tree, target: Tree) -> bool:
-        """Whether each row may come twice: not those of a graph, whose edges and targets are not of nodes."""
+        """Whether each row may come twice: not those of a graph, whose edges and targets are not of
+        nodes.
+        """
         if not self.task.per_microbatch or self.over_batch:
             return True
         leaves = [leaf for tree in (output, target) for leaf in arrays.flatten(tree)[0]]
         return len({leaf.shape[:1] for leaf in leaves}) == 1
 
-    def _rehearse(self, checked: Sequence[Any], output: Any, target: Any, factor: Mapping[str, float]) -> None:
+    def _rehearse(
+        self, checked: Sequence[Any], output: Any, target: Any, factor: Mapping[str, float]
+    ) -> None:
         """Suspect a loss that is no mean, or a weight that counts nothing."""
         weight = checked[2]
 
         def again(y: Any, goal: Any) -> Any:
             return self.plain.checked(self.task.loss(y, goal, **factor))
 
-        twice = ([*each, *each] if self.over_batch else rows_twice(each, self.axis) for each in (output, target))
-        once, doubled = again(output, target), again(*twice)  # as many calls on every rank
+        twice = (
+            [*each, *each] if self.over_batch else rows_twice(each, self.axis)
+            for each in (output, target)
+        )
+        # as many calls on every rank
+        once = again(output, target)
+        doubled = again(*twice)
         if weight == 0 or self.judged:
             return
         self.judged = True
-        if once[2] != weight or not _near(once[0], checked[0], 1e-5) or _halved(checked, once, 1) is not None:
+        if (
+            once[2] != weight
+            or not _near(once[0], checked[0], 1e-5)
+            or _halved(checked, once, 1) is not None
+        ):
             return  # it draws random numbers
         with self._suspecting():
             if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
                 raise self._weight_error(f"{weight}, and {doubled[2]} with each row twice")
             if not self.over_batch:
-                check_mean(place_of(self.task, "loss"), once, doubled, ("row", "position")[self.axis])
+                check_mean(
+                    place_of(self.task, "loss"), once, doubled, ("row", "position")[self.axis]
+                )
 
     def _weight_error(self, found: str) -> ConfigError:
         return ConfigError(
-            f"{place_of(self.task, 'loss')}: the third value that a loss returns is not the weight of a micro-batch",
+            f"{place_of(self.task, 'loss')}: the third value that a loss returns is not the "
+            "weight of a micro-batch",
             found=found,
-            expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
-            remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
+            expected="how many things the value is a mean over, such as float(mask.sum()), said "
+            "in one way",
+            remedy="return what else is of interest from `metrics`, and two values where all "
+            "entries count alike",
         )
 
     def means(self, group: RankGroup) -> dict[str, float]:
@@ -158,7 +205,7 @@ def scores_of(task: Task, loss: Any) -> TaskLoss | None:
     return loss if isinstance(loss, TaskLoss) and type(task).metrics is not Task.metrics else None
 
 
-# -- What a loss and its metrics are to be: means ---------------------------------------------------------------------
+# -- What a loss and its metrics are to be: means --------------------------------------------------
 
 
 def numbers(leaf: Any) -> np.ndarray:
@@ -170,21 +217,30 @@ def numbers(leaf: Any) -> np.ndarray:
 def rows_twice(tree: Tree, axis: int = 0) -> Tree:
     """Return a micro-batch with each row twice, or each position along axis 1."""
     both = merge([tree, tree], axis)
-    return tree._make(both) if hasattr(tree, "_make") else both  # a loss may know its output as named
+    return (
+        tree._make(both) if hasattr(tree, "_make") else both
+    )  # a loss may know its output as named
 
 
 def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any], what: str = "row") -> None:
-    """Raise ConfigError unless a loss is a mean over rows, or positions, and its gradient that of a mean.
+    """Raise ConfigError unless a loss is a mean over rows, or positions, and its gradient that of a
+    mean.
 
-    With each row `twice` a mean stays as it is, and the gradient for each of the rows is half of what it was.
+    With each row `twice` a mean stays as it is, and the gradient for each of the rows is half of
+    what it was.
     """
     if not _near(once[0], twice[0], 1e-2):
         raise ConfigError(
             f"{where} returns a value that is no mean over the {what}s",
             found=f"{_number(once[0]):.6g}, and {_number(twice[0]):.6g} with each {what} twice",
-            expected=f"the same: values of {'micro-batches' if what == 'row' else 'slices'} are averaged",
+            expected=f"the same: values of {'micro-batches' if what == 'row' else 'slices'} are "
+            "averaged",
             remedy="divide by what you sum over; a loss that compares "
-            + ("rows with each other has over_batch = True" if what == "row" else "positions needs slices = 1"),
+            + (
+                "rows with each other has over_batch = True"
+                if what == "row"
+                else "positions needs slices = 1"
+            ),
         )
     norms = _halved(once, twice)
     if norms is not None:
@@ -197,10 +253,18 @@ def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any], what: str 
         )
 
 
-def _halved(result: Sequence[Any], other: Sequence[Any], factor: float = 2) -> tuple[float, float] | None:
-    """Return None where a gradient is `factor` times that of the same rows in the other result; else both norms."""
+def _halved(
+    result: Sequence[Any], other: Sequence[Any], factor: float = 2
+) -> tuple[float, float] | None:
+    """Return None where a gradient is `factor` times that of the same rows in the other result;
+    else both norms.
+    """
     for one, two in zip(*(arrays.flatten(each[1])[0] for each in (result, other))):
-        if one is None or two is None or (factor == 1 and not arrays.is_device(one) and np.array_equal(one, two)):
+        if (
+            one is None
+            or two is None
+            or (factor == 1 and not arrays.is_device(one) and np.array_equal(one, two))
+        ):
             continue
         single = numbers(one)
         double = numbers(two)[tuple(map(slice, single.shape))]

@@ -1,4 +1,6 @@
-"""The training loop: batches through the pipeline, the optimizer, validation, and the report of it."""
+"""The training loop: batches through the pipeline, the optimizer, validation, and the report of
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ class Made(NamedTuple):
 class Trainer:
     """One training under way on this rank.
 
-    `progress` has the pipeline and the optimizer, `preemption` says when the job has to leave, and `norm` over which
-    stages and ranks gradients are clipped. `reporter` is a Reporter on rank 0, and a NullReporter elsewhere.
+    `progress` has the pipeline and the optimizer, `preemption` says when the job has to leave, and
+    `norm` over which stages and ranks gradients are clipped. `reporter` is a Reporter on rank 0,
+    and a NullReporter elsewhere.
     """
 
     config: TaskConfig
@@ -59,25 +62,33 @@ class Trainer:
     out: Path
 
     def __post_init__(self) -> None:
-        self.task, self.mesh = self.reader.task, self.progress.mesh
+        self.task = self.reader.task
+        self.mesh = self.progress.mesh
         self.group = group_of(self.mesh.comm)
-        root, facts = resume.checkpoints_of(self.out), resume.facts_of(self.config, self.task)
-        self.checkpoints = Checkpoints(self.config, root, self.progress, facts, self.reporter, self.preemption)
+        root = resume.checkpoints_of(self.out)
+        facts = resume.facts_of(self.config, self.task)
+        self.checkpoints = Checkpoints(
+            self.config, root, self.progress, facts, self.reporter, self.preemption
+        )
         for stage in self.progress.pipeline.stages:
             stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
-        # steps, and seconds in them: by the host's clock, busy and elapsed as the pipeline measured; since the last
-        # record, and in all
+        # steps, and seconds in them: by the host's clock, busy and elapsed as the pipeline
+        # measured; since the last record, and in all
         self.times = np.zeros((2, 4))
         self.measured = np.zeros(2)  # busy and elapsed seconds of the pipeline that are in `times`
         self.named: dict[str, float] = {}
 
     def run(self) -> Record:
         """Train, validate, show a sample, and return the last record."""
-        config, progress, task = self.config, self.progress, self.task
+        config = self.config
+        progress = self.progress
+        task = self.task
         if progress.step < config.steps and self.preemption.asked():
             self._leave()
         place = "CPUs" if progress.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
+        self.reporter.say(
+            introduction(config, task, self.plan, self.mesh, place=place, out=self.out)
+        )
         if progress.step:
             self.reporter.say(f"mpipipe: goes on after step {progress.step}")
         elif beginning := task.beginning() or resume.beginning(config):
@@ -100,8 +111,11 @@ class Trainer:
         return self._end()
 
     def _after_step(self, made: Made) -> None:
-        """Compare replicas, validate, report, save and leave, where the step or somebody else asks for it."""
-        config, progress = self.config, self.progress
+        """Compare replicas, validate, report, save and leave, where the step or somebody else asks
+        for it.
+        """
+        config = self.config
+        progress = self.progress
         done = progress.step
         if config.check_weights and done % config.check_weights == 0:
             checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
@@ -128,8 +142,14 @@ class Trainer:
         )
         validation = self.validate() if validated else None
         metrics = self.named if validated else {}
-        more = self.speed(self.times[0]) | self.progress.scaling() | self.task.derived(loss, validation)
-        self._report(Record(self.progress.step, loss, validation, made.lr, norm, metrics=metrics, **more))
+        more = (
+            self.speed(self.times[0])
+            | self.progress.scaling()
+            | self.task.derived(loss, validation)
+        )
+        self._report(
+            Record(self.progress.step, loss, validation, made.lr, norm, metrics=metrics, **more)
+        )
         self.times[0] = 0
 
     def _leave(self) -> None:
@@ -144,14 +164,19 @@ class Trainer:
 
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
-        task, pipeline = self.task, self.progress.pipeline
+        task = self.task
+        pipeline = self.progress.pipeline
         self.tracing.finish()
         self.checkpoints.finish()
         record = self.progress.record
-        if record.validation is None:  # a training that was resumed at its end, which was no end before
+        if (
+            record.validation is None
+        ):  # a training that was resumed at its end, which was no end before
             validation = self.validate()
             more = task.derived(record.loss, validation)
-            record = replace(record, step=self.progress.step, validation=validation, metrics=self.named, **more)
+            record = replace(
+                record, step=self.progress.step, validation=validation, metrics=self.named, **more
+            )
         with self.progress.whole_parameters():
             task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
             sample = task.sample(self.plan, pipeline, self.mesh, self.reader.shard)
@@ -159,22 +184,36 @@ class Trainer:
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
-        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}")
+        self.reporter.say(
+            f"mpipipe: ok steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}"
+        )
         return record
 
     def whereabouts(self) -> str:
-        """Return after which step this is, and in a second line how to go on: with the folder it may be long."""
-        done, steps, out = self.progress.step, self.config.steps, self.out
-        saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
+        """Return after which step this is, and in a second line how to go on: with the folder it
+        may be long.
+        """
+        done = self.progress.step
+        steps = self.config.steps
+        out = self.out
+        saved = checkpoint.newest(resume.checkpoints_of(out))
+        place = f"after step {done} of {steps}"
         if saved is None and done == 0:
-            return f"before step 1 of {steps}; there is nothing to save\n--resume auto --out {out} begins"
+            return (
+                f"before step 1 of {steps}; there is nothing to save\n--resume auto --out "
+                f"{out} begins"
+            )
         if saved is None:
             return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
         return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
 
     def step(self, step: int) -> Made:
-        """Make one optimizer step. On a GPU that has the whole model it is under way when this returns."""
-        config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
+        """Make one optimizer step. On a GPU that has the whole model it is under way when this
+        returns.
+        """
+        config = self.config
+        pipeline = self.progress.pipeline
+        start = perf_counter()
         self.tracing.begin_step(config.steps - step)
         with self.tracing.part("reading"):
             batch = self.reader.batch(step)
@@ -187,9 +226,11 @@ class Trainer:
         return Made(result, lr, norm)
 
     def _read(self, made: Made) -> tuple[float, float | None]:
-        """Return loss and norm (None if skipped) of a step, the same on every rank; waits for the GPU, if there is one.
+        """Return loss and norm (None if skipped) of a step, the same on every rank; waits for the
+        GPU, if there is one.
 
-        NonFiniteError says which step had a loss or gradient that is not finite, this one or one before.
+        NonFiniteError says which step had a loss or gradient that is not finite, this one or one
+        before.
         """
         start = perf_counter()
         pipeline = self.progress.pipeline
@@ -208,29 +249,40 @@ class Trainer:
         # an optimizer of the task's own does not wait for a save that still reads
         announce_write(optimizer, *optimizer.stages)
         with self._as_replicas():
-            return optim.scaled_step(optimizer, self.progress.scaler, self.config.clip, lr=lr, over=self.norm)
+            return optim.scaled_step(
+                optimizer, self.progress.scaler, self.config.clip, lr=lr, over=self.norm
+            )
 
     @contextmanager
     def _as_replicas(self) -> Iterator[None]:
-        """A gradient that is not finite is one on all ranks: the replicas have the same sums of gradients."""
+        """A gradient that is not finite is one on all ranks: the replicas have the same sums of
+        gradients.
+        """
         try:
             yield
         except NonFiniteError as error:
             raise agreed_by(error, self.group) from None
 
     def validate(self) -> float:
-        """Return the mean loss over the validation, always the same batches; means of metrics are `named` then."""
-        pipeline, batches = self.progress.pipeline, self.config.eval_batches
+        """Return the mean loss over the validation, always the same batches; means of metrics are
+        `named` then.
+        """
+        pipeline = self.progress.pipeline
+        batches = self.config.eval_batches
         value, self.named = validate(pipeline, self.reader, self.loss, batches, self.group)
         return value
 
     def speed(self, times: np.ndarray) -> dict[str, Any]:
-        """Return tokens per second, bubble and predicted bubble of some steps, nothing for none; collective."""
+        """Return tokens per second, bubble and predicted bubble of some steps, nothing for none;
+        collective.
+        """
         if times[0] == 0:
             return {}
         pipeline = self.progress.pipeline
         costs = pipeline.durations()
-        steps, seconds, busy, elapsed = zip(*self.group.gather("train: the time of all ranks", times.tolist()))
+        steps, seconds, busy, elapsed = zip(
+            *self.group.gather("train: the time of all ranks", times.tolist())
+        )
         return {
             self.task.per_second: steps[0] * self.config.batch * self.task.units / max(seconds),
             "bubble": 1 - sum(busy) / sum(elapsed),
@@ -238,8 +290,12 @@ class Trainer:
         }
 
 
-def introduction(config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path) -> str:
-    """Return what is trained, on which ranks, and where metrics go; `place` is what computes: CPUs or GPUs."""
+def introduction(
+    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path
+) -> str:
+    """Return what is trained, on which ranks, and where metrics go; `place` is what computes: CPUs
+    or GPUs.
+    """
     schedule = plan.schedule
     return (
         f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
@@ -250,20 +306,24 @@ def introduction(config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *,
     )
 
 
-# -- `train --trace DIR`: a few early steps are recorded, and written once they are made -------------------------------
+# -- `train --trace DIR`: a few early steps are recorded, and written once they are made -----------
 #
-# Recorded are the second step since the training was started and the 15 after it, as far as there are any; a start
-# with one step to make records that one. The first step is unlike the others: memory is allocated and shapes are agreed
-# on. Validation and checkpoints belong to no step.
+# Recorded are the second step since the training was started and the 15 after it, as far as there
+# are any; a start with one step to make records that one. The first step is unlike the others:
+# memory is allocated and shapes are agreed on. Validation and checkpoints belong to no step.
 
 
 RECORDED = 16  # steps
 
 
-def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool = False) -> Path | None:
-    """Return where a trace will be written; collective. Raises the same error on every rank where it cannot be.
+def trace_folder(
+    comm: Communicator, trace: str | None, out: Path, resumes: bool = False
+) -> Path | None:
+    """Return where a trace will be written; collective. Raises the same error on every rank where
+    it cannot be.
 
-    A training that `resumes` was perhaps traced before it was ended: nothing is recorded then where the folder exists.
+    A training that `resumes` was perhaps traced before it was ended: nothing is recorded then where
+    the folder exists.
     """
     if trace is None:
         return None
@@ -284,20 +344,31 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
 
 
 class Tracing:
-    """Records some steps of a training, if there is a folder to write them to, and shows where their time went."""
+    """Records some steps of a training, if there is a folder to write them to, and shows where
+    their time went.
+    """
 
-    def __init__(self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]) -> None:
-        self.folder, self.pipeline, self.mesh, self.say = folder, pipeline, mesh, say
+    def __init__(
+        self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]
+    ) -> None:
+        self.folder = folder
+        self.pipeline = pipeline
+        self.mesh = mesh
+        self.say = say
         self.recording: Recording | None = None
         self.made = 0
 
     def begin_step(self, left: int) -> None:
-        """Begin to record with this step if it is time for that; collective. `left` steps are left, with this one."""
+        """Begin to record with this step if it is time for that; collective. `left` steps are left,
+        with this one.
+        """
         if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
             self.recording = Recording(self.pipeline, self.mesh.comm)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Mark a part of the step under way: its "optimizer", or the wait for its batch, "reading"."""
+        """Mark a part of the step under way: its "optimizer", or the wait for its batch,
+        "reading".
+        """
         return nullcontext() if self.recording is None else getattr(self.recording, name)()
 
     def end_step(self) -> None:
@@ -307,14 +378,18 @@ class Tracing:
             self.finish()
 
     def finish(self) -> None:
-        """Write the trace of the steps recorded so far; collective. Nothing is done where it is written."""
-        recording, self.recording = self.recording, None
+        """Write the trace of the steps recorded so far; collective. Nothing is done where it is
+        written.
+        """
+        recording = self.recording
+        self.recording = None
         if recording is not None:
             recording.end()
             trace = recording.trace
             if trace is not None and self.folder is not None:
                 self.say(
-                    f"mpipipe: where the time of {counted(len(trace.records[0].steps), 'step')} went\n{trace.table()}"
+                    f"mpipipe: where the time of {counted(len(trace.records[0].steps), 'step')} "
+                    f"went\n{trace.table()}"
                 )
                 try:
                     trace.write(self.folder)

@@ -1,4 +1,6 @@
-"""The plan of a training: layers of each rank, memory, and the fastest way, on ranks that are measured or on paper."""
+"""The plan of a training: layers of each rank, memory, and the fastest way, on ranks that are
+measured or on paper.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,27 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
-from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
+from mpipipe.train.config import (
+    PLANNED,
+    ParallelOptions,
+    TaskConfig,
+    TrainingOptions,
+    in_one_text,
+    is_table,
+)
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import agree_on_layers, call, chain, costs_of, example, layers_of, outline, shapes_of
+from mpipipe.train.task_calls import (
+    agree_on_layers,
+    call,
+    chain,
+    costs_of,
+    example,
+    layers_of,
+    outline,
+    shapes_of,
+)
 from mpipipe.train.task_loss import TaskLoss
 
 
@@ -29,7 +47,9 @@ def pipe_of(config: ParallelOptions, ranks: int) -> int:
 
 
 def rows_of(config: TrainingOptions, replicas: int) -> int:
-    """Return the samples of a step in each replica; raises ConfigError where the batch does not divide."""
+    """Return the samples of a step in each replica; raises ConfigError where the batch does not
+    divide.
+    """
     rows, rest = divmod(config.batch, replicas)
     if rest:
         raise ConfigError(
@@ -44,11 +64,12 @@ def rows_of(config: TrainingOptions, replicas: int) -> int:
 def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> planning.LayerPlan:
     """Plan a training on `replicas` pipelines of `pipe` ranks.
 
-    Stages in which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
-    is trained either. Raises ConfigError or ArgumentError if the configuration does not fit these numbers; for a
-    schedule that nobody can mean before anything is built.
+    Stages in which nothing is trained have no weight gradients in the schedule, and no backward if
+    nothing before them is trained either. Raises ConfigError or ArgumentError if the configuration
+    does not fit these numbers; for a schedule that nobody can mean before anything is built.
     """
-    rows, table = rows_of(config, replicas), config.schedule
+    rows = rows_of(config, replicas)
+    table = config.schedule
     sizes = pipe, config.chunks, config.microbatches, config.slices
     order = fitting(table, *sizes) if is_table(table) else None
     microbatches = config.microbatches if order is None else order.microbatches
@@ -62,39 +83,56 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
             remedy="raise batch, or lower microbatches",
         )
     schedule = order or schedules.by_name(
-        config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks, slices=config.slices
+        config.schedule,
+        ranks=pipe,
+        microbatches=microbatches,
+        chunks=config.chunks,
+        slices=config.slices,
     )
     if all(action.op == "F" for action in schedule.orders[0]):
         raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
     costs = costs_of(task)
     task.check_stages(schedule.stages)
-    ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
-    schedule = planning.completed(schedule, ranges, planning.layers_with(task.trained()), config.recompute_limit)
+    ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(
+        costs, schedule.stages
+    )
+    schedule = planning.completed(
+        schedule, ranges, planning.layers_with(task.trained()), config.recompute_limit
+    )
     return planning.LayerPlan(schedule, ranges, rows).with_names(task.outline)
 
 
 def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
+    """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it
+    does not.
+    """
     counts = config.partition
     if counts is None:
         return []
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             "the partition does not fit",
-            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in {in_one_text(counts)}",
+            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in "
+            f"{in_one_text(counts)}",
             expected=f"{counted(stages, 'stage')} with {counted(layers, 'layer')}",
-            remedy="count embedding, attention, feed-forward and head as a layer each, or leave partition out",
+            remedy="count embedding, attention, feed-forward and head as a layer each, or leave "
+            "partition out",
         )
     return list(pairwise(accumulate(counts, initial=0)))
 
 
-# -- A schedule that a configuration gives as a table of actions, not by its name -------------------------------------
+# -- A schedule that a configuration gives as a table of actions, not by its name ------------------
 #
-# Rank 0 reads the file once, and from then on the configuration has the table itself, and so has every checkpoint.
+# Rank 0 reads the file once, and from then on the configuration has the table itself, and so has
+# every checkpoint.
 
 
-def fitting(table: str, pipe: int, chunks: int, microbatches: int | None, slices: int = 1) -> Schedule:
-    """Read a table for pipelines of `pipe` ranks, and prove it; raises ConfigError if it is of other sizes."""
+def fitting(
+    table: str, pipe: int, chunks: int, microbatches: int | None, slices: int = 1
+) -> Schedule:
+    """Read a table for pipelines of `pipe` ranks, and prove it; raises ConfigError if it is of
+    other sizes.
+    """
     schedule = schedules.from_csv(table)
     schedules.check(schedule)
     digits = f"{schedule.fingerprint:016x}"[:8]  # which tell two tables apart
@@ -109,10 +147,12 @@ def fitting(table: str, pipe: int, chunks: int, microbatches: int | None, slices
         if wanted is not None and there != wanted:
             raise ConfigError(
                 f"the order of the schedule is not of {key} = {wanted}",
-                found=f"{counted(schedule.ranks, 'rank')} with {' or '.join(map(str, sorted(stages)))} stages each, "
+                found=f"{counted(schedule.ranks, 'rank')} with "
+                f"{' or '.join(map(str, sorted(stages)))} stages each, "
                 f"{schedule.batch}",
                 expected=f"{key} = {wanted}, as the configuration and the job say",
-                remedy=f"give {key} = {there}, or make an order of these sizes with `mpipipe simulate`"
+                remedy=f"give {key} = {there}, or make an order of these sizes with `mpipipe "
+                "simulate`"
                 if there
                 else "make an order with as many stages on each rank",
             )
@@ -120,17 +160,23 @@ def fitting(table: str, pipe: int, chunks: int, microbatches: int | None, slices
 
 
 def with_order(config: TaskConfig, comm: Communicator) -> TaskConfig:
-    """Return the configuration with the table of the file that it names, as rank 0 reads it; collective."""
+    """Return the configuration with the table of the file that it names, as rank 0 reads it;
+    collective.
+    """
     if not is_path(config.schedule):
         return config
-    table = group_of(comm).from_one("train: the order of the schedule", lambda: from_file(config.schedule).to_csv())
+    table = group_of(comm).from_one(
+        "train: the order of the schedule", lambda: from_file(config.schedule).to_csv()
+    )
     return replace(config, schedule=table)
 
 
-# -- The fastest way to train, measured on the ranks of a job ---------------------------------------------------------
+# -- The fastest way to train, measured on the ranks of a job --------------------------------------
 
 
-def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> planning.PlanningProblem:
+def problem_of(
+    config: TaskConfig, task: Task, pipe: int, replicas: int
+) -> planning.PlanningProblem:
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
     rows_of(config, replicas)
     fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
@@ -146,13 +192,19 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
         optimizer=config.optimizer,
         moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
         shards=replicas * config.seq if config.shard_optimizer else 1,
-        fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"}
+        fixed={
+            name: value
+            for name, value in fixed.items()
+            if value is not None or name == "recompute_limit"
+        }
         | ({"slices": config.slices} if config.slices > 1 else {}),
         memory_limit=config.memory_limit,
     )
 
 
-def shard_of(config: TaskConfig, task: Task, comm: Communicator, size: int, sliced: bool = False) -> Shard:
+def shard_of(
+    config: TaskConfig, task: Task, comm: Communicator, size: int, sliced: bool = False
+) -> Shard:
     """Return this rank's share of samples, `sliced` as the configuration says or whole."""
     shard = task.shard(comm, size)
     shard.dtype = arrays.dtype(config.dtype)
@@ -161,11 +213,16 @@ def shard_of(config: TaskConfig, task: Task, comm: Communicator, size: int, slic
     return shard
 
 
-def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) -> tuple[Shard, list[Any]]:
-    """Return this rank's share of samples, `sliced` or whole, and a task's layers, whose outline is set; collective."""
+def make_shard(
+    config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True
+) -> tuple[Shard, list[Any]]:
+    """Return this rank's share of samples, `sliced` or whole, and a task's layers, whose outline is
+    set; collective.
+    """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard, task.pipe = shard_of(config, task, mesh.seq, mesh.seq.size, sliced), mesh.pipe.size
+        shard = shard_of(config, task, mesh.seq, mesh.seq.size, sliced)
+        task.pipe = mesh.pipe.size
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
     with group.raise_together("train: the layers on paper"):
@@ -174,8 +231,12 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) 
     return shard, layers
 
 
-def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | None = None) -> planning.MeasuredRanks:
-    """Return the ranks of a job as those to measure a training on, with their shard if it is `made`; collective."""
+def measured_ranks(
+    config: TaskConfig, task: Task, mesh: Mesh, made: Shard | None = None
+) -> planning.MeasuredRanks:
+    """Return the ranks of a job as those to measure a training on, with their shard if it is
+    `made`; collective.
+    """
     shard = make_shard(config, task, mesh, sliced=False)[0] if made is None or made.cut else made
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, shard)
@@ -198,12 +259,18 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
 
 
 def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
-    """Return an input of each layer for one row, where the task does not say how large they are; collective."""
+    """Return an input of each layer for one row, where the task does not say how large they are;
+    collective.
+    """
     return [] if task.message_shape(1, shard) else [x for _, x in chain(task, shard, config.seed)]
 
 
-def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard) -> tuple[TaskConfig, str]:
-    """Return the configuration with the best plan, and in a line what it is; collective over all ranks."""
+def best_plan(
+    config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard
+) -> tuple[TaskConfig, str]:
+    """Return the configuration with the best plan, and in a line what it is; collective over all
+    ranks.
+    """
     report = planning.find_plan(measured_ranks(config, task, mesh, shard), device)
     rough = f" ({report.oversubscribed})" if report.oversubscribed else ""
     line = f"mpipipe: plan: {planning.in_words(report.plans[0])}{rough}" if report.plans else ""
@@ -211,12 +278,14 @@ def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Sh
     return replace(config, plan="no", memory_limit=None, fixed=(), **chosen), line
 
 
-# -- On paper: for ranks that are not there ---------------------------------------------------------------------------
+# -- On paper: for ranks that are not there --------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a training would be: its plan, the shape of the mesh, and the memory of each rank of a pipeline."""
+    """What a training would be: its plan, the shape of the mesh, and the memory of each rank of a
+    pipeline.
+    """
 
     config: TaskConfig
     task: Task
@@ -227,7 +296,10 @@ class MemoryEstimate:
     @property
     def parameters(self) -> int:
         """Number of parameters, each tied one once."""
-        sizes = {entry.tie or name: entry.size for name, entry in planning.declared(self.problem.layers).items()}
+        sizes = {
+            entry.tie or name: entry.size
+            for name, entry in planning.declared(self.problem.layers).items()
+        }
         return sum(sizes.values())
 
     @property
@@ -236,8 +308,12 @@ class MemoryEstimate:
         return self.problem.ranks * self.problem.replicas * self.problem.seq
 
 
-def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
-    """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
+def on_paper(
+    config: TaskConfig, task: Task, ranks: int, comm: Communicator
+) -> tuple[Shard, planning.PlanningProblem]:
+    """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to
+    be planned.
+    """
     pipe = pipe_of(config, ranks)
     replicas, rest = divmod(ranks, pipe * config.seq)
     if rest or not replicas:
@@ -246,17 +322,21 @@ def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> 
             found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
             expected=f"a multiple of {pipe * config.seq}",
         )
-    shard, task.pipe = shard_of(config, task, comm, config.seq), pipe
+    shard = shard_of(config, task, comm, config.seq)
+    task.pipe = pipe
     outline(task, shard, config.seed)
     problem = problem_of(config, task, pipe, replicas)
     return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
 
 
-def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks: int) -> MemoryEstimate:
-    """Return what the training of a task would be on `ranks` ranks, in one process without MPI; raises as that would.
+def estimate_task(
+    make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks: int
+) -> MemoryEstimate:
+    """Return what the training of a task would be on `ranks` ranks, in one process without MPI;
+    raises as that would.
 
-    `make` returns configuration and task, for the communicator of one rank. One micro-batch runs on the processor,
-    through each kind of layer.
+    `make` returns configuration and task, for the communicator of one rank. One micro-batch runs on
+    the processor, through each kind of layer.
     """
     return inprocess.run(1, lambda comm: _estimate(*make(comm), ranks, comm))[0]
 
@@ -267,10 +347,12 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
             "a dry run cannot foresee what a plan chooses",
             found="plan auto",
             expected="no: a plan is made of measurements on the ranks of the training",
-            remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
+            remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run "
+            "by --config",
         )
     task.find_data(group_of(comm))
-    config, shares = with_order(config, comm), [1.0]
+    config = with_order(config, comm)
+    shares = [1.0]
     shard, problem = on_paper(config, task, ranks, comm)
     if config.slices > 1:
         sliced = shard_of(config, task, comm, config.seq, sliced=True)
@@ -279,9 +361,14 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
         shares = [length / sum(lengths) for length in lengths]
     plan = plan_layers(config, task, problem.ranks, problem.replicas)
     rows = plan.microbatch_rows
-    sample, layers = example(task, rows, 1, shard), layers_of(task, shard, config.seed)
+    sample = example(task, rows, 1, shard)
+    layers = layers_of(task, shard, config.seed)
     measured = planning.layer_bytes(
-        problem, layers, lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task), sample, task.freeze
+        problem,
+        layers,
+        lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task),
+        sample,
+        task.freeze,
     )
     how: dict[str, Any] = dict(recompute=config.recompute, copied=task.copies, shares=shares)
     found = planning.rank_bytes(problem, plan, measured, sample, **how)

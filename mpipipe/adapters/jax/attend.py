@@ -1,9 +1,11 @@
-"""Attention of this package as a function of JAX: exact over the ranks of a ring, within any function that is compiled.
+"""Attention of this package as a function of JAX: exact over the ranks of a ring, within any
+function that is compiled.
 
-JAX calls back to the host, where `attention.Local` or `Ring` computes. The calls are ordered effects: JAX makes them in
-the order of the program, one after the other, also over several compiled functions, and leaves none out. So ranks that
-run the same program go around the ring together. The arrays of the forward that the backward reads stay with JAX, among
-what it saves itself, so that nothing is kept here for a backward that never comes.
+JAX calls back to the host, where `attention.Local` or `Ring` computes. The calls are ordered
+effects: JAX makes them in the order of the program, one after the other, also over several compiled
+functions, and leaves none out. So ranks that run the same program go around the ring together. The
+arrays of the forward that the backward reads stay with JAX, among what it saves itself, so that
+nothing is kept here for a backward that never comes.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def differentiable_once(rule: Callable[..., Any]) -> Callable[..., Any]:
 def make_room_for_calls_back() -> None:
     """Let JAX have two threads on the host, also on one core.
 
-    A call back takes one and waits until its arguments have been copied, for which JAX takes another.
+    A call back takes one and waits until its arguments have been copied, for which JAX takes
+    another.
     """
     asked = os.environ.get("NPROC", "")
     if int(asked) > 1 if asked.isdigit() else not own_cores().isdigit():
@@ -82,16 +85,20 @@ def make_room_for_calls_back() -> None:
             jax.config.update(name, count)
     except (AttributeError, RuntimeError):
         raise ArgumentError(
-            "a call from JAX to attention would wait for ever: JAX has begun, with one thread on the host",
+            "a call from JAX to attention would wait for ever: JAX has begun, with one thread on "
+            "the host",
             found=f"core {own_cores()}" if not asked else f"NPROC={asked}",
             expected="two threads",
-            remedy="NPROC=2 in the environment of the ranks; or make attention before JAX computes anything",
+            remedy="NPROC=2 in the environment of the ranks; or make attention before JAX "
+            "computes anything",
         ) from None
     os.environ["NPROC"] = "2"
 
 
 class HostAttend:
-    """The calls that JAX makes: with arrays on the host that are read-only, and JAX's own again after the call."""
+    """The calls that JAX makes: with arrays on the host that are read-only, and JAX's own again
+    after the call.
+    """
 
     def __init__(self, attend: Local | Ring):
         if type(attend) not in (Local, Ring):
@@ -108,14 +115,29 @@ class HostAttend:
             )
         if isinstance(attend, Ring):
             attend.agreement.settle = wait_for_calls_back
-        self._kept: dict[tuple, Any] = {}  # what forwards have saved besides arrays, by what it follows from
+        self._kept: dict[
+            tuple, Any
+        ] = {}  # what forwards have saved besides arrays, by what it follows from
 
     def results(self, q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[Any, ...]:
-        """Return the shapes and dtypes of out, its LSE, three numbers, and a ring's last message with room to spare."""
+        """Return the shapes and dtypes of out, its LSE, three numbers, and a ring's last message
+        with room to spare.
+        """
         check_arrays(*(np.broadcast_to(np.zeros((), each.dtype), each.shape) for each in (q, k, v)))
         batch, seq, heads, _ = q.shape
-        room = batch * (k.shape[1] + SPREAD) * k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-        shapes = (batch, seq, heads, v.shape[3]), (batch, heads, seq), (3,), (room if self.ranks > 1 else 0,)
+        room = (
+            batch
+            * (k.shape[1] + SPREAD)
+            * k.shape[2]
+            * (k.shape[3] + v.shape[3])
+            * k.dtype.itemsize
+        )
+        shapes = (
+            (batch, seq, heads, v.shape[3]),
+            (batch, heads, seq),
+            (3,),
+            (room if self.ranks > 1 else 0,),
+        )
         kinds = q.dtype, arrays.accumulator(q.dtype), np.int32, np.uint8
         return tuple(map(jax.ShapeDtypeStruct, shapes, kinds))
 
@@ -132,7 +154,9 @@ class HostAttend:
         room = np.zeros(self.results(q, k, v)[3].shape, np.uint8)
         if saved.message is not None:
             room[: saved.message.size] = saved.message
-        self._kept[q.shape, k.shape, v.shape, q.dtype, lengths] = saved._replace(message=None, **dict.fromkeys(ARRAYS))
+        self._kept[q.shape, k.shape, v.shape, q.dtype, lengths] = saved._replace(
+            message=None, **dict.fromkeys(ARRAYS)
+        )
         return out, saved.lse, np.array([saved.call, *lengths], np.int32), room
 
     @called_back
@@ -144,4 +168,6 @@ class HostAttend:
         if saved.plan.steps > 1:
             last = self.attend.group.rank + 1 - saved.plan.steps  # whose block it is
             saved = saved._replace(message=message[: saved.plan.message.nbytes(last)])
-        return tuple(self.attend.backward(dout, saved._replace(call=call, **dict(zip(ARRAYS, given)))))
+        return tuple(
+            self.attend.backward(dout, saved._replace(call=call, **dict(zip(ARRAYS, given))))
+        )

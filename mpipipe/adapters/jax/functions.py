@@ -32,15 +32,19 @@ def both(pull: Any, dy: Any) -> Any:
 
 
 def pulled(pull: Any, dy: Any) -> Any:
-    """Return what `pull` gives for gradients dRe + i dIm, in that convention too: JAX's own are the conjugates."""
+    """Return what `pull` gives for gradients dRe + i dIm, in that convention too: JAX's own are the
+    conjugates.
+    """
     return jax.tree.map(jax.numpy.conj, pull(jax.tree.map(jax.numpy.conj, dy)))
 
 
 class Functions:
-    """The compiled forms of a function for inputs of one structure, in which `floating` arrays take gradients.
+    """The compiled forms of a function for inputs of one structure, in which `floating` arrays take
+    gradients.
 
-    forward(list of parameters, floating inputs, others, key, state) gives (floating outputs, (the output without them,
-    the new state)), and with_gradients of the same arguments (floating outputs, pull, the same pair).
+    forward(list of parameters, floating inputs, others, key, state) gives (floating outputs, (the
+    output without them, the new state)), and with_gradients of the same arguments (floating
+    outputs, pull, the same pair).
     """
 
     def __init__(
@@ -53,11 +57,15 @@ class Functions:
     ):
         takes = options_of(function)
 
-        def call(values: list, some: list, others: list, key: JaxArray, state: Any, training: bool) -> Any:
+        def call(
+            values: list, some: list, others: list, key: JaxArray, state: Any, training: bool
+        ) -> Any:
             parameters = jax.tree_util.tree_unflatten(tree, values)
             parts = unflatten_parts(joined(some, others, floating), structures)
             options = {"key": key, "training": training, "state": state}
-            output = applied(function, (parameters,), parts, **{name: options[name] for name in takes})
+            output = applied(
+                function, (parameters,), parts, **{name: options[name] for name in takes}
+            )
             if "state" in takes:
                 output, state = with_state(output, state)
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
@@ -65,29 +73,38 @@ class Functions:
             rest = [None if is_floating else leaf for leaf, is_floating in zip(leaves, kinds)]
             return divided(leaves, kinds)[0], (unflatten_parts(rest, shapes), state)
 
-        def with_gradients(values: list, some: list, others: list, key: JaxArray, state: Any) -> Any:
-            return jax.vjp(lambda v, x: call(v, x, others, key, state, True), values, some, has_aux=True)
+        def with_gradients(
+            values: list, some: list, others: list, key: JaxArray, state: Any
+        ) -> Any:
+            return jax.vjp(
+                lambda v, x: call(v, x, others, key, state, True), values, some, has_aux=True
+            )
 
         self.forward = jax.jit(partial(call, training=False))
         self.with_gradients = jax.jit(with_gradients)
 
 
 def options_of(function: Callable[..., Any]) -> set[str]:
-    """Return which of `OPTIONS` are parameters of a function; refuses one that holds arrays, which nothing trains."""
+    """Return which of `OPTIONS` are parameters of a function; refuses one that holds arrays, which
+    nothing trains.
+    """
     held = [leaf for leaf in jax.tree.leaves(function) if isinstance(leaf, (jax.Array, np.ndarray))]
     if any(arrays.is_floating(leaf.dtype) for leaf in held):
         raise ArgumentError(
             "a function of JAX holds arrays, which would be constants",
             found=f"{type(function).__name__} with {len(held)} of them",
             expected="a function without arrays of its own",
-            remedy="give them as parameters of the stage: equinox.partition(model, equinox.is_inexact_array), and "
+            remedy="give them as parameters of the stage: equinox.partition(model, "
+            "equinox.is_inexact_array), and "
             "combine in the function; a loss gets them from the last stage, next to its output",
         )
     return {name for name in OPTIONS if name in signature(function).parameters}
 
 
 def with_state(output: Any, before: Any) -> tuple[Any, Any]:
-    """Return (output, state) of what a function with a state has returned; ArgumentError for another one."""
+    """Return (output, state) of what a function with a state has returned; ArgumentError for
+    another one.
+    """
     found = output[1] if isinstance(output, tuple) and len(output) == 2 else None
     tree, other = map(jax.tree_util.tree_structure, (before, found))
     shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(each)] for each in (before, found)]
@@ -102,7 +119,9 @@ def with_state(output: Any, before: Any) -> tuple[Any, Any]:
 
 def divided(leaves: Sequence[Any], floating: Sequence[bool]) -> tuple[list, list]:
     """Return (the floating ones, the others)."""
-    some, others = ([leaf for leaf, has in zip(leaves, floating) if has == wanted] for wanted in (True, False))
+    some, others = (
+        [leaf for leaf, has in zip(leaves, floating) if has == wanted] for wanted in (True, False)
+    )
     return some, others
 
 
@@ -123,27 +142,31 @@ def flatten_output(output: Any) -> tuple[list, Structure]:
     return flatten(tuple(output) if isinstance(output, list) else output)
 
 
-# -- Arrays as JAX's and back -----------------------------------------------------------------------------------------
+# -- Arrays as JAX's and back ----------------------------------------------------------------------
 #
-# On the host both see one memory. JAX's arrays are immutable, so what JAX hands out is read only, and what JAX is given
-# may change only while no computation of JAX reads it: each of them is waited for before its results leave.
+# On the host both see one memory. JAX's arrays are immutable, so what JAX hands out is read only,
+# and what JAX is given may change only while no computation of JAX reads it: each of them is waited
+# for before its results leave.
 
 
 JaxArray: TypeAlias = Any  # jax.Array: JAX may be missing where types are checked
 
 
 def put(array: Array) -> JaxArray:
-    """Return an array of JAX on the memory of an array; host memory that does not begin where XLA wants it is copied.
+    """Return an array of JAX on the memory of an array; host memory that does not begin where XLA
+    wants it is copied.
 
     Raises ArgumentError for 64-bit numbers where JAX would make 32-bit ones of them in silence.
     """
     wide = array.dtype.itemsize == (16 if array.dtype.kind == "c" else 8)  # a complex number is two
     if wide and not jax.config.jax_enable_x64:
         raise ArgumentError(
-            f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched off",
+            f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched "
+            "off",
             found=f"{array.dtype}{list(array.shape)}",
             expected="numbers of 32 bits or fewer, or pairs of such (complex64)",
-            remedy='jax.config.update("jax_enable_x64", True) at the start, or arrays of float32, complex64 and int32',
+            remedy='jax.config.update("jax_enable_x64", True) at the start, or arrays of float32, '
+            "complex64 and int32",
         )
     if arrays.is_device(array):
         raise ArgumentError(
@@ -155,13 +178,16 @@ def put(array: Array) -> JaxArray:
 
 
 def taken(results: Sequence[JaxArray]) -> list[Array]:
-    """Return C-contiguous, read-only arrays on the memory of results of JAX, which are waited for."""
+    """Return C-contiguous, read-only arrays on the memory of results of JAX, which are waited
+    for.
+    """
     return [np.asarray(each) for each in jax.block_until_ready(results)]
 
 
-# -- Calls that JAX makes back to the host, in a thread of its own or in the one that waits for it ---------------------
+# -- Calls that JAX makes back to the host, in a thread of its own or in the one that waits for it --
 #
-# JAX makes an error of its own of an error in such a call, with the text of that. A stage raises the error itself.
+# JAX makes an error of its own of an error in such a call, with the text of that. A stage raises
+# the error itself.
 
 
 _waiting: list[int] = []  # threads of stages that wait for JAX
@@ -171,7 +197,9 @@ _called = threading.local()
 
 @contextmanager
 def waiting_for_jax() -> Iterator[None]:
-    """Within, the thread waits for JAX: calls back are made in its place, and their errors are raised here."""
+    """Within, the thread waits for JAX: calls back are made in its place, and their errors are
+    raised here.
+    """
     _errors.clear()
     _waiting.append(threading.get_ident())
     try:
@@ -203,6 +231,8 @@ def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wait_for_calls_back() -> None:
-    """Let JAX make all calls back that are due, unless this is one of them: JAX runs ahead in threads of its own."""
+    """Let JAX make all calls back that are due, unless this is one of them: JAX runs ahead in
+    threads of its own.
+    """
     if not getattr(_called, "back", False):
         jax.effects_barrier()

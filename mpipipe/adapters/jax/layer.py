@@ -1,4 +1,6 @@
-"""A function of JAX, with its parameters, as a layer, and as a stage of its own; and a loss function of JAX."""
+"""A function of JAX, with its parameters, as a layer, and as a stage of its own; and a loss
+function of JAX.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,25 @@ import jax
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.adapters.foreign import ForeignLayer, ForeignStage, Leaves, Structures, Tape, flatten_parts, one_dtype
+from mpipipe.adapters.foreign import (
+    ForeignLayer,
+    ForeignStage,
+    Leaves,
+    Structures,
+    Tape,
+    flatten_parts,
+    one_dtype,
+)
 from mpipipe.adapters.jax import functions
-from mpipipe.adapters.jax.functions import Functions, JaxArray, divided, joined, put, taken, waiting_for_jax
+from mpipipe.adapters.jax.functions import (
+    Functions,
+    JaxArray,
+    divided,
+    joined,
+    put,
+    taken,
+    waiting_for_jax,
+)
 from mpipipe.arrays import Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Parameter, Position, kernels, random_seed
@@ -21,8 +39,9 @@ from mpipipe.nn import Parameter, Position, kernels, random_seed
 class JaxLayer(ForeignLayer):
     """(function, parameters) of JAX as a layer, or (function, parameters, state).
 
-    JAX computes with the memory of the parameters where it takes that. A forward of a training step gives the next one
-    its state. One that is run again finds the state of the first time, and leaves that of now.
+    JAX computes with the memory of the parameters where it takes that. A forward of a training step
+    gives the next one its state. One that is run again finds the state of the first time, and
+    leaves that of now.
     """
 
     ends = False
@@ -32,17 +51,27 @@ class JaxLayer(ForeignLayer):
     def _declare(self) -> dict[str, Parameter]:
         function, parameters, *state = self.given
         if not callable(function):
-            raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")
+            raise ArgumentError(
+                "jax_stage",
+                found=type(function).__name__,
+                expected="a function (parameters, x) -> y",
+            )
         if ("state" in functions.options_of(function)) != bool(state):
             raise ArgumentError(
                 "a function of JAX with a parameter `state` and a state belong together",
                 found="a state alone" if state else "a function with `state`, and no state",
-                expected="function(parameters, x, state) that returns (y, state), and its first state",
+                expected="function(parameters, x, state) that returns (y, state), and its first "
+                "state",
             )
         self._state_tree = jax.tree_util.tree_structure(state[0] if state else None)
-        self._state = {name: leaf.copy() for name, leaf in named_leaves(state[0] if state else None).items()}
-        self._before: dict[tuple[int, int, int], list[np.ndarray]] = {}  # of forwards that will be run again
-        self._tree, leaves = jax.tree_util.tree_structure(parameters), named_leaves(parameters)
+        self._state = {
+            name: leaf.copy() for name, leaf in named_leaves(state[0] if state else None).items()
+        }
+        self._before: dict[
+            tuple[int, int, int], list[np.ndarray]
+        ] = {}  # of forwards that will be run again
+        self._tree = jax.tree_util.tree_structure(parameters)
+        leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
         self._functions: dict[tuple, Functions] = {}
         self._values: list[JaxArray] = []
@@ -57,13 +86,19 @@ class JaxLayer(ForeignLayer):
         self._read_parameters()
         pairs = zip(self._values, self.declared)
         self._renews = any(
-            value.unsafe_buffer_pointer() != arrays.address(getattr(self, name)) for value, name in pairs if value.size
+            value.unsafe_buffer_pointer() != arrays.address(getattr(self, name))
+            for value, name in pairs
+            if value.size
         )
 
     def _of(self, name: str, suffix: str = "") -> Any:
         """Return a parameter or its gradient, complex where JAX has it so."""
         array = getattr(self, f"{name}{suffix}")
-        return array.view(f"c{2 * array.itemsize}")[..., 0] if array is not None and name in self._complex else array
+        return (
+            array.view(f"c{2 * array.itemsize}")[..., 0]
+            if array is not None and name in self._complex
+            else array
+        )
 
     def _read_parameters(self) -> None:
         self._values = [put(self._of(name)) for name in self.declared]
@@ -89,13 +124,16 @@ class JaxLayer(ForeignLayer):
 
     def _state_for(self, position: Position) -> Any:
         """Return the state that a forward finds."""
-        values, run = [*self._state.values()], (position.step, position.microbatch, position.replica)
+        values = [*self._state.values()]
+        run = (position.step, position.microbatch, position.replica)
         if position.training and position.recompute == "now":
             values = self._before.pop(run, values)
         # What the backward keeps must not change with the state.
         copies = [each.copy() for each in values]
         if position.training and position.recompute == "later" and values:
-            if any(step != position.step for step, *_ in self._before):  # left by a step that has failed
+            if any(
+                step != position.step for step, *_ in self._before
+            ):  # left by a step that has failed
                 self._before = {}
             self._before[run] = copies
         return jax.tree_util.tree_unflatten(self._state_tree, [*map(put, copies)])
@@ -113,10 +151,19 @@ class JaxLayer(ForeignLayer):
         floating = tuple(not self.ends and arrays.is_floating(leaf.dtype) for leaf in leaves)
         key = structures, floating
         if key not in self._functions:
-            self._functions[key] = Functions(self.given[0], self._tree, structures, floating, self.gives)
-        compiled, pull = self._functions[key], None
+            self._functions[key] = Functions(
+                self.given[0], self._tree, structures, floating, self.gives
+            )
+        compiled = self._functions[key]
+        pull = None
         some, others = divided([*map(put, leaves)], floating)
-        arguments = self._values, some, others, key_of(self.random_seed("jax")), self._state_for(position)
+        arguments = (
+            self._values,
+            some,
+            others,
+            key_of(self.random_seed("jax")),
+            self._state_for(position),
+        )
         if position.training:
             found, pull, (rest, state) = compiled.with_gradients(*arguments)
         else:
@@ -124,12 +171,20 @@ class JaxLayer(ForeignLayer):
         self._keep_state(state, position)
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
-        y = joined(taken(found), taken([leaf for leaf in without if leaf is not None]), differentiable)
+        y = joined(
+            taken(found), taken([leaf for leaf in without if leaf is not None]), differentiable
+        )
         kept = pull, [(each.shape, each.dtype) for each in found]
-        return y, output, Tape(kept, structures, floating, output, differentiable) if position.training else None
+        return (
+            y,
+            output,
+            Tape(kept, structures, floating, output, differentiable) if position.training else None,
+        )
 
     def _counted(self, leaves: Leaves, structures: Structures, position: Position) -> Any:
-        """Return what `_forward` does, and what JAX keeps for the backward: bytes by the address of the memory."""
+        """Return what `_forward` does, and what JAX keeps for the backward: bytes by the address of
+        the memory.
+        """
         found = self._forward(leaves, structures, position)
         held = {} if found[2] is None else {
             each.unsafe_buffer_pointer(): each.nbytes
@@ -146,9 +201,14 @@ class JaxLayer(ForeignLayer):
         return found
 
     def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, Any]:
-        """JAX computes both gradients here, as one function; those of the parameters are added in the other half."""
+        """JAX computes both gradients here, as one function; those of the parameters are added in
+        the other half.
+        """
         pull, outputs = tape.kept
-        dy = [jax.numpy.zeros(*like) if slope is None else put(slope) for slope, like in zip(slopes, outputs)]
+        dy = [
+            jax.numpy.zeros(*like) if slope is None else put(slope)
+            for slope, like in zip(slopes, outputs)
+        ]
         weights, inputs = functions.both(pull, dy)
         return taken(inputs), taken(weights)
 
@@ -181,7 +241,10 @@ class JaxStage(ForeignStage):
             empty = np.empty(0, leaf.dtype)
             put(empty)
             kinds[arrays.as_reals(empty).dtype.name] = name
-        remedy = "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function"
+        remedy = (
+            "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the "
+            "function"
+        )
         super().__init__({prefix: self.layer}, one_dtype(kinds, remedy), seed, "cpu")
 
     @property
@@ -191,7 +254,9 @@ class JaxStage(ForeignStage):
 
 
 def _declared(name: str, leaf: Any) -> Parameter:
-    """Return a parameter as a layer declares it, with its value: complex numbers as pairs of real ones."""
+    """Return a parameter as a layer declares it, with its value: complex numbers as pairs of real
+    ones.
+    """
     array = np.asarray(leaf)
     if not arrays.is_floating(array.dtype):
         raise ArgumentError(
@@ -206,59 +271,81 @@ def _declared(name: str, leaf: Any) -> Parameter:
 
 
 def named_leaves(parameters: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their paths; raises ArgumentError for what are no arrays of numbers."""
+    """Return the leaves of a tree by their paths; raises ArgumentError for what are no arrays of
+    numbers.
+    """
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
+            leaf.dtype, jax.dtypes.prng_key
+        )
         array = None if is_key or callable(leaf) else np.asarray(leaf)
         if array is None or array.dtype.kind in "OSU":
             raise ArgumentError(
                 f"{name} in a tree of a function of JAX is no array of numbers",
                 found=str(leaf.dtype) if is_key else type(leaf).__name__,
                 expected="arrays alone",
-                remedy="jax.random.key_data of a key, or a parameter `key` of the function, which gets one"
+                remedy="jax.random.key_data of a key, or a parameter `key` of the function, which "
+                "gets one"
                 if is_key
-                else "arrays, _ = equinox.partition(model, equinox.is_array), and combine both in the function",
+                else "arrays, _ = equinox.partition(model, equinox.is_array), and combine both in "
+                "the function",
             )
         found[name] = array
     return found
 
 
-# -- A loss function of JAX as the loss of a pipeline -----------------------------------------------------------------
+# -- A loss function of JAX as the loss of a pipeline ----------------------------------------------
 
 
 class JaxLoss:
     """See `mpipipe.adapters.jax_loss`, which makes it."""
 
     def __init__(self, function: Callable[..., Any], seed: int = 0):
-        self.function, self.seed = function, seed
+        self.function = function
+        self.seed = seed
         self._draws = "key" in functions.options_of(function)
         self._functions: dict[tuple, Functions] = {}
 
     def _called(self, _nothing: Any, output: Any, target: Any, *, key: JaxArray) -> Any:
         """Return (value,), or (value, weight), where the weight has no gradient."""
-        found = self.function(output, target, key=key) if self._draws else self.function(output, target)
+        found = (
+            self.function(output, target, key=key) if self._draws else self.function(output, target)
+        )
         value, *weight = found if isinstance(found, tuple) else (found,)
-        return (value, *(jax.lax.stop_gradient(jax.numpy.asarray(each, value.dtype)) for each in weight))
+        return (
+            value,
+            *(jax.lax.stop_gradient(jax.numpy.asarray(each, value.dtype)) for each in weight),
+        )
 
     def __call__(
         self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None
     ) -> tuple[Any, ...]:
-        """Return (value, gradient of the output times `factor`), and the weight where the function returns one."""
+        """Return (value, gradient of the output times `factor`), and the weight where the function
+        returns one.
+        """
         leaves, structures = flatten_parts([(), output, target])
         own, structure = flatten(output)
-        floating = tuple(place < len(own) and arrays.is_floating(leaf.dtype) for place, leaf in enumerate(leaves))
+        floating = tuple(
+            place < len(own) and arrays.is_floating(leaf.dtype) for place, leaf in enumerate(leaves)
+        )
         kind = structures, floating
         if kind not in self._functions:
             self._functions[kind] = Functions(self._called, NOTHING, structures, floating, ())
         some, others = divided([*map(put, leaves)], floating)
         step, microbatch, replica, *_ = Position() if position is None else position
         key = key_of(random_seed("jax loss", self.seed, step, microbatch, replica))
-        (value, *weight), pull, _ = self._functions[kind].with_gradients([], some, others, key, None)
-        _, slopes = functions.both(pull, [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)])
+        (value, *weight), pull, _ = self._functions[kind].with_gradients(
+            [], some, others, key, None
+        )
+        _, slopes = functions.both(
+            pull, [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)]
+        )
         source = iter(taken(slopes))
-        gradient = unflatten([next(source) if each else None for each in floating[: len(own)]], structure)
+        gradient = unflatten(
+            [next(source) if each else None for each in floating[: len(own)]], structure
+        )
         return (value.item(), gradient, *map(float, weight))
 
 
@@ -267,4 +354,6 @@ NOTHING = jax.tree_util.tree_structure([])
 
 def key_of(seed: int) -> JaxArray:
     """Return a key of JAX for a seed of 64 bits."""
-    return jax.random.wrap_key_data(np.array([seed], np.uint64).view(np.uint32), impl="threefry2x32")
+    return jax.random.wrap_key_data(
+        np.array([seed], np.uint64).view(np.uint32), impl="threefry2x32"
+    )

@@ -1,7 +1,9 @@
-"""Attention of this package as a module of PyTorch: exact over the ranks of a ring, within any module.
+"""Attention of this package as a module of PyTorch: exact over the ranks of a ring, within any
+module.
 
-Everything happens in the thread that calls `backward`: PyTorch computes the gradients of tensors on the host there. The
-ranks of a ring go backward in one order, since autograd takes the latest node first, and the ring compares them.
+Everything happens in the thread that calls `backward`: PyTorch computes the gradients of tensors on
+the host there. The ranks of a ring go backward in one order, since autograd takes the latest node
+first, and the ring compares them.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from mpipipe.nn import ForwardAndBackward, as_attend
 
 
 class TorchAttend(torch.nn.Module):
-    """See `mpipipe.adapters.torch_attend`, which makes it. Copies of a module have the same `attend`."""
+    """See `mpipipe.adapters.torch_attend`, which makes it. Copies of a module have the same
+    `attend`.
+    """
 
     def __init__(self, attend: ForwardAndBackward):
         if not all(callable(getattr(attend, name, None)) for name in ("forward", "backward")):
             raise ArgumentError(
                 "torch_attend",
                 found=type(attend).__name__,
-                expected="an object that attends, such as attention.Local() or attention.Ring(comm)",
+                expected="an object that attends, such as attention.Local() or "
+                "attention.Ring(comm)",
             )
         super().__init__()
         self.attend = as_attend(attend)
@@ -36,7 +41,8 @@ class TorchAttend(torch.nn.Module):
         if torch.compiler.is_compiling():
             raise ArgumentError(
                 "attention of mpipipe within torch.compile",
-                remedy="compile the parts before and after it; or torch.compiler.disable the module that holds it",
+                remedy="compile the parts before and after it; or torch.compiler.disable the "
+                "module that holds it",
             )
         out: Tensor = Attention.apply(self.attend, q, k, v)
         return out
@@ -47,9 +53,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend; what the backward reads is saved as tensors, too, so that PyTorch sees who writes to it."""
+        """Attend; what the backward reads is saved as tensors, too, so that PyTorch sees who writes
+        to it.
+        """
         with on_stream(q.device.type):
-            out, ctx.kept = attend.forward(*(array_of(each, contiguous=each.is_cuda) for each in (q, k, v)))
+            out, ctx.kept = attend.forward(
+                *(array_of(each, contiguous=each.is_cuda) for each in (q, k, v))
+            )
             result = tensor_of(out)
         ctx.attend = attend
         ctx.save_for_backward(q, k, v, result)
@@ -63,8 +73,11 @@ class Attention(torch.autograd.Function):
                 "the gradient of attention cannot be differentiated again",
                 found="create_graph=True",
                 expected="first derivatives alone",
-                remedy="torch.nn.functional.scaled_dot_product_attention on one rank has second derivatives",
+                remedy="torch.nn.functional.scaled_dot_product_attention on one rank has second "
+                "derivatives",
             )
-        q, *_ = ctx.saved_tensors  # raises where one of them was written to, or the graph is used up
+        q, *_ = (
+            ctx.saved_tensors
+        )  # raises where one of them was written to, or the graph is used up
         with on_stream(q.device.type):
             return None, *map(tensor_of, ctx.attend.backward(array_of(gradients[0]), ctx.kept))

@@ -1,18 +1,20 @@
-"""The backward of a module in two halves: gradients of its inputs first, those of its parameters later.
+"""The backward of a module in two halves: gradients of its inputs first, those of its parameters
+later.
 
     output <- C <- B <- A <- input        trunk: nodes of the graph on a way from the outputs to an input
               |    |    |
               c    b    a                 branches: what leads from them to parameters alone
 
-The first half walks the trunk alone, and keeps the gradient that arrives at each node with a branch. The second half
-begins there, and walks the branches alone. So no node is gone through twice, but for one thing: PyTorch's nodes are
-entered twice where they have a branch, each time for the part that is asked for. A parameter with several branches
-(shared within the module) takes a second walk through the whole graph, for the gradients along the trunk would be
-counted twice otherwise.
+The first half walks the trunk alone, and keeps the gradient that arrives at each node with a
+branch. The second half begins there, and walks the branches alone. So no node is gone through
+twice, but for one thing: PyTorch's nodes are entered twice where they have a branch, each time for
+the part that is asked for. A parameter with several branches (shared within the module) takes a
+second walk through the whole graph, for the gradients along the trunk would be counted twice
+otherwise.
 
-Some graphs cannot be divided. A function with a backward of its own (torch.autograd.Function) computes all its
-gradients whichever are asked for, a graph of torch.compile frees what it has read, and a hook would act in both walks.
-There the first half does everything, and the second nothing.
+Some graphs cannot be divided. A function with a backward of its own (torch.autograd.Function)
+computes all its gradients whichever are asked for, a graph of torch.compile frees what it has read,
+and a hook would act in both walks. There the first half does everything, and the second nothing.
 
 The idea of stopping at such nodes is that of PyTorch's own pipelines (torch.distributed.pipelining,
 stage_backward_input and stage_backward_weight).
@@ -33,10 +35,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
 
 COMPILED_NODE = "CompiledFunctionBackward"  # node of a graph that torch.compile has made
-REENTRANT_NODE = "CheckpointFunctionBackward"  # of torch.utils.checkpoint, which has its parameters to itself
+REENTRANT_NODE = (
+    "CheckpointFunctionBackward"  # of torch.utils.checkpoint, which has its parameters to itself
+)
 
 
-# -- Hooks of tensors, which a graph does not show ---------------------------------------------------------------------
+# -- Hooks of tensors, which a graph does not show -------------------------------------------------
 
 
 class HookCount(threading.local):
@@ -72,31 +76,41 @@ def _nothing(*_gradients: Any) -> None:
     return None
 
 
-# -- The graph of a micro-batch ----------------------------------------------------------------------------------------
+# -- The graph of a micro-batch --------------------------------------------------------------------
 
 
 class AutogradGraph:
     """What lies between outputs and inputs.
 
-    branching : node of the trunk -> numbers of the parameters that its branches lead to
-    shared, apart : numbers of the parameters with several branches, and of those of outputs that depend on no input
-    strange : tensors that take gradients and are neither inputs nor parameters
-    divisible : whether nodes can be gone through for a part of their gradients
-    reentrant : whether something within needs an input with a gradient, to have the gradients of its parameters
+    branching : node of the trunk -> numbers of the parameters that its branches lead to shared,
+    apart : numbers of the parameters with several branches, and of those of outputs that depend on
+    no input strange : tensors that take gradients and are neither inputs nor parameters divisible :
+    whether nodes can be gone through for a part of their gradients reentrant : whether something
+    within needs an input with a gradient, to have the gradients of its parameters
     """
 
-    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]):
-        self._numbers = {get_gradient_edge(each).node: number for number, each in enumerate(parameters)}
+    def __init__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    ):
+        self._numbers = {
+            get_gradient_edge(each).node: number for number, each in enumerate(parameters)
+        }
         self._inputs = {get_gradient_edge(each).node for each in inputs}
         self._trunk: dict[Any, bool] = {}  # node -> whether it leads to an input
-        self._leads_to: dict[Any, frozenset[int]] = {}  # node that is not in the trunk -> the parameters it leads to
+        self._leads_to: dict[
+            Any, frozenset[int]
+        ] = {}  # node that is not in the trunk -> the parameters it leads to
         self.strange: list[Tensor] = []
         roots = [get_gradient_edge(each).node for each in outputs]
         for root in roots:
             self._visit(root)
         found: dict[Any, set[int]] = {}
         for node in (node for node, trunk in self._trunk.items() if trunk):
-            several = [self._leads_to[after] for after, _ in node.next_functions if after and not self._trunk[after]]
+            several = [
+                self._leads_to[after]
+                for after, _ in node.next_functions
+                if after and not self._trunk[after]
+            ]
             if any(several):
                 found[node] = set().union(*several)
         lone = [self._leads_to[root] for root in roots if not self._trunk[root]]
@@ -115,7 +129,8 @@ class AutogradGraph:
         own = [node for node in self._trunk if isinstance(node, BackwardCFunction)]
         if any(node in branching or type(node).__name__ == COMPILED_NODE for node in own):
             return True
-        # these are gone through in both halves: where a second walk goes through everything, all of them
+        # these are gone through in both halves: where a second walk goes through everything, all of
+        # them
         twice = self._trunk if self.shared or self.apart else branching
         return any(_has_hooks(node) for node in twice)
 
@@ -141,11 +156,13 @@ class AutogradGraph:
                 )
 
 
-# -- The two halves ----------------------------------------------------------------------------------------------------
+# -- The two halves --------------------------------------------------------------------------------
 
 
 class SplitBackward:
-    """A backward under way: the gradients of the inputs are in their `.grad`, those of parameters may be to come."""
+    """A backward under way: the gradients of the inputs are in their `.grad`, those of parameters
+    may be to come.
+    """
 
     def __init__(
         self,
@@ -155,7 +172,8 @@ class SplitBackward:
         parameters: Sequence[Tensor],
         hooked: bool,
     ):
-        # walks for some parameters: tensors or GradientEdges to begin at, gradients, and these parameters
+        # walks for some parameters: tensors or GradientEdges to begin at, gradients, and these
+        # parameters
         self.parts: list[tuple[list[Any], list[Tensor], list[Tensor]]] = []
         graph = None if hooked or not parameters else AutogradGraph(outputs, inputs, parameters)
         if graph is None or not graph.divisible:
@@ -184,12 +202,18 @@ class SplitBackward:
             for handle in handles:
                 handle.remove()
         for node, several in arrived.items():
-            there = [(GradientEdge(node, place), each) for place, each in enumerate(several) if each is not None]
+            there = [
+                (GradientEdge(node, place), each)
+                for place, each in enumerate(several)
+                if each is not None
+            ]
             own = [parameters[number] for number in graph.branching[node]]
             self.parts.append(([edge for edge, _ in there], [each for _, each in there], own))
 
     def finish(self) -> None:
-        """Add the gradients of the parameters to their `.grad`. A graph may be kept by others, so nothing is freed."""
+        """Add the gradients of the parameters to their `.grad`. A graph may be kept by others, so
+        nothing is freed.
+        """
         while self.parts:
             edges, gradients, parameters = self.parts.pop()
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=parameters)

@@ -3,10 +3,10 @@
     buffers of the stage | weight            | bias   |     of numpy or CuPy: optimizers, norms, sums over replicas
     parameters           |  .data of weight  | of bias|     of PyTorch: the module, torch.optim
 
-Both are one memory, and so are the gradients. A parameter stays the object that it was, so that an optimizer of PyTorch
-may have it already. A complex parameter lies there as pairs of real numbers, with an axis of 2 more.
-What PyTorch calls "no gradient" (`zero_grad()` sets `.grad` to None) is a gradient of zeros here: a call of a pipeline
-finds it so, and finds `.grad` on its memory again.
+Both are one memory, and so are the gradients. A parameter stays the object that it was, so that an
+optimizer of PyTorch may have it already. A complex parameter lies there as pairs of real numbers,
+with an axis of 2 more. What PyTorch calls "no gradient" (`zero_grad()` sets `.grad` to None) is a
+gradient of zeros here: a call of a pipeline finds it so, and finds `.grad` on its memory again.
 """
 
 from __future__ import annotations
@@ -57,11 +57,14 @@ from mpipipe.arrays import Array, array_of, tensor_of
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Parameter, Position
 
-BETWEEN_POLLS = 1e-3  # seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold
+# Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
+BETWEEN_POLLS = 1e-3
 
 
 class PlacedParameter(NamedTuple):
-    """A parameter of a module in the buffers of a stage; `gradient` is what its `.grad` is, None where it is frozen."""
+    """A parameter of a module in the buffers of a stage; `gradient` is what its `.grad` is, None
+    where it is frozen.
+    """
 
     parameter: Tensor
     address: int  # of its memory
@@ -71,8 +74,8 @@ class PlacedParameter(NamedTuple):
 class TorchLayer(ForeignLayer):
     """A module of PyTorch as a layer.
 
-    Messages move after modules within that have matrices, every millisecond at most, and while a `TorchAttend` within
-    computes.
+    Messages move after modules within that have matrices, every millisecond at most, and while a
+    `TorchAttend` within computes.
     """
 
     ends = False
@@ -81,7 +84,9 @@ class TorchLayer(ForeignLayer):
     _pieces: dict[str, PlacedParameter]
     _polled = 0.0  # seconds of a clock
     in_one_walk = False  # whether the first half of the last backward has done all
-    _looked = False  # whether a graph has been looked at for tensors whose gradients are summed nowhere
+    _looked = (
+        False  # whether a graph has been looked at for tensors whose gradients are summed nowhere
+    )
 
     def _declare(self) -> dict[str, Parameter]:
         check_module(self.given)
@@ -104,16 +109,21 @@ class TorchLayer(ForeignLayer):
         shared = [name for name, each in module.named_buffers() if hasattr(each, SHARED)]
         move_state(module, {*self.declared}, values[0].dtype if values else None, device)
         for (name, parameter), value in zip(self._declared_ones(), values):
-            before, parameter.grad = parameter.grad, None
+            before = parameter.grad
+            parameter.grad = None
             parameter.data = as_kind_of(parameter, value)
             self._place(name, parameter)
             gradient = self._pieces[name].gradient
             if before is not None and gradient is not None:
                 gradient.copy_(before)
-        self._parameters = [each.parameter for each in self._pieces.values() if each.gradient is not None]
+        self._parameters = [
+            each.parameter for each in self._pieces.values() if each.gradient is not None
+        ]
         self._trained = {name for name, each in self._pieces.items() if each.gradient is not None}
         self._state = ModuleState(module)
-        self._shared = {name: each.clone() for name, each in module.named_buffers() if name in shared}
+        self._shared = {
+            name: each.clone() for name, each in module.named_buffers() if name in shared
+        }
         for each in modules_for_hooks(module):
             each.register_forward_hook(lambda _module, _inputs, output: self._move_messages(output))
         for each in module.modules():
@@ -136,7 +146,9 @@ class TorchLayer(ForeignLayer):
         self._pieces[name] = PlacedParameter(parameter, parameter.data_ptr(), slope)
 
     def _follow_ties(self) -> None:
-        """Compute with the arrays that a pipeline has given to tied parameters and their gradients."""
+        """Compute with the arrays that a pipeline has given to tied parameters and their
+        gradients.
+        """
         for name in self._tied:
             parameter, address, slope = self._pieces[name]
             gradient = getattr(self, f"{name}_grad")
@@ -145,7 +157,9 @@ class TorchLayer(ForeignLayer):
                 self._place(name, parameter)
 
     def begin_call(self) -> None:
-        """Let each `.grad` be where the stage has it; one that was replaced is copied there, and None is zero."""
+        """Let each `.grad` be where the stage has it; one that was replaced is copied there, and
+        None is zero.
+        """
         if not self._pieces:
             return
         self._follow_ties()
@@ -160,48 +174,63 @@ class TorchLayer(ForeignLayer):
         for name, before in self._shared.items():
             if not torch.equal(self.given.get_buffer(name), before):
                 raise ArgumentError(
-                    "a buffer that several entries share has changed: on several ranks each has one of its own",
+                    "a buffer that several entries share has changed: on several ranks each has "
+                    "one of its own",
                     found=f"layer {self.name}, {name}",
                     expected="a table that stays as it is",
                     remedy="a buffer for each entry, or one entry with all modules that change it",
                 )
 
     def _check_parameters(self) -> None:
-        """Raise ArgumentError where parameters are no longer those of the stage, or lie elsewhere."""
+        """Raise ArgumentError where parameters are no longer those of the stage, or lie
+        elsewhere.
+        """
         now = dict(self.given.named_parameters())
         changed = {name for name, each in now.items() if each.requires_grad} ^ self._trained
-        changed |= {name for name, each in self._pieces.items() if now.get(name) is not each.parameter}
+        changed |= {
+            name for name, each in self._pieces.items() if now.get(name) is not each.parameter
+        }
         if changed:
             raise ArgumentError(
-                f"the parameter {min(changed)} of a module has been replaced or frozen since the stage was made, or is "
+                f"the parameter {min(changed)} of a module has been replaced or frozen since the "
+                "stage was made, or is "
                 "new, or no longer frozen",
                 expected="the trainable parameters that there were then",
-                remedy="load_state_dict without assign=True; freeze parameters first and make the stage then",
+                remedy="load_state_dict without assign=True; freeze parameters first and make the "
+                "stage then",
             )
         for name, (parameter, address, _) in self._pieces.items():
             if parameter.data_ptr() != address:
                 raise ArgumentError(
-                    f"the parameter {name} of a module lies elsewhere than in the stage's flat array",
+                    f"the parameter {name} of a module lies elsewhere than in the stage's flat "
+                    "array",
                     found=f"{parameter.dtype} on {parameter.device}",
                     expected="the memory, dtype and device that it had when the stage was made",
-                    remedy="move and convert the module first (module.to, .double(), ...), and make the stage then",
+                    remedy="move and convert the module first (module.to, .double(), ...), and "
+                    "make the stage then",
                 )
 
     def _check_gradients(self) -> None:
-        """Raise ArgumentError if a gradient has been replaced within a step: its sum would miss what comes now."""
+        """Raise ArgumentError if a gradient has been replaced within a step: its sum would miss
+        what comes now.
+        """
         for name, (parameter, _, gradient) in self._pieces.items():
             found = parameter.grad
             if found is not gradient:
                 raise ArgumentError(
                     f"the gradient of the parameter {name} was replaced within a step",
-                    found="None" if found is None else f"another tensor, {found.dtype}{list(found.shape)}",
+                    found="None"
+                    if found is None
+                    else f"another tensor, {found.dtype}{list(found.shape)}",
                     expected="gradients that nobody but the pipeline writes within a step",
                     remedy="call zero_grad() between steps, not in forward or in a loss",
                 )
 
     @property
     def state(self) -> dict[str, Array]:
-        """Persistent buffers, and parameters that no stage can have, by the module's names: views where they can be."""
+        """Persistent buffers, and parameters that no stage can have, by the module's names: views
+        where they can be.
+        """
         entries = self.given.state_dict()
         for name, _ in self.given.named_parameters(remove_duplicate=False):
             if name in self.declared or name not in dict(self.given.named_parameters()):
@@ -216,30 +245,42 @@ class TorchLayer(ForeignLayer):
     def _forward(
         self, leaves: Leaves, structures: Structures, position: Position
     ) -> tuple[Leaves, Structures, Tape | None]:
-        trains, hooks = position.training, HOOKS.value
-        with self._state.drawing(self._gpu, self.random_seed("torch"), position), torch.set_grad_enabled(trains):
+        trains = position.training
+        hooks = HOOKS.value
+        with (
+            self._state.drawing(self._gpu, self.random_seed("torch"), position),
+            torch.set_grad_enabled(trains),
+        ):
             inputs = [tensor_of(leaf) for leaf in leaves]
-            # the first time, too, where nobody asks: what refuses to be differentiated in part raises its error then
+            # the first time, too, where nobody asks: what refuses to be differentiated in part
+            # raises its error then
             if trains and not (self.ends and self._looked):
                 for each in inputs:
                     if is_differentiable(each):
                         each.requires_grad_()
-            # The memory of inputs belongs to another stage or to the user, and a module may write to copies.
+            # The memory of inputs belongs to another stage or to the user, and a module may write
+            # to copies.
             copies = [each.clone() for each in inputs]
             output = applied(self.given, (), unflatten_parts(copies, structures))
             outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
             found = [array_of(each) for each in outputs]
         if not trains:
             return found, shapes, None
-        floating, differentiable = (tuple(each.requires_grad for each in some) for some in (inputs, outputs))
-        taking, giving = ([each for each in some if each.requires_grad] for some in (inputs, outputs))
+        floating, differentiable = (
+            tuple(each.requires_grad for each in some) for some in (inputs, outputs)
+        )
+        taking, giving = (
+            [each for each in some if each.requires_grad] for some in (inputs, outputs)
+        )
         if not self._looked:
             self._look(taking, giving)
         kept = taking, giving, HOOKS.value > hooks
         return found, shapes, Tape(kept, structures, floating, shapes, differentiable)
 
     def _counted(self, leaves: Leaves, structures: Structures, position: Position) -> Any:
-        """Return what `_forward` does, and what PyTorch keeps for the backward: bytes by the address of the memory."""
+        """Return what `_forward` does, and what PyTorch keeps for the backward: bytes by the
+        address of the memory.
+        """
         held: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -266,8 +307,11 @@ class TorchLayer(ForeignLayer):
         inputs, outputs, gradients = self._taking_part(slopes, tape)
         split = None
         if outputs:
-            own, hooked = self._parameters, tape.kept[2]
-            split = _unwritten(gradients, lambda: SplitBackward(outputs, gradients, inputs, own, hooked))
+            own = self._parameters
+            hooked = tape.kept[2]
+            split = _unwritten(
+                gradients, lambda: SplitBackward(outputs, gradients, inputs, own, hooked)
+            )
             self.in_one_walk = bool(own) and not split.parts
         return [slope_of(each) for each in inputs], split
 
@@ -276,15 +320,25 @@ class TorchLayer(ForeignLayer):
         if pending is not None:
             pending.finish()
 
-    def _taking_part(self, slopes: Leaves, tape: Tape) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the inputs that take gradients, the outputs that gradients flow back from, and those gradients."""
+    def _taking_part(
+        self, slopes: Leaves, tape: Tape
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the inputs that take gradients, the outputs that gradients flow back from, and
+        those gradients.
+        """
         self._check_gradients()
         inputs, outputs, _ = tape.kept
-        pairs = [(output, tensor_of(slope)) for output, slope in zip(outputs, slopes) if slope is not None]
+        pairs = [
+            (output, tensor_of(slope))
+            for output, slope in zip(outputs, slopes)
+            if slope is not None
+        ]
         return inputs, [output for output, _ in pairs], [slope for _, slope in pairs]
 
     def _move_messages(self, output: Any) -> None:
-        """Poll when a module has ended its forward, and when it begins its backward; but not all the time."""
+        """Poll when a module has ended its forward, and when it begins its backward; but not all
+        the time.
+        """
         if self.stage.poll is not None and perf_counter() > self._polled + BETWEEN_POLLS:
             self._polled = perf_counter()
             self.stage.poll()
@@ -292,16 +346,21 @@ class TorchLayer(ForeignLayer):
                 register_hook(output, lambda _gradient: self.poll())
 
     def _look(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Raise ArgumentError if the output depends on a tensor whose gradient is summed and used nowhere."""
+        """Raise ArgumentError if the output depends on a tensor whose gradient is summed and used
+        nowhere.
+        """
         graph = AutogradGraph(outputs, inputs, self._parameters)
         if graph.strange:
             raise ArgumentError(
-                "the output of a module depends on a tensor with a gradient that is none of its parameters",
+                "the output of a module depends on a tensor with a gradient that is none of its "
+                "parameters",
                 found=", ".join(f"{each.dtype}{list(each.shape)}" for each in graph.strange),
                 expected="parameters that the module had when the stage was made",
                 remedy="register it as torch.nn.Parameter before, or detach it",
             )
-        self._looked = not graph.reentrant  # else inputs take gradients in each forward, as they do in the first one
+        self._looked = (
+            not graph.reentrant
+        )  # else inputs take gradients in each forward, as they do in the first one
 
 
 class LossLayer(TorchLayer):
@@ -324,7 +383,8 @@ class LossLayer(TorchLayer):
 
     def bound(self) -> None:
         super().bound()
-        self.loss.is_trained, self.loss.seed = True, self.stage.seed
+        self.loss.is_trained = True
+        self.loss.seed = self.stage.seed
 
     def forward(self, x: Any) -> tuple[Any, Held]:
         return x, Held(None, {})
@@ -361,20 +421,30 @@ class TorchStage(ForeignStage):
         places = sorted({device_of(each) for each in tensors} or {"cpu"})
         if len(places) > 1:
             raise ArgumentError(
-                "a module on several devices", found=", ".join(places), expected="one", remedy="module.to(device)"
+                "a module on several devices",
+                found=", ".join(places),
+                expected="one",
+                remedy="module.to(device)",
             )
         kinds = {
             str(real_dtype(each)).removeprefix("torch."): name
             for name, each in module.named_parameters()
             if each.requires_grad
         }
-        remedy = "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward"
+        remedy = (
+            "module.to(dtype); for mixed precision float32 parameters and torch.autocast "
+            "within forward"
+        )
         super().__init__(layers, one_dtype(kinds, remedy), seed, places[0])
 
 
 def _declared(parameter: Tensor) -> Parameter:
     def values(*_: Any) -> Any:
-        wide = parameter.detach().to(torch.complex128 if parameter.is_complex() else torch.float64).cpu()
+        wide = (
+            parameter.detach()
+            .to(torch.complex128 if parameter.is_complex() else torch.float64)
+            .cpu()
+        )
         return (torch.view_as_real(wide) if wide.is_complex() else wide).numpy()
 
     return Parameter(

@@ -20,11 +20,13 @@ from mpipipe.nn import Position, random_seed
 class TorchLoss:
     """See `mpipipe.adapters.torch_loss`, which makes it.
 
-    `is_trained` says whether the parameters of a module lie in a stage, which the optimizers of that stage see.
+    `is_trained` says whether the parameters of a module lie in a stage, which the optimizers of
+    that stage see.
     """
 
     def __init__(self, function: Callable[..., Any], seed: int = 0):
-        self.function, self.seed = function, seed
+        self.function = function
+        self.seed = seed
         self.module = function if isinstance(function, torch.nn.Module) else None
         self.is_trained = self._looked = False
         self._state = ModuleState(torch.nn.Module() if self.module is None else self.module)
@@ -32,7 +34,11 @@ class TorchLoss:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of the loss that are to be trained."""
-        return [] if self.module is None else [each for each in self.module.parameters() if each.requires_grad]
+        return (
+            []
+            if self.module is None
+            else [each for each in self.module.parameters() if each.requires_grad]
+        )
 
     def __call__(
         self,
@@ -42,13 +48,18 @@ class TorchLoss:
         position: Position | None = None,
         weigh: Callable[[float | None], float] | None = None,
     ) -> tuple[Any, ...]:
-        """Return (value, gradient of the output times `factor`), and the weight where the function returns one.
+        """Return (value, gradient of the output times `factor`), and the weight where the function
+        returns one.
 
         `weigh` makes of the weight a further factor, for all gradients.
         """
         (leaves, structure), (wanted, shape) = flatten(output), flatten(target)
         trains = position is not None and position.training
-        with on_stream(arrays.device_of(leaves[0])), torch.enable_grad(), self._at(position, leaves[0]):
+        with (
+            on_stream(arrays.device_of(leaves[0])),
+            torch.enable_grad(),
+            self._at(position, leaves[0]),
+        ):
             outputs = [tensor_of(leaf) for leaf in leaves]
             taking = [each.requires_grad_() for each in outputs if is_differentiable(each)]
             # The memory belongs to a stage or to the user, and a function may write to copies.
@@ -64,7 +75,9 @@ class TorchLoss:
                 self._look(value, taking)
             own = self.parameters if trains else []
             if value.requires_grad and factor:  # a weight of 0 may come with NaN
-                torch.autograd.backward(value, torch.full_like(value, factor), inputs=[*taking, *own])
+                torch.autograd.backward(
+                    value, torch.full_like(value, factor), inputs=[*taking, *own]
+                )
             slopes = [slope_of(each) if each.requires_grad else None for each in outputs]
             found = value.detach()
             number = found.item() if found.device.type == "cpu" else array_of(found)
@@ -74,7 +87,9 @@ class TorchLoss:
         if position is None:
             return nullcontext()
         gpu = arrays.current_gpu() if arrays.is_device(leaf) else None
-        seed = random_seed("torch loss", self.seed, position.step, position.microbatch, position.replica)
+        seed = random_seed(
+            "torch loss", self.seed, position.step, position.microbatch, position.replica
+        )
         return self._state.drawing(gpu, seed, position)
 
     def _look(self, value: Any, taking: Sequence[Tensor]) -> None:
@@ -83,9 +98,11 @@ class TorchLoss:
         strange = AutogradGraph([value], taking, own).strange
         if strange:
             raise ArgumentError(
-                "a loss depends on a tensor with a gradient that is neither the output nor a parameter of the loss",
+                "a loss depends on a tensor with a gradient that is neither the output nor a "
+                "parameter of the loss",
                 found=", ".join(f"{each.dtype}{list(each.shape)}" for each in strange),
-                expected="a function of output and target, or a torch.nn.Module with its own parameters",
+                expected="a function of output and target, or a torch.nn.Module with its own "
+                "parameters",
                 remedy="compute what needs the model in the last stage, or detach the tensor",
             )
         if own and not self.is_trained:
@@ -93,7 +110,8 @@ class TorchLoss:
                 "a loss has parameters that no stage trains",
                 found=f"{type(self.module).__name__} with {len(own)} trainable parameters",
                 expected="parameters in the last stage, where optimizers and replicas see them",
-                remedy="torch_stage(module, loss=loss), or the loss as last entry of a list of layers; "
+                remedy="torch_stage(module, loss=loss), or the loss as last entry of a list of "
+                "layers; "
                 "or loss.requires_grad_(False)",
             )
         self._looked = True
@@ -103,6 +121,8 @@ def _check_number(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise ArgumentError(
             "the value of a loss",
-            found=type(value).__name__ if not isinstance(value, torch.Tensor) else f"shape {tuple(value.shape)}",
+            found=type(value).__name__
+            if not isinstance(value, torch.Tensor)
+            else f"shape {tuple(value.shape)}",
             expected="a tensor of one number, or a tuple of it and a weight",
         )

@@ -1,8 +1,9 @@
-"""What the forward of a module changes besides its output: buffers, attributes, generators, and the mode of its parts.
+"""What the forward of a module changes besides its output: buffers, attributes, generators, and the
+mode of its parts.
 
-Statistics (batch normalisation, running means, counters) follow the forwards in the order of their micro-batches, as
-in a loop of PyTorch. A forward that is run again for its backward must find the state of the first time, and leave
-the state of now:
+Statistics (batch normalisation, running means, counters) follow the forwards in the order of their
+micro-batches, as in a loop of PyTorch. A forward that is run again for its backward must find the
+state of the first time, and leave the state of now:
 
     forward 0   forward 1   forward 2   forward 0 again   backward 0
     s0 -> s1    s1 -> s2    s2 -> s3    s0, then s3
@@ -37,7 +38,8 @@ class ModuleState:
 
     @contextmanager
     def drawing(self, gpu: int | None, seed: int, position: Position) -> Iterator[None]:
-        """Within, a forward of this position draws its random numbers, whatever else is drawn before or meanwhile.
+        """Within, a forward of this position draws its random numbers, whatever else is drawn
+        before or meanwhile.
 
         It finds the state that belongs to it, and its parts have the right mode.
         """
@@ -62,7 +64,9 @@ class ModuleState:
 
     def _note(self, position: Position) -> None:
         run = position.step, position.microbatch, position.replica
-        if any(step != position.step for step, _, _ in self._before):  # left by a step that has failed
+        if any(
+            step != position.step for step, _, _ in self._before
+        ):  # left by a step that has failed
             self._before = {}
         latest = next(reversed(self._before.values()), None)
         self._before[run] = ModuleSnapshot.of(self._module, latest)
@@ -94,11 +98,13 @@ def _evaluating(module: Any) -> Iterator[None]:
             part.training = True
 
 
-# -- A copy of the state -----------------------------------------------------------------------------------------------
+# -- A copy of the state ---------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """What stands under a key of the buffers or attributes of a module: the object, and a copy of what is in it."""
+    """What stands under a key of the buffers or attributes of a module: the object, and a copy of
+    what is in it.
+    """
 
     holder: MutableMapping[str, Any]
     key: str
@@ -107,7 +113,9 @@ class Entry(NamedTuple):
 
 
 class ModuleSnapshot(NamedTuple):
-    """The state of a module at one time, and of the generators that random numbers of a forward may come from."""
+    """The state of a module at one time, and of the generators that random numbers of a forward may
+    come from.
+    """
 
     holders: list[MutableMapping[str, Any]]
     entries: list[Entry]
@@ -116,8 +124,12 @@ class ModuleSnapshot(NamedTuple):
 
     @classmethod
     def of(cls, module: Any, latest: ModuleSnapshot | None) -> ModuleSnapshot:
-        """Return the state as it is now; what has not changed since the latest one shares its memory."""
-        known = {} if latest is None else {(id(each.holder), each.key): each for each in latest.entries}
+        """Return the state as it is now; what has not changed since the latest one shares its
+        memory.
+        """
+        known = (
+            {} if latest is None else {(id(each.holder), each.key): each for each in latest.entries}
+        )
         holders = [holder for part in module.modules() for holder in (part._buffers, vars(part))]
         entries = []
         for holder in holders:
@@ -149,14 +161,21 @@ NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple)
 
 
 def _state_in(holder: MutableMapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in holder.items() if key not in OF_PYTORCH and _is_state(value)]
+    return [
+        (key, value) for key, value in holder.items() if key not in OF_PYTORCH and _is_state(value)
+    ]
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a forward may change this: not modules, functions and objects, nor what belongs to one graph."""
+    """Whether a forward may change this: not modules, functions and objects, nor what belongs to
+    one graph.
+    """
     if isinstance(value, torch.Tensor):
         return value.grad_fn is None and not isinstance(value, torch.nn.Parameter)
-    return isinstance(value, (*NUMBERS, *CONTAINERS, np.ndarray, torch.Generator, np.random.Generator, random.Random))
+    return isinstance(
+        value,
+        (*NUMBERS, *CONTAINERS, np.ndarray, torch.Generator, np.random.Generator, random.Random),
+    )
 
 
 def _copied(value: Any) -> Any:
@@ -187,26 +206,35 @@ def _generator_state(value: Any) -> Any:
 def _equal(value: Any, content: Any) -> bool:
     """Whether an object has what a copy of it has."""
     if isinstance(value, torch.Tensor):
-        if not isinstance(content, torch.Tensor) or (value.shape, value.dtype) != (content.shape, content.dtype):
+        if not isinstance(content, torch.Tensor) or (value.shape, value.dtype) != (
+            content.shape,
+            content.dtype,
+        ):
             return False
         return value is content or torch.equal(value.detach(), content.detach())
     if isinstance(value, np.ndarray):
         return value.shape == content.shape and bool(np.array_equal(value, content))
     if isinstance(value, dict):
-        return value.keys() == content.keys() and all(_equal(value[key], content[key]) for key in value)
+        return value.keys() == content.keys() and all(
+            _equal(value[key], content[key]) for key in value
+        )
     if isinstance(value, (list, deque)):
         return len(value) == len(content) and all(map(_equal, value, content))
     if isinstance(value, torch.Generator):
         return torch.equal(value.get_state(), content)
     if isinstance(value, (np.random.Generator, random.Random)):
         return False
-    return value is content or bool(type(value) is type(content) and isinstance(value, NUMBERS) and value == content)
+    return value is content or bool(
+        type(value) is type(content) and isinstance(value, NUMBERS) and value == content
+    )
 
 
 def _fill(value: Any, content: Any) -> None:
     """Write a copy back into the object that it was made of."""
     if isinstance(value, torch.Tensor):
-        value.data.copy_(content)  # not counted as a write in place: graphs hold these tensors, and do not read them
+        value.data.copy_(
+            content
+        )  # not counted as a write in place: graphs hold these tensors, and do not read them
     elif isinstance(value, np.ndarray):
         value[...] = content
     elif isinstance(value, torch.Generator):

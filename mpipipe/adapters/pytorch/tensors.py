@@ -1,7 +1,9 @@
-"""What a stage asks of a module of PyTorch and of its tensors: devices, trees, buffers, and parameters as flat arrays.
+"""What a stage asks of a module of PyTorch and of its tensors: devices, trees, buffers, and
+parameters as flat arrays.
 
-On a GPU PyTorch works on CuPy's current stream, so all work is in one order. That follows the documentation of both
-(PyTorch, "torch.cuda.ExternalStream"; CuPy, "Interoperability"). No test runs it: no emulated GPU is for PyTorch.
+On a GPU PyTorch works on CuPy's current stream, so all work is in one order. That follows the
+documentation of both (PyTorch, "torch.cuda.ExternalStream"; CuPy, "Interoperability"). No test runs
+it: no emulated GPU is for PyTorch.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ def is_differentiable(tensor: Tensor) -> bool:
 
 
 def slope_of(tensor: Tensor) -> Array:
-    """Take the gradient that has arrived at a tensor, as an array: zeros where nothing depends on it."""
-    gradient, tensor.grad = tensor.grad, None
+    """Take the gradient that has arrived at a tensor, as an array: zeros where nothing depends on
+    it.
+    """
+    gradient = tensor.grad
+    tensor.grad = None
     if gradient is None:
         gradient = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
     return array_of(gradient)
@@ -37,7 +42,9 @@ def on_stream(device: str) -> AbstractContextManager[Any]:
     if device == "cpu":
         return nullcontext()
     pointer = arrays.stream().ptr
-    return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
+    return torch.cuda.stream(
+        torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+    )
 
 
 def device_of(tensor: Tensor) -> str:
@@ -48,16 +55,26 @@ def device_of(tensor: Tensor) -> str:
             "a module on a device that arrays do not know",
             found=tensor.device,
             expected="cpu or cuda",
-            remedy="module.to_empty(device='cpu') and initial values" if kind == "meta" else "module.to('cpu')",
+            remedy="module.to_empty(device='cpu') and initial values"
+            if kind == "meta"
+            else "module.to('cpu')",
         )
     return kind if kind == "cpu" else f"cuda:{tensor.device.index}"
 
 
 def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
-    """Return (tensors, structure) of what a module returned; raises ArgumentError for anything else than a tree."""
+    """Return (tensors, structure) of what a module returned; raises ArgumentError for anything else
+    than a tree.
+    """
     if isinstance(output, torch.Tensor):
         return [output], None
-    values = output if isinstance(output, (tuple, dict)) else tuple(output) if isinstance(output, list) else ()
+    values = (
+        output
+        if isinstance(output, (tuple, dict))
+        else tuple(output)
+        if isinstance(output, list)
+        else ()
+    )
     leaves, structure = flatten(values)
     strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if strange or not leaves:
@@ -70,7 +87,7 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
     return leaves, structure
 
 
-# -- Modules that cannot be a stage, and what a module must not do in its forward -------------------------------------
+# -- Modules that cannot be a stage, and what a module must not do in its forward ------------------
 
 
 COMPILED = "OptimizedModule"  # what torch.compile makes
@@ -79,7 +96,9 @@ COMPILED = "OptimizedModule"  # what torch.compile makes
 def check_module(module: Any) -> None:
     """Raise ArgumentError for what is no module, or has parameters without a shape."""
     if not isinstance(module, torch.nn.Module):
-        raise ArgumentError("torch_stage", found=type(module).__name__, expected="a torch.nn.Module")
+        raise ArgumentError(
+            "torch_stage", found=type(module).__name__, expected="a torch.nn.Module"
+        )
     for name, each in (*module.named_parameters(), *module.named_buffers()):
         if torch.nn.parameter.is_lazy(each):
             raise ArgumentError(
@@ -91,13 +110,15 @@ def check_module(module: Any) -> None:
     if any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in module.modules()):
         raise ArgumentError(
             "a module has SyncBatchNorm",
-            expected="statistics of a micro-batch: processes of torch.distributed are no replicas of a pipeline",
+            expected="statistics of a micro-batch: processes of torch.distributed are no replicas "
+            "of a pipeline",
             remedy="torch.nn.BatchNorm1d, 2d or 3d; or module.eval() of that part, and no gradient",
         )
 
 
 def modules_for_hooks(module: Any) -> Iterator[Any]:
-    """Yield the modules within that have matrices and can have hooks: others take less time than a hook is worth.
+    """Yield the modules within that have matrices and can have hooks: others take less time than a
+    hook is worth.
 
     TorchScript takes none, and a graph of torch.compile would break at each.
     """
@@ -114,11 +135,12 @@ def written_error(who: str, what: str) -> ArgumentError:
     return ArgumentError(
         f"{who} writes to {what} in place",
         expected="arrays that stay as they are: the memory belongs to another stage, or to you",
-        remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or x = x.clone() first",
+        remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or x = x.clone() "
+        "first",
     )
 
 
-# -- Dtypes of parameters, and the state of a module -------------------------------------------------------------------
+# -- Dtypes of parameters, and the state of a module -----------------------------------------------
 
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtype of the parts
@@ -135,12 +157,15 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
-    """Return an array of real numbers as complex ones, where the tensor that it stands for is complex."""
+    """Return an array of real numbers as complex ones, where the tensor that it stands for is
+    complex.
+    """
     return torch.view_as_complex(real) if tensor.is_complex() and not real.is_complex() else real
 
 
 def own_dtypes(module: Any) -> set[Any]:
-    """Return the dtypes of parameters that follow the stage: those of the trained ones, float32 and float64 of others.
+    """Return the dtypes of parameters that follow the stage: those of the trained ones, float32 and
+    float64 of others.
 
     What is frozen in another dtype, such as integers of a quantized model, stays as it is.
     """
@@ -149,9 +174,11 @@ def own_dtypes(module: Any) -> set[Any]:
 
 
 def move_state(module: Any, declared: Collection[str], dtype: Any, device: str) -> None:
-    """Move what is not `declared` to a device. Buffers that have the dtype of the parameters go on to have it.
+    """Move what is not `declared` to a device. Buffers that have the dtype of the parameters go on
+    to have it.
 
-    Others stay as they are: a table of angles is complex, a clock in seconds needs all of its digits.
+    Others stay as they are: a table of angles is complex, a clock in seconds needs all of its
+    digits.
     """
     before = own_dtypes(module)
     for name, parameter in module.named_parameters():

@@ -1,4 +1,6 @@
-"""Parameters that modules in several entries of a list of layers share, as an embedding and a head do."""
+"""Parameters that modules in several entries of a list of layers share, as an embedding and a head
+do.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,16 @@ import torch
 from mpipipe.errors import ArgumentError
 
 TIE = "mpipipe_tie"  # attribute of a parameter: the key of what it shares
-SHARED = "mpipipe_shared"  # attribute of a buffer that modules of several places have: its name in the last of them
+# Attribute of a buffer that modules of several places have: its name in the last of them.
+SHARED = "mpipipe_shared"
 
 
 def tie_shared(modules: Mapping[int, Any]) -> None:
-    """Mark parameters that modules of several places share, and give each later place a parameter of its own.
+    """Mark parameters that modules of several places share, and give each later place a parameter
+    of its own.
 
-    The key is the name of the first place, so all ranks find the same one. The pipeline keeps tied parameters equal.
+    The key is the name of the first place, so all ranks find the same one. The pipeline keeps tied
+    parameters equal.
     """
     parameters: dict[int, str] = {}  # id -> name of the first place
     owners: dict[int, str] = {}  # of modules within
@@ -39,7 +44,9 @@ def tie_shared(modules: Mapping[int, Any]) -> None:
                     part._parameters[key] = _twin(each)
         for name, buffer in module.named_buffers():
             if buffers.setdefault(id(buffer), (place, buffer))[0] != place:
-                buffer.__dict__[SHARED] = buffers[id(buffer)][1].__dict__[SHARED] = f"{place}.{name}"
+                buffer.__dict__[SHARED] = buffers[id(buffer)][1].__dict__[SHARED] = (
+                    f"{place}.{name}"
+                )
         for name, each in module.named_parameters():
             if id(each) in mine:
                 parameters.setdefault(id(each), f"{place}.{name}")
@@ -63,6 +70,7 @@ def _refuse_state(part: Any, name: str, first: str) -> None:
     if any(True for _ in part.buffers()):
         raise ArgumentError(
             f"one {type(part).__name__} with buffers is in two layers, {first} and {name}",
-            expected="a module of its own in each layer: statistics of one would not be those of the other",
+            expected="a module of its own in each layer: statistics of one would not be those of "
+            "the other",
             remedy="make a second one, and let it share parameters: second.weight = first.weight",
         )

@@ -24,8 +24,8 @@ NAMES = ("cudnn", "cupy")  # of the kernels for device arrays
 def chosen(q: Array, k: Array, v: Array) -> AttentionKernel:
     """Return the kernel for these arrays.
 
-    Raises ArgumentError if the variable names no kernel, or one that does not do such arrays. Raises BackendError if
-    the library that it names is not installed.
+    Raises ArgumentError if the variable names no kernel, or one that does not do such arrays.
+    Raises BackendError if the library that it names is not installed.
     """
     name = _named()
     return load(_device_kernel(name, q, k, v) if arrays.is_device(q) else "host")
@@ -51,7 +51,9 @@ def _named() -> str:
 
 def _require_cudnn(verdict: cudnn_graph.CudnnVerdict) -> None:
     if not verdict.usable:
-        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {verdict.reason}", remedy=f"or unset {VARIABLE}")
+        raise BackendError(
+            f"{VARIABLE}=cudnn asks for cuDNN: {verdict.reason}", remedy=f"or unset {VARIABLE}"
+        )
 
 
 def load(name: str) -> AttentionKernel:
@@ -76,11 +78,20 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
 
 
 def describe() -> str:
-    """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0", "cupy because ..."."""
+    """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0",
+    "cupy because ...".
+    """
     if not arrays.device_count():
         verdict = cudnn_graph.installed()
-        return f"host, as there is no GPU ({verdict.reason}{' is installed' if verdict.usable else ''})"
+        return (
+            "host, as there is no GPU "
+            f"({verdict.reason}{' is installed' if verdict.usable else ''})"
+        )
     if os.environ.get(VARIABLE) == "cupy":
         return f"cupy because {VARIABLE} says so"
     verdict = cudnn_graph.available()
-    return verdict.reason.replace("cuDNN", "cudnn", 1) if verdict.usable else f"cupy because {verdict.reason}"
+    return (
+        verdict.reason.replace("cuDNN", "cudnn", 1)
+        if verdict.usable
+        else f"cupy because {verdict.reason}"
+    )

@@ -1,10 +1,11 @@
 """Exact attention on a GPU in half precision by cuDNN's fused kernels.
 
-The CuPy kernel does what cuDNN does not: single slices for which `request_for` has no request, and all arrays for which
-`refusal` has a reason. cuDNN writes results in the dtype of its inputs. To add up several slices, the result of each
-goes to memory of its own, and our kernels add in float32.
+The CuPy kernel does what cuDNN does not: single slices for which `request_for` has no request, and
+all arrays for which `refusal` has a reason. cuDNN writes results in the dtype of its inputs. To add
+up several slices, the result of each goes to memory of its own, and our kernels add in float32.
 
-cuDNN's backward may sum in any order, so repeated calls differ in the last bits; those of the CuPy kernel do not.
+cuDNN's backward may sum in any order, so repeated calls differ in the last bits; those of the CuPy
+kernel do not.
 """
 
 from __future__ import annotations
@@ -50,13 +51,16 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
 
 
 def _merge_slices(block: KVBlock, result: OutLse) -> None:
-    """Attend in memory of its own for all slices that lie one below the other, and merge BLOCKS of these at once."""
+    """Attend in memory of its own for all slices that lie one below the other, and merge BLOCKS of
+    these at once.
+    """
     pending: list[PendingRows] = []
     for column in _columns(block.slices):
         if len(pending) == BLOCKS:
             merge(pending, result)
             pending.clear()
-        start, stop = column[0].q_start, column[-1].q_stop
+        start = column[0].q_start
+        stop = column[-1].q_stop
         rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
         for part in column:
             _attend(block, part, rows, start)
@@ -67,7 +71,9 @@ def _merge_slices(block: KVBlock, result: OutLse) -> None:
 
 
 def _columns(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """The slices in lists; in a list each slice begins at the row at which the one before it ends."""
+    """The slices in lists; in a list each slice begins at the row at which the one before it
+    ends.
+    """
     lists: list[list[Slice]] = []
     for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop)):
         if lists and lists[-1][-1].q_stop == part.q_start:
@@ -78,9 +84,12 @@ def _columns(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
-    """Set the result of one slice in `result`, whose first row is row `start` and whose `out` cuDNN takes as it is."""
+    """Set the result of one slice in `result`, whose first row is row `start` and whose `out` cuDNN
+    takes as it is.
+    """
     rows = slice(part.q_start - start, part.q_stop - start)
-    out, place = result.out[:, rows], result.lse[:, :, rows]
+    out = result.out[:, rows]
+    place = result.lse[:, :, rows]
     lse = place if place.flags.c_contiguous else arrays.empty(place.shape, place.dtype, "cuda")
     given = _parts(dict(q=block.q, k=block.k, v=block.v), part) | dict(out=out, lse=lse)
     request = request_for("forward", given, block.scale, part)
@@ -89,7 +98,11 @@ def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
         cudnn_graph.run(plan, given)
     else:
         whole = part._replace(q_start=0, q_stop=out.shape[1], k_start=0, k_stop=given["k"].shape[1])
-        cupy.forward(KVBlock(given["q"], given["k"], given["v"], block.scale, [whole]), OutLse(out, lse), True)
+        cupy.forward(
+            KVBlock(given["q"], given["k"], given["v"], block.scale, [whole]),
+            OutLse(out, lse),
+            True,
+        )
     if lse is not place:
         strided_copy(lse, place)
 
@@ -103,9 +116,12 @@ class _Pass(NamedTuple):
 
     def call(self, part: Slice, found: Named) -> _CudnnCall:
         """The call for one slice; `found` are dq, dk and dv of its rows and keys."""
-        block, lse = self.block, self.result.lse[:, :, part.q_start : part.q_stop]
+        block = self.block
+        lse = self.result.lse[:, :, part.q_start : part.q_stop]
         whole = dict(dout=self.dout, q=block.q, k=block.k, v=block.v, out=self.result.out)
-        given = _parts(whole, part) | found | dict(lse=lse if lse.flags.c_contiguous else copied(lse))
+        given = (
+            _parts(whole, part) | found | dict(lse=lse if lse.flags.c_contiguous else copied(lse))
+        )
         request = request_for("backward", given, block.scale, part)
         if request is None:
             return _CudnnCall(given, None)
@@ -137,16 +153,23 @@ class _CudnnCall(NamedTuple):
     plan: cudnn_graph.GraphPlan | None
 
 
-def backward(block: KVBlock, dout: DeviceArray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(
+    block: KVBlock, dout: DeviceArray, result: OutLse, gradients: Gradients, overwrite: bool = False
+) -> None:
     """As `AttentionKernel.backward`."""
     work = _backward_pass(block, dout, result)
     if not overwrite:
         work.add(gradients)
         return
-    slices, names = work.block.slices, gradients._asdict()
+    slices = work.block.slices
+    names = gradients._asdict()
     keys = [(part.k_start, part.k_stop) for part in slices]
     fitting = all(x.dtype == block.q.dtype and fits(x) for x in gradients)
-    if fitting and mask.each_row_once(slices, block.q.shape[1]) and mask.covers_once(keys, block.k.shape[1]):
+    if (
+        fitting
+        and mask.each_row_once(slices, block.q.shape[1])
+        and mask.covers_once(keys, block.k.shape[1])
+    ):
         calls = [work.call(part, _parts(names, part)) for part in slices]
         if all(call.plan is not None for call in calls):
             for given, plan in calls:
@@ -175,9 +198,14 @@ def _fitting(x: DeviceArray) -> DeviceArray:
 
 
 def _parts(given: Named, part: Slice) -> Named:
-    """The rows or keys of a slice of each array. CuPy takes microseconds for a cut: whole arrays stay as they are."""
+    """The rows or keys of a slice of each array. CuPy takes microseconds for a cut: whole arrays
+    stay as they are.
+    """
     ranges = {name: part[2:4] if name in OF_KEYS else part[:2] for name in given}
-    return {name: x if ranges[name] == (0, x.shape[1]) else x[:, slice(*ranges[name])] for name, x in given.items()}
+    return {
+        name: x if ranges[name] == (0, x.shape[1]) else x[:, slice(*ranges[name])]
+        for name, x in given.items()
+    }
 
 
 def _empty_like(given: Named, dtype: np.dtype) -> Named:
@@ -187,7 +215,8 @@ def _empty_like(given: Named, dtype: np.dtype) -> Named:
 def _lengths(batch: int, seq: int, keys: int) -> Named:
     where = arrays.cupy(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
     return {
-        name: arrays.keep_for_graph(_full(batch, n, *where)) for name, n in (("q_lengths", seq), ("k_lengths", keys))
+        name: arrays.keep_for_graph(_full(batch, n, *where))
+        for name, n in (("q_lengths", seq), ("k_lengths", keys))
     }
 
 
@@ -197,7 +226,7 @@ def _full(batch: int, length: int, _library: ModuleType, _device: int, _stream: 
     return arrays.upload(np.full(batch, length, np.int32))
 
 
-# -- Results over several blocks of keys, kept apart until one kernel merges them -------------------------------------
+# -- Results over several blocks of keys, kept apart until one kernel merges them ------------------
 #
 # Merging block by block would read and write the sum each time, in the accumulator dtype: 10 bytes an element for
 # blocks in half precision. Merging BLOCKS at once reads each block once, and the sum once. The price is memory: that
@@ -218,7 +247,9 @@ class PendingRows(NamedTuple):
 
 
 def merge(blocks: Sequence[PendingRows], result: OutLse) -> None:
-    """Merge at most BLOCKS blocks into a result in the accumulator dtype. All arrays are C-contiguous."""
+    """Merge at most BLOCKS blocks into a result in the accumulator dtype. All arrays are
+    C-contiguous.
+    """
     out, lse = result
     batch, seq, heads, dim = out.shape
     rows = batch * seq * heads
@@ -226,7 +257,9 @@ def merge(blocks: Sequence[PendingRows], result: OutLse) -> None:
     # the kernel always takes BLOCKS blocks, and reads no block without rows
     nothing = blocks[0]._replace(start=np.int32(0), stop=np.int32(0))
     given = [x for block in [*blocks, *[nothing] * (BLOCKS - len(blocks))] for x in block]
-    kernel = arrays.cuda_function(MERGE, "merge", T=blocks[0].out.dtype, A=out.dtype, V=vector_width)
+    kernel = arrays.cuda_function(
+        MERGE, "merge", T=blocks[0].out.dtype, A=out.dtype, V=vector_width
+    )
     kernel(
         blocks_of(rows, THREADS // 32), (THREADS,),
         (*given, out, lse, np.int64(rows), *map(np.int32, (heads, seq, dim))),

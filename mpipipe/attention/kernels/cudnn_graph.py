@@ -1,4 +1,6 @@
-"""cuDNN's graphs for one call of attention: requests for them in plain values, and a bounded store of their plans."""
+"""cuDNN's graphs for one call of attention: requests for them in plain values, and a bounded store
+of their plans.
+"""
 
 from __future__ import annotations
 
@@ -30,33 +32,43 @@ class GraphRequest(NamedTuple):
 
     direction: str  # "forward" or "backward"
     dtype: str  # float16 or bfloat16
-    shapes: tuple[tuple[str, Shape, Shape], ...]  # (name, (batch, heads, seq, dim), strides in elements) of each array
+    shapes: tuple[
+        tuple[str, Shape, Shape], ...
+    ]  # (name, (batch, heads, seq, dim), strides in elements) of each array
     scale: float
     low: int | None  # row i sees key j if low <= j - i <= high; None is no bound
     high: int | None
-    padded: bool = False  # with a mask of padding and all lengths full: the graph then needs q_lengths and k_lengths
+    # With a mask of padding and all lengths full: the graph then needs q_lengths and k_lengths.
+    padded: bool = False
 
 
 def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any) -> Any:
     """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
-    `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the package opens the
-    CUDA runtime to ask for it, which fails where that library is not on the loader's path.
+    `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the
+    package opens the CUDA runtime to ask for it, which fails where that library is not on the
+    loader's path.
     """
     half = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[request.dtype]
     single = cudnn.data_type.FLOAT
     if handle is not None:
         options["handle"] = handle
-    graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=single, compute_data_type=single, **options)
+    graph = cudnn.pygraph(
+        io_data_type=half, intermediate_data_type=single, compute_data_type=single, **options
+    )
     shapes = {name: (dims, strides) for name, dims, strides in request.shapes}
 
     def tensor(name: str, dtype: Any = half) -> Any:
         dims, strides = shapes[name]
-        return graph.tensor(name=name, dim=list(dims), stride=list(strides), data_type=dtype, uid=UIDS[name])
+        return graph.tensor(
+            name=name, dim=list(dims), stride=list(strides), data_type=dtype, uid=UIDS[name]
+        )
 
     def result(array: Any, name: str, dtype: Any = half) -> None:
         dims, strides = shapes[name]
-        array.set_uid(UIDS[name]).set_output(True).set_dim(list(dims)).set_stride(list(strides)).set_data_type(dtype)
+        array.set_uid(UIDS[name]).set_output(True).set_dim(list(dims)).set_stride(
+            list(strides)
+        ).set_data_type(dtype)
 
     asked: dict[str, Any] = dict(attn_scale=request.scale, name=request.direction)
     if request.low is not None or request.high is not None:
@@ -76,7 +88,9 @@ def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any)
         result(out, "out")
         result(lse, "lse", single)
     else:
-        given = dict(q=inputs["q"], k=inputs["k"], v=inputs["v"], o=inputs["out"], dO=inputs["dout"])
+        given = dict(
+            q=inputs["q"], k=inputs["k"], v=inputs["v"], o=inputs["out"], dO=inputs["dout"]
+        )
         gradients = graph.sdpa_backward(**given, stats=tensor("lse", single), **asked)
         for array, name in zip(gradients, ("dq", "dk", "dv")):
             result(array, name)
@@ -85,7 +99,9 @@ def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any)
 
 
 def make_plan(request: GraphRequest) -> GraphPlan:
-    """A new plan for a request on the current GPU; raises what cuDNN raises if it refuses the request."""
+    """A new plan for a request on the current GPU; raises what cuDNN raises if it refuses the
+    request.
+    """
     cudnn = library()
     graph = build(cudnn, request, handle(), sm_version=arrays.compute_capability())
     graph.build_operation_graph()
@@ -111,7 +127,9 @@ class _OfThread(threading.local):
 
 
 def plan(request: GraphRequest) -> GraphPlan | None:
-    """The plan for a request on the current GPU; None if cuDNN refuses the request, with one warning."""
+    """The plan for a request on the current GPU; None if cuDNN refuses the request, with one
+    warning.
+    """
     return _mine.plan(library(), arrays.cupy().cuda.runtime.getDevice(), request)
 
 
@@ -119,7 +137,10 @@ def _planned(cudnn: Any, _device: int, request: GraphRequest) -> GraphPlan | Non
     try:
         return make_plan(request)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-        warnings.warn(f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})", stacklevel=3)
+        warnings.warn(
+            f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})",
+            stacklevel=3,
+        )
         return None
 
 
@@ -129,18 +150,25 @@ _mine = _OfThread()
 def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
     """Put a plan on the current stream; `given` are the device arrays by name."""
     arrays.keep_for_graph(ready)
-    workspace = arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
+    workspace = (
+        arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
+    )
     pointers = {UIDS[name]: int(arrays.address(array)) for name, array in given.items()}
-    # Addresses instead of arrays: the package would import torch and convert arrays by DLPack, which waits for the GPU.
-    ready.graph.execute(pointers, arrays.address(workspace) if ready.workspace else 0, handle=handle())
+    # Addresses instead of arrays: the package would import torch and convert arrays by DLPack,
+    # which waits for the GPU.
+    ready.graph.execute(
+        pointers, arrays.address(workspace) if ready.workspace else 0, handle=handle()
+    )
 
 
-# -- cuDNN by NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is installed, and its handles -------
+# -- cuDNN by NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is installed, and its handles --
 
 
 OLDEST = 91100  # 9.11.0; the attention of 9.10.0 and 9.10.1 gives wrong results
 INSTALL = "pip install 'nvidia-cudnn-frontend>=1.27,<1.28' nvidia-cudnn-cu13 (or -cu12)"
-RUNTIME = "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUDA runtime, since 1.26
+RUNTIME = (
+    "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUDA runtime, since 1.26
+)
 
 
 class CudnnVerdict(NamedTuple):
@@ -152,7 +180,9 @@ class CudnnVerdict(NamedTuple):
 
 
 def installed() -> CudnnVerdict:
-    """Whether package and library are there, and new enough. Needs no GPU: `cudnn_trial.available` asks that."""
+    """Whether package and library are there, and new enough. Needs no GPU: `cudnn_trial.available`
+    asks that.
+    """
     return _looked_up(sys.modules.get("cudnn"))
 
 
@@ -163,11 +193,15 @@ def _looked_up(_module: ModuleType | None) -> CudnnVerdict:
     try:
         import cudnn
     except Exception as error:  # a broken installation raises anything
-        return CudnnVerdict(False, f"the Python package cudnn cannot be imported ({error}); {INSTALL}")
+        return CudnnVerdict(
+            False, f"the Python package cudnn cannot be imported ({error}); {INSTALL}"
+        )
     try:
         version = _version(cudnn)
     except Exception as error:
-        return CudnnVerdict(False, f"the library libcudnn.so.9 cannot be loaded ({error}); {INSTALL}")
+        return CudnnVerdict(
+            False, f"the library libcudnn.so.9 cannot be loaded ({error}); {INSTALL}"
+        )
     numbers = version // 10000, version // 100 % 100, version % 100
     text = f"cuDNN {'.'.join(map(str, numbers))}"
     if version < OLDEST:
@@ -180,7 +214,8 @@ def _version(cudnn: Any) -> int:
     try:
         return cudnn.backend_version()
     except Exception:
-        # the package looks only in the interpreter's own site-packages, not in a user's or in those beneath a venv
+        # the package looks only in the interpreter's own site-packages, not in a user's or in those
+        # beneath a venv
         found = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
         for place in found.submodule_search_locations or [] if found else []:
             for file in sorted(Path(place).glob("lib/libcudnn.so.*")):
@@ -199,8 +234,9 @@ def library() -> Any:
 def prepare() -> str:
     """Make the package find the CUDA runtime that CuPy would use; return why it cannot, or "".
 
-    The package opens `libcudart` by name where it asks for a GPU itself, and to fill working memory. Of two versions on
-    the loader's path it takes the older one, with a line on stderr. What the user has set stays.
+    The package opens `libcudart` by name where it asks for a GPU itself, and to fill working
+    memory. Of two versions on the loader's path it takes the older one, with a line on stderr. What
+    the user has set stays.
     """
     try:
         library_file = arrays.load_cuda_runtime()
@@ -220,20 +256,28 @@ def handle() -> Any:
     return _mine.handles[key]
 
 
-# -- What cuDNN's attention does, and how it is asked -----------------------------------------------------------------
+# -- What cuDNN's attention does, and how it is asked ----------------------------------------------
 
 
 TILE = 128  # rows and columns of cuDNN's tiles
-WIDEST, WIDEST_MIXED = 256, 128  # head dimension; the second if values have another one than keys
-HOPPER, WIDEST_BACK, WIDEST_BACK_ELSEWHERE = 9, 256, 128  # of backwards, by the major number of the compute capability
-BLACKWELL, WIDE_ON_BLACKWELL = 10, (9, 23)  # the cuDNN from which its backward does dimension 256, and no other > 128
+# head dimension; the second if values have another one than keys
+WIDEST = 256
+WIDEST_MIXED = 128
+# of backwards, by the major number of the compute capability
+HOPPER = 9
+WIDEST_BACK = 256
+WIDEST_BACK_ELSEWHERE = 128
+# the cuDNN from which its backward does dimension 256, and no other > 128
+BLACKWELL = 10
+WIDE_ON_BLACKWELL = (9, 23)
 OLDEST_CAPABILITY = 80
 WORD = 16  # bytes: rows begin at multiples of this
 
 
 def refusal(q: Array, k: Array, v: Array) -> str:
     """Why cuDNN does not do attention of these arrays; empty if it does."""
-    dim, width = q.shape[3], v.shape[3]
+    dim = q.shape[3]
+    width = v.shape[3]
     if not arrays.is_half(q.dtype):
         return f"cuDNN computes attention in float16 and bfloat16, not in {q.dtype}"
     if dim % 8 or width % 8:
@@ -248,7 +292,8 @@ def refusal(q: Array, k: Array, v: Array) -> str:
 
 
 def widest_backward(capability: int) -> tuple[int, ...]:
-    """Head dimensions of backwards on a GPU of this compute capability: the largest, and single ones beyond it.
+    """Head dimensions of backwards on a GPU of this compute capability: the largest, and single
+    ones beyond it.
 
     From sdpa_support_surface.h and scaled_dot_product_flash_attention.h of cudnn-frontend 1.27.
     """
@@ -260,13 +305,18 @@ def widest_backward(capability: int) -> tuple[int, ...]:
 def fits(x: DeviceArray) -> bool:
     """Whether cuDNN takes an array as it lies in memory."""
     apart = [stride for stride, extent in zip(x.strides[:3], x.shape) if extent > 1]
-    aligned = all(stride > 0 and stride % WORD == 0 for stride in (*apart, arrays.address(x) or WORD))
+    aligned = all(
+        stride > 0 and stride % WORD == 0 for stride in (*apart, arrays.address(x) or WORD)
+    )
     return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
 
 
-def request_for(direction: str, given: dict[str, DeviceArray], scale: float, part: Slice) -> GraphRequest | None:
+def request_for(
+    direction: str, given: dict[str, DeviceArray], scale: float, part: Slice
+) -> GraphRequest | None:
     """What to ask of cuDNN for one slice; None if cuDNN is known not to do it."""
-    seq, keys = given["q"].shape[1], given["k"].shape[1]
+    seq = given["q"].shape[1]
+    keys = given["k"].shape[1]
     back = direction == "backward"
     if (back and seq == keys == 1) or (part.high is not None and part.high < 0):
         return None
@@ -278,8 +328,8 @@ def request_for(direction: str, given: dict[str, DeviceArray], scale: float, par
         return None
     if part.low is not None and installed().version == (9, 14, 0):  # windows are wrong in 9.14.0
         return None
-    # Hopper's backward gives NaN for rows of very negative log-sum-exp and an odd number of half tiles of keys, unless
-    # there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)
+    # Hopper's backward gives NaN for rows of very negative log-sum-exp and an odd number of half
+    # tiles of keys, unless there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)
     padded = back and (keys % TILE != 0 or seq < TILE)
     shapes = tuple((name, *_described(name, x)) for name, x in given.items())
     low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
@@ -296,19 +346,24 @@ def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
     return (batch, heads, seq, dim), (b, h, s, d)
 
 
-# -- Whether cuDNN computes attention on this GPU: it is asked for two small plans before anything depends on it ------
+# -- Whether cuDNN computes attention on this GPU: it is asked for two small plans before anything depends on it --
 #
-# A library that is installed may still fail to make a single plan: without the CUDA runtime or its own engines, with
-# another CUDA than the driver's, or with two of its versions in one process.
+# A library that is installed may still fail to make a single plan: without the CUDA runtime or its
+# own engines, with another CUDA than the driver's, or with two of its versions in one process.
 
 
-ROWS, HEADS, DIM = 128, 1, 64  # what every cuDNN does on every GPU that it does at all
+# what every cuDNN does on every GPU that it does at all
+ROWS = 128
+HEADS = 1
+DIM = 64
 ALONG = {"forward": ("q", "k", "v", "out", "lse"),
          "backward": ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")}  # fmt: skip
 
 
 def available() -> CudnnVerdict:
-    """Whether attention by cuDNN is usable on the current GPU, which must be there; tried once in a process."""
+    """Whether attention by cuDNN is usable on the current GPU, which must be there; tried once in a
+    process.
+    """
     verdict = installed()
     return _tried(library(), arrays.current_gpu()) if verdict.usable else verdict
 
@@ -317,7 +372,10 @@ def available() -> CudnnVerdict:
 def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
     verdict = installed()
     if arrays.compute_capability() < OLDEST_CAPABILITY:
-        reason = f"{verdict.reason} computes attention on compute capability {OLDEST_CAPABILITY / 10} and newer"
+        reason = (
+            f"{verdict.reason} computes attention on compute capability "
+            f"{OLDEST_CAPABILITY / 10} and newer"
+        )
         return CudnnVerdict(False, reason, verdict.version)
     missing = ""
     try:
@@ -338,5 +396,7 @@ def request(direction: str) -> GraphRequest:
     dims = 1, HEADS, ROWS, DIM
     strides = HEADS * ROWS * DIM, DIM, HEADS * DIM, 1
     rows = (1, HEADS, ROWS, 1), (HEADS * ROWS, ROWS, 1, 1)
-    shapes = tuple((name, *(rows if name == "lse" else (dims, strides))) for name in ALONG[direction])
+    shapes = tuple(
+        (name, *(rows if name == "lse" else (dims, strides))) for name in ALONG[direction]
+    )
     return GraphRequest(direction, "bfloat16", shapes, DIM**-0.5, None, 0)

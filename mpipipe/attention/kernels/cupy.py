@@ -1,12 +1,15 @@
-"""Exact attention on a GPU for any dtype, head dimension and band: cuBLAS products of tiles, and kernels between them.
+"""Exact attention on a GPU for any dtype, head dimension and band: cuBLAS products of tiles, and
+kernels between them.
 
-Each (batch entry, key head) is one problem, and one product does a tile of all problems at once. The query heads that
-share a key head are its rows, side by side: row i g + h is query i of head h of the group. So keys and values are never
-repeated. A tile of scores stays in the second-level cache between the products. One kernel between the products of the
-forward does all the rest of the online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018), and one kernel between those of the backward does its part.
+Each (batch entry, key head) is one problem, and one product does a tile of all problems at once.
+The query heads that share a key head are its rows, side by side: row i g + h is query i of head h
+of the group. So keys and values are never repeated. A tile of scores stays in the second-level
+cache between the products. One kernel between the products of the forward does all the rest of the
+online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), and one
+kernel between those of the backward does its part.
 
-In half precision the factors of products are halves, probabilities included, and all sums are float32.
+In half precision the factors of products are halves, probabilities included, and all sums are
+float32.
 """
 
 from __future__ import annotations
@@ -39,14 +42,18 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     slices = [part for part in block.slices if result.out.size]
     if not slices:
         return
-    q, k, v = block.q, block.k, block.v
+    q = block.q
+    k = block.k
+    v = block.v
     problem = HeadProblems(q, k)
     queries, keys, values = map(problem.copied, (q, k, v))
     dtype = arrays.accumulator(q.dtype)
     row_count, key_count = problem.tile(slices, dtype.itemsize)
     scores, weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
     sums = arrays.empty((problem.count, row_count, v.shape[3]), dtype, "cuda")
-    state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))  # maximum and sum of rows
+    state = tuple(
+        arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2)
+    )  # maximum and sum of rows
     for part in slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(part, tile)
@@ -54,10 +61,20 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
             tile_sums = _front(sums, count)
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
-                columns, first = piece.stop - piece.start, piece is tile.pieces[0]
-                tile_scores, factors = _front(scores, count, columns), _front(weights, count, columns)
+                columns = piece.stop - piece.start
+                first = piece is tile.pieces[0]
+                tile_scores = _front(scores, count, columns)
+                factors = _front(weights, count, columns)
                 batched_gemm(queries[:, rows], keys[:, at], tile_scores, transpose_b=True)
-                options = tile.start, piece.start, part.low, part.high, block.scale, first, result.out.dtype
+                options = (
+                    tile.start,
+                    piece.start,
+                    part.low,
+                    part.high,
+                    block.scale,
+                    first,
+                    result.out.dtype,
+                )
                 _online_softmax((tile_scores, factors, tile_sums), state, (problem.group, *options))
                 batched_gemm(factors, values[:, at], tile_sums, add=not first)
             place = problem.group, problem.kv_heads, part.q_start + tile.start
@@ -65,7 +82,9 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
             block.poll()
 
 
-def backward(block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(
+    block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, overwrite: bool = False
+) -> None:
     """As `AttentionKernel.backward`."""
     inputs = block.q, block.k, block.v
     dtype = arrays.accumulator(block.q.dtype)
@@ -85,9 +104,15 @@ def backward(block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, 
 
 
 def _backward_tiles(
-    problem: HeadProblems, factors: tuple[Array, ...], of_rows: tuple[Array, Array], block: KVBlock, sums: Gradients
+    problem: HeadProblems,
+    factors: tuple[Array, ...],
+    of_rows: tuple[Array, Array],
+    block: KVBlock,
+    sums: Gradients,
 ) -> None:
-    """Add to `sums`. `factors` are dout, q, k and v as problems; `of_rows` are lse and delta, (batch, heads, seq)."""
+    """Add to `sums`. `factors` are dout, q, k and v as problems; `of_rows` are lse and delta,
+    (batch, heads, seq).
+    """
     dout, q, k, v = factors
     dq, dk, dv = sums
     lse, delta = of_rows
@@ -99,20 +124,26 @@ def _backward_tiles(
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
                 size = rows.stop - rows.start, piece.stop - piece.start
-                (scores, weights), (products, slopes) = ((_front(x, *size) for x in pair) for pair in memory)
+                (scores, weights), (products, slopes) = (
+                    (_front(x, *size) for x in pair) for pair in memory
+                )
                 batched_gemm(q[:, rows], k[:, at], scores, transpose_b=True)
                 batched_gemm(dout[:, rows], v[:, at], products, transpose_b=True)
                 place = problem.seq, part.q_start, tile.start, piece.start, part.low, part.high
                 options = problem.group, problem.kv_heads, *place, block.scale
                 _softmax_backward((scores, products, weights, slopes, lse), (delta,), options)
                 batched_gemm(weights, dout[:, rows], dv[:, at], transpose_a=True, add=True)
-                batched_gemm(slopes, q[:, rows], dk[:, at], transpose_a=True, add=True, factor=block.scale)
+                batched_gemm(
+                    slopes, q[:, rows], dk[:, at], transpose_a=True, add=True, factor=block.scale
+                )
                 batched_gemm(slopes, k[:, at], dq[:, rows], add=True, factor=block.scale)
             block.poll()
 
 
 def _tile_pair(count: int, rows: int, keys: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Memory for a tile in the accumulator dtype and in `dtype`; the same memory if these are equal."""
+    """Memory for a tile in the accumulator dtype and in `dtype`; the same memory if these are
+    equal.
+    """
     shape = count, rows, -(-keys // 8) * 8
     sum_dtype = arrays.accumulator(dtype)
     sums = arrays.empty(shape, sum_dtype, "cuda")
@@ -120,13 +151,15 @@ def _tile_pair(count: int, rows: int, keys: int, dtype: np.dtype) -> tuple[Array
 
 
 def _front(x: Array, rows: int, columns: int | None = None) -> Array:
-    """A smaller matrix at the front of the memory of each tile; rows are apart as before, problems lie close."""
+    """A smaller matrix at the front of the memory of each tile; rows are apart as before, problems
+    lie close.
+    """
     pitch = x.shape[2]
     flat = x.reshape(-1)[: x.shape[0] * rows * pitch].reshape(x.shape[0], rows, pitch)
     return flat if columns is None else flat[:, :, :columns]
 
 
-# -- Launches of the kernels in forward.cu and backward.cu, which stand between the products of attention -------------
+# -- Launches of the kernels in forward.cu and backward.cu, which stand between the products of attention --
 
 
 FORWARD, BACKWARD = (Path(__file__).with_name(f"{name}.cu") for name in ("forward", "backward"))
@@ -138,21 +171,34 @@ FAR = 1 << 30  # a bound that bounds nothing
 def _online_softmax(
     scores: Array, weights: Array, sums: Array, _row_max: Array, _row_sum: Array, *facts: Any
 ) -> Launch:
-    """Turn a tile of scores into weights of exp(score - row_max), and bring its rows to their new maximum.
+    """Turn a tile of scores into weights of exp(score - row_max), and bring its rows to their new
+    maximum.
 
-    (problems, rows, columns) twice, (problems, rows, value_dim) and twice (problems, rows): the rows' results so far.
+    (problems, rows, columns) twice, (problems, rows, value_dim) and twice (problems, rows): the
+    rows' results so far.
     """
     group, query, key, low, high, scale, first, out_dtype = facts
     count, rows, columns = scores.shape
     threads = -(-columns // (32 * HELD)) * 32
     kernel = arrays.cuda_function(FORWARD, "online_softmax", T=weights.dtype, O=out_dtype, N=HELD)
-    sizes = rows, columns, element_strides(scores)[1], sums.shape[2], group, query, key, *_bounds(low, high)
+    sizes = (
+        rows,
+        columns,
+        element_strides(scores)[1],
+        sums.shape[2],
+        group,
+        query,
+        key,
+        *_bounds(low, high),
+    )
     numbers = (*map(np.int32, sizes), sums.dtype.type(scale), np.int32(first))
     return Launch(kernel, (count * rows,), (threads,), numbers)
 
 
 @Packed
-def _normalise(sums: Array, _max: Array, _sum: Array, out: Array, lse: Array, *facts: Any) -> Launch:
+def _normalise(
+    sums: Array, _max: Array, _sum: Array, out: Array, lse: Array, *facts: Any
+) -> Launch:
     """Write the sums of some rows over their weights, or merge them into the result (out, lse)."""
     group, kv_heads, start, overwrite, dtype = facts
     count, rows, width = sums.shape
@@ -175,9 +221,17 @@ def _dot(dout: Array, out: Array, delta: Array) -> Launch:
 
 @Packed
 def _softmax_backward(
-    scores: Array, _products: Array, weights: Array, _slopes: Array, lse: Array, _delta: Array, *facts: Any
+    scores: Array,
+    _products: Array,
+    weights: Array,
+    _slopes: Array,
+    lse: Array,
+    _delta: Array,
+    *facts: Any,
 ) -> Launch:
-    """Turn the scores of a tile, and dout v^T, into the weights and their gradients, all (problems, rows, columns)."""
+    """Turn the scores of a tile, and dout v^T, into the weights and their gradients, all (problems,
+    rows, columns).
+    """
     *sizes, low, high, scale = facts
     count, rows, columns = scores.shape
     kernel = arrays.cuda_function(BACKWARD, "softmax_backward", T=weights.dtype)
@@ -191,17 +245,21 @@ def _bounds(low: int | None, high: int | None) -> tuple[int, int]:
     return -FAR if low is None else low, FAR if high is None else high
 
 
-# -- How the CuPy kernel cuts attention into problems, and slices into tiles ------------------------------------------
+# -- How the CuPy kernel cuts attention into problems, and slices into tiles -----------------------
 
 
-TILE_BYTES = 32 << 20  # of the scores of one tile of all problems; an H200 has 60 MB of second-level cache
+TILE_BYTES = (
+    32 << 20
+)  # of the scores of one tile of all problems; an H200 has 60 MB of second-level cache
 KEYS = 1024  # columns of a tile at most
 ROWS = 128  # rows of a tile at least, if there are more columns than rows
 EDGE = 64  # edges of large tiles are multiples: cuBLAS's fast kernels want rows of 16 bytes
 
 
 class RowTile(NamedTuple):
-    """Queries start ... stop - 1 of a slice, and the pieces of keys that they see, counted from its first."""
+    """Queries start ... stop - 1 of a slice, and the pieces of keys that they see, counted from its
+    first.
+    """
 
     start: int
     stop: int
@@ -210,17 +268,22 @@ class RowTile(NamedTuple):
 
 def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
     """Tiles of `queries` rows of a slice, in pieces of `keys` columns."""
-    seq, all_keys = part.q_stop - part.q_start, part.k_stop - part.k_start
+    seq = part.q_stop - part.q_start
+    all_keys = part.k_stop - part.k_start
     for start in range(0, seq, queries):
         stop = min(start + queries, seq)
         first = 0 if part.low is None else max(0, start + part.low)
         end = all_keys if part.high is None else min(all_keys, stop + part.high)
         pieces = [slice(at, min(at + keys, end)) for at in range(first, end, keys)]
-        yield RowTile(start, stop, pieces or [slice(0, min(keys, all_keys))])  # rows that see nothing have a result too
+        yield RowTile(
+            start, stop, pieces or [slice(0, min(keys, all_keys))]
+        )  # rows that see nothing have a result too
 
 
 class HeadProblems:
-    """How arrays (batch, seq, heads, dim) of queries or keys become problems, each of one batch entry and key head."""
+    """How arrays (batch, seq, heads, dim) of queries or keys become problems, each of one batch
+    entry and key head.
+    """
 
     def __init__(self, q: Array, k: Array) -> None:
         self.batch, self.seq, heads, _ = q.shape
@@ -230,10 +293,14 @@ class HeadProblems:
 
     def rows(self, part: Slice, tile: RowTile) -> slice:
         """Rows of the queries of a tile of a slice."""
-        return slice((part.q_start + tile.start) * self.group, (part.q_start + tile.stop) * self.group)
+        return slice(
+            (part.q_start + tile.start) * self.group, (part.q_start + tile.stop) * self.group
+        )
 
     def copied(self, x: Array) -> Array:
-        """Return an array as problems, (problems, rows, dim): seq * group rows of queries, seq of keys."""
+        """Return an array as problems, (problems, rows, dim): seq * group rows of queries, seq of
+        keys.
+        """
         target = self.like(x, x.dtype)
         shape, target_steps, source_steps = self.steps(target, x)
         strided_copy_views(x, source_steps, target, target_steps, shape)
@@ -250,10 +317,16 @@ class HeadProblems:
         (_, seq, heads, _), (b, s, h, d) = x.shape, element_strides(x)
         group = heads // self.kv_heads
         shape = self.batch, self.kv_heads, seq, group, dim
-        return shape, (self.kv_heads * rows * dim, rows * dim, group * dim, dim, 1), (b, h * group, s, h, d)
+        return (
+            shape,
+            (self.kv_heads * rows * dim, rows * dim, group * dim, dim, 1),
+            (b, h * group, s, h, d),
+        )
 
     def tile(self, slices: Sequence[Slice], bytes_per_score: int) -> tuple[int, int]:
-        """(rows, columns) of a tile, in whole groups of rows: TILE_BYTES, or ROWS x ROWS of all problems if more."""
+        """(rows, columns) of a tile, in whole groups of rows: TILE_BYTES, or ROWS x ROWS of all
+        problems if more.
+        """
         scores = TILE_BYTES // (self.count * bytes_per_score)
         keys = min(KEYS, max(part.k_stop - part.k_start for part in slices))
         keys = max(1, min(keys, max(scores // ROWS // EDGE * EDGE, ROWS)))

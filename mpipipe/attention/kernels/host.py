@@ -1,19 +1,21 @@
 """Exact attention on the host, in tiles that stay in cache.
 
-Each (batch entry, key head) is one problem. The query heads that share the key head are its rows, side by side: row
-i g + h is query i of head h of the group. So keys and values are never repeated. Small problems are solved several at
-once, and the threads of the rank share what is left.
+Each (batch entry, key head) is one problem. The query heads that share the key head are its rows,
+side by side: row i g + h is query i of head h of the group. So keys and values are never repeated.
+Small problems are solved several at once, and the threads of the rank share what is left.
 
 Two things keep passes over the scores few:
 
-- A row is normalised by an upper bound of its scores instead of their maximum: m_i = |q_i| max_j |k_j|
-  (Cauchy-Schwarz; q carries the scale). The bound is one more column of the matrix product, (q_i, -m_i) (k_j, 1). No
-  pass looks for the maximum or subtracts it, and nothing is rescaled between tiles. Scores lie in [-m_i, m_i], so the
-  exponentials stay above exp(-2 m_i). If that is no normal number, the online maximum is used instead (Milakov and
-  Gimelshein, "Online normalizer calculation for softmax", 2018).
-- The backward knows the log-sum-exp L_i of each row: exp(s_ij - L_i) <= 1 are the final probabilities P. L_i is one
-  more column of the product too, and so is D_i = sum(dout_i * out_i) in dP - D (Dao, "FlashAttention-2", 2023,
-  algorithm 2): dS = P * (dP - D), dq = scale dS k, dk = dS^T (scale q), dv = P^T dout.
+- A row is normalised by an upper bound of its scores instead of their maximum: m_i = |q_i| max_j
+  |k_j| (Cauchy-Schwarz; q carries the scale). The bound is one more column of the matrix product,
+  (q_i, -m_i) (k_j, 1). No pass looks for the maximum or subtracts it, and nothing is rescaled
+  between tiles. Scores lie in [-m_i, m_i], so the exponentials stay above exp(-2 m_i). If that is
+  no normal number, the online maximum is used instead (Milakov and Gimelshein, "Online normalizer
+  calculation for softmax", 2018).
+- The backward knows the log-sum-exp L_i of each row: exp(s_ij - L_i) <= 1 are the final
+  probabilities P. L_i is one more column of the product too, and so is D_i = sum(dout_i * out_i) in
+  dP - D (Dao, "FlashAttention-2", 2023, algorithm 2): dS = P * (dP - D), dq = scale dS k, dk = dS^T
+  (scale q), dv = P^T dout.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def _wide_block(block: KVBlock) -> KVBlock:
 
 ROWS = 128  # of one tile of scores
 KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
-AT_ONCE = 1 << 18  # scores of small problems that are solved at once: fewer and longer calls of numpy
+AT_ONCE = (
+    1 << 18
+)  # scores of small problems that are solved at once: fewer and longer calls of numpy
 LEAST = 4  # parts for threads, where there are so many problems
 SHARED = 1 << 16  # scores of a part at least: less is no work for another thread
 # Twice the bound may reach this: exp(-these), times values down to 1e-20, are still normal numbers.
@@ -62,13 +66,16 @@ class _Problems(NamedTuple):
 
     def keys(self, x: np.ndarray) -> np.ndarray:
         """X (batch, keys, key heads, dim) as (entries, key heads, keys, 1, dim); a view."""
-        return x[self.entries, self.part.k_start : self.part.k_stop, self.heads].swapaxes(1, 2)[:, :, :, None]
+        return x[self.entries, self.part.k_start : self.part.k_stop, self.heads].swapaxes(1, 2)[
+            :, :, :, None
+        ]
 
 
 def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
     """Solve all problems: those of one key head in their order, since they add to the same sums."""
     (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
-    group, block = heads // kv_heads, replace(block, slices=in_one_band(block.slices))
+    group = heads // kv_heads
+    block = replace(block, slices=in_one_band(block.slices))
 
     def work(owners: tuple[slice, slice]) -> None:
         for part in block.slices:
@@ -79,13 +86,19 @@ def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
 
 def _at_once(block: KVBlock, group: int) -> int:
     """Return how many problems to solve at once."""
-    scores = max(((part.q_stop - part.q_start) * (part.k_stop - part.k_start) for part in block.slices), default=0)
-    problems, scores = block.k.shape[0] * block.k.shape[2], max(1, group * scores)
+    scores = max(
+        ((part.q_stop - part.q_start) * (part.k_stop - part.k_start) for part in block.slices),
+        default=0,
+    )
+    problems = block.k.shape[0] * block.k.shape[2]
+    scores = max(1, group * scores)
     return max(1, min(AT_ONCE // scores, max(problems // LEAST, SHARED // scores)))
 
 
 def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:
-    """Cut all (batch entry, key head) into (batch entries, key heads) with at most `at_once` of them."""
+    """Cut all (batch entry, key head) into (batch entries, key heads) with at most `at_once` of
+    them.
+    """
     entries = max(1, at_once // kv_heads)
     return [
         (slice(b, min(b + entries, batch)), slice(h, min(h + at_once, kv_heads)))
@@ -101,12 +114,16 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
         forward(_wide_block(block), result._replace(out=out), overwrite)
         round_into(result.out, out)
         return
-    poll, by_rows = on_this_thread(block.poll), result.lse.swapaxes(1, 2)
+    poll = on_this_thread(block.poll)
+    by_rows = result.lse.swapaxes(1, 2)
 
     def solve(problems: _Problems) -> None:
-        q, k, v = problems.queries(block.q), problems.keys(block.k), problems.keys(block.v)
+        q = problems.queries(block.q)
+        k = problems.keys(block.k)
+        v = problems.keys(block.v)
         some_out, some_lse = _forward_heads(q, k, v, block.scale, problems.part, poll)
-        out, lse = problems.queries(result.out), problems.queries(by_rows)
+        out = problems.queries(result.out)
+        lse = problems.queries(by_rows)
         if overwrite:
             out[...], lse[...] = some_out, some_lse
         else:
@@ -115,7 +132,9 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     _each_problem(block, solve)
 
 
-def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(
+    block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False
+) -> None:
     """As `AttentionKernel.backward`."""
     if is_half(block.q.dtype):
         sums = Gradients(*map(float32_like, gradients))
@@ -127,12 +146,16 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
     if overwrite:
         for total in gradients:
             total.fill(0)
-    poll, by_rows = on_this_thread(block.poll), result.lse.swapaxes(1, 2)
+    poll = on_this_thread(block.poll)
+    by_rows = result.lse.swapaxes(1, 2)
 
     def solve(problems: _Problems) -> None:
-        slopes, lse = problems.queries(dout), problems.queries(by_rows)
+        slopes = problems.queries(dout)
+        lse = problems.queries(by_rows)
         delta = np.vecdot(slopes, problems.queries(result.out))
-        hidden = np.where(np.isneginf(lse), lse, -lse)  # a row that sees nothing has probabilities of 0
+        hidden = np.where(
+            np.isneginf(lse), lse, -lse
+        )  # a row that sees nothing has probabilities of 0
         factors = (
             _with_column(problems.queries(block.q), block.scale, hidden),
             _with_column(slopes, 1, -delta),
@@ -152,11 +175,18 @@ Keys: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _forward_heads(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, part: Slice, poll: Callable[[], object]
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    part: Slice,
+    poll: Callable[[], object],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Some problems of one slice: q (entries, key heads, seq, group, dim), k and v (entries, key heads, keys, 1, dim).
+    """Some problems of one slice: q (entries, key heads, seq, group, dim), k and v (entries, key
+    heads, keys, 1, dim).
 
-    Returns out (entries, key heads, seq, group, value_dim) and lse (entries, key heads, seq, group).
+    Returns out (entries, key heads, seq, group, value_dim) and lse (entries, key heads, seq,
+    group).
     """
     group, dim, width = *q.shape[3:], v.shape[4]
     queries = _with_column(q, scale, 0)
@@ -165,7 +195,8 @@ def _forward_heads(
     # a bound of the maximum
     np.multiply(row_max, np.sqrt(np.vecdot(k, k).max((2, 3))).reshape(count, 1, 1), out=row_max)
     np.negative(row_max, out=queries[..., dim:])
-    acc, row_sum = np.empty((count, rows, width), q.dtype), np.empty((count, rows, 1), q.dtype)
+    acc = np.empty((count, rows, width), q.dtype)
+    row_sum = np.empty((count, rows, 1), q.dtype)
     values = np.ascontiguousarray(v).reshape(count, -1, width)
     keys = _with_column(k, 1, 1), values, np.ones((KEYS, 1), k.dtype)
     attend = _bounded if 2 * row_max.max() < _SAFE[q.dtype] else _online
@@ -185,17 +216,23 @@ def _forward_heads(
 def _backward_heads(
     factors: Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
 ) -> None:
-    """Some problems of one slice, whose gradients are in the shapes of q, k and v in `_forward_heads`."""
+    """Some problems of one slice, whose gradients are in the shapes of q, k and v in
+    `_forward_heads`.
+    """
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
     count, rows, dim = *queries.shape[:2], dq.shape[4]
     dqueries = np.empty((count, rows, dim), dq.dtype)
     sums = [
-        x.reshape(count, -1, x.shape[4]) if x.flags.c_contiguous else np.zeros_like(rows[..., :-1], order="C")
+        x.reshape(count, -1, x.shape[4])
+        if x.flags.c_contiguous
+        else np.zeros_like(rows[..., :-1], order="C")
         for x, rows in ((dk, keys), (dv, values))
     ]
     for tile in _tiles(part, dq.shape[3], dq.dtype):
         at = tile.rows
-        _backward_tile((queries[:, at], slopes[:, at], keys, values), tile, Gradients(dqueries[:, at], *sums))
+        _backward_tile(
+            (queries[:, at], slopes[:, at], keys, values), tile, Gradients(dqueries[:, at], *sums)
+        )
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
@@ -205,7 +242,9 @@ def _backward_heads(
 
 
 def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.ndarray:
-    """X (entries, key heads, seq, group, dim) times `scale` as (problems, rows, dim + 1), the last column `value`."""
+    """X (entries, key heads, seq, group, dim) times `scale` as (problems, rows, dim + 1), the last
+    column `value`.
+    """
     rows = np.empty((*x.shape[:4], x.shape[4] + 1), x.dtype)
     np.multiply(x, scale, out=rows[..., :-1])
     rows[..., -1] = value
@@ -214,10 +253,14 @@ def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.n
 
 @lru_cache(maxsize=64)
 def _corner(group: int, dtype: np.dtype, upper: bool) -> np.ndarray:
-    """A square: 0 if row r of a tile sees column c, else -inf. It does if c <= r with `upper`, if c >= r without."""
+    """A square: 0 if row r of a tile sees column c, else -inf. It does if c <= r with `upper`, if c
+    >= r without.
+    """
     step = max(1, ROWS // group)
     seen = np.tri(step, dtype=bool)
-    square = np.where(seen if upper else seen.T, dtype.type(0), dtype.type(-np.inf)).repeat(group, axis=0)
+    square = np.where(seen if upper else seen.T, dtype.type(0), dtype.type(-np.inf)).repeat(
+        group, axis=0
+    )
     square.flags.writeable = False
     return square
 
@@ -236,7 +279,11 @@ class _Tile:
         self.first = 0 if part.low is None else max(0, start + part.low)
         self.end = keys if part.high is None else min(keys, stop + part.high)
         bounds = ((part.high, True), (part.low, False))
-        self.corners = [(start + bound, _corner(group, dtype, upper)) for bound, upper in bounds if bound is not None]
+        self.corners = [
+            (start + bound, _corner(group, dtype, upper))
+            for bound, upper in bounds
+            if bound is not None
+        ]
 
     def pieces(self) -> Iterator[slice]:
         """The keys, in pieces whose scores stay in cache."""
@@ -246,11 +293,13 @@ class _Tile:
     def hide(self, scores: np.ndarray, first: int) -> None:
         """Add -inf to the scores (rows, keys from `first` on) of hidden keys.
 
-        This comes before the exponential: the score of a hidden key may be anything, and its exponential overflow.
+        This comes before the exponential: the score of a hidden key may be anything, and its
+        exponential overflow.
         """
         end = first + scores.shape[-1]
         for column, corner in self.corners:
-            low, high = max(first, column), min(end, column + corner.shape[1])
+            low = max(first, column)
+            high = min(end, column + corner.shape[1])
             if low < high:
                 part = scores[..., low - first : high - first]
                 np.add(part, corner[: part.shape[1], low - column : high - column], out=part)
@@ -266,8 +315,8 @@ def _tiles(part: Slice, group: int, dtype: np.dtype) -> Iterator[_Tile]:
 def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
     """Set the sums of rows, relative to the bound in the last column of the queries.
 
-    rows : scaled queries, their output before it is normalised, the sums of the exponentials, and the bound
-    block : keys, whose last column is 1, their values, and a column of ones
+    rows : scaled queries, their output before it is normalised, the sums of the exponentials, and
+    the bound block : keys, whose last column is 1, their values, and a column of ones
     """
     (queries, acc, row_sum, _), (keys, values, ones) = rows, block
     for at in tile.pieces():
@@ -283,7 +332,9 @@ def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
 
 
 def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
-    """As `_bounded`, relative to the running maximum, which ends up in `row_max`: right for scores of any size."""
+    """As `_bounded`, relative to the running maximum, which ends up in `row_max`: right for scores
+    of any size.
+    """
     (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
     acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
     for at in tile.pieces():

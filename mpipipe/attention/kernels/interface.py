@@ -1,7 +1,8 @@
-"""What every attention kernel offers and takes, and what those have in common that have no better way.
+"""What every attention kernel offers and takes, and what those have in common that have no better
+way.
 
-A kernel is a module of this package. `AttentionKernel` says which functions it has; `choose.py` has mypy check that
-each module has them.
+A kernel is a module of this package. `AttentionKernel` says which functions it has; `choose.py` has
+mypy check that each module has them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class OutLse(NamedTuple):
     """Attention over some keys."""
 
     out: Array  # (batch, seq, heads, value_dim), 0 in rows that see no key
-    lse: Array  # (batch, heads, seq), log-sum-exp of the scores in the accumulator dtype, -inf where there is no key
+    # (batch, heads, seq), log-sum-exp of the scores in the accumulator dtype, -inf where there is
+    # no key.
+    lse: Array
 
 
 class Gradients(NamedTuple):
@@ -53,25 +56,33 @@ class Gradients(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """Attention by one library. Results in half precision are summed in float32 and rounded once."""
+    """Attention by one library. Results in half precision are summed in float32 and rounded
+    once.
+    """
 
     def forward(self, block: KVBlock, result: OutLse, overwrite: bool) -> None:
         """Attend to one block of keys.
 
-        `result` holds what earlier blocks gave, (0, -inf) where there were none, with `out` in the dtype of `lse`. This
-        block is merged into it.
+        `result` holds what earlier blocks gave, (0, -inf) where there were none, with `out` in the
+        dtype of `lse`. This block is merged into it.
 
-        With `overwrite` the result is set, as with beta = 0 in BLAS: its memory holds nothing yet, and `out` may be of
-        the dtype of q. Each row must then lie in exactly one slice.
+        With `overwrite` the result is set, as with beta = 0 in BLAS: its memory holds nothing yet,
+        and `out` may be of the dtype of q. Each row must then lie in exactly one slice.
         """
 
     def backward(
-        self, block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, overwrite: bool = False
+        self,
+        block: KVBlock,
+        dout: Array,
+        result: OutLse,
+        gradients: Gradients,
+        overwrite: bool = False,
     ) -> None:
         """Add what one block of keys gives to the gradients, which are of the dtype of `lse`.
 
-        `result` is over all blocks, `out` in the dtype of q. With `overwrite` this is the only block, and the gradients
-        are set: their memory holds nothing yet, and may be of the dtype of q.
+        `result` is over all blocks, `out` in the dtype of q. With `overwrite` this is the only
+        block, and the gradients are set: their memory holds nothing yet, and may be of the dtype of
+        q.
         """
 
 
@@ -90,20 +101,31 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
             expected="one device",
             remedy="copy host arrays to the GPU first, with mpipipe.arrays.upload or cupy.asarray",
         )
-    fits = q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and k.shape[:3] == v.shape[:3]
+    fits = (
+        q.ndim == k.ndim == v.ndim == 4
+        and q.dtype == k.dtype == v.dtype
+        and k.shape[:3] == v.shape[:3]
+    )
     if fits:
         (batch, _, heads, dim), kv_heads = q.shape, k.shape[2]
-        fits = k.shape[0] == batch and k.shape[3] == dim > 0 and kv_heads > 0 and heads > 0 and heads % kv_heads == 0
+        fits = (
+            k.shape[0] == batch
+            and k.shape[3] == dim > 0
+            and kv_heads > 0
+            and heads > 0
+            and heads % kv_heads == 0
+        )
     if not fits:
         raise ArgumentError(
             "the arrays of attention do not fit together",
             found=f"q {q.shape} {q.dtype}, k {k.shape} {k.dtype}, v {v.shape} {v.dtype}",
-            expected="q (batch, seq, heads, head_dim); k and v (batch, keys, kv_heads, head_dim), with kv_heads a "
+            expected="q (batch, seq, heads, head_dim); k and v (batch, keys, kv_heads, head_dim), "
+            "with kv_heads a "
             "divisor of heads; one dtype",
         )
 
 
-# -- Results and gradients that are made block by block, in place ------------------------------------------------------
+# -- Results and gradients that are made block by block, in place ----------------------------------
 
 
 def new_result(q: Array, v: Array, dtype: np.dtype, overwrite: bool) -> OutLse:
@@ -122,9 +144,13 @@ def new_result(q: Array, v: Array, dtype: np.dtype, overwrite: bool) -> OutLse:
 
 
 def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> OutLse:
-    """Attend to a single block of keys; `overwrite` promises that each row lies in exactly one of its slices."""
+    """Attend to a single block of keys; `overwrite` promises that each row lies in exactly one of
+    its slices.
+    """
     dtype = block.q.dtype
-    result = new_result(block.q, block.v, dtype if overwrite else arrays.accumulator(dtype), overwrite)
+    result = new_result(
+        block.q, block.v, dtype if overwrite else arrays.accumulator(dtype), overwrite
+    )
     kernel.forward(block, result, overwrite)
     return result._replace(out=arrays.cast(result.out, dtype))
 
@@ -132,7 +158,11 @@ def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> Out
 def block_gradients(
     kernel: AttentionKernel, block: KVBlock, dout: Array, result: OutLse, dq: Array
 ) -> tuple[Array, Array]:
-    """Add what one of several blocks gives to `dq`, and return its own (dk, dv), in the dtype of `lse`."""
-    dk, dv = (arrays.zeros(x.shape, result.lse.dtype, arrays.device_of(x)) for x in (block.k, block.v))
+    """Add what one of several blocks gives to `dq`, and return its own (dk, dv), in the dtype of
+    `lse`.
+    """
+    dk, dv = (
+        arrays.zeros(x.shape, result.lse.dtype, arrays.device_of(x)) for x in (block.k, block.v)
+    )
     kernel.backward(block, dout, result, Gradients(dq, dk, dv))
     return dk, dv

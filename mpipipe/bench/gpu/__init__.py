@@ -1,1 +1,3 @@
-"""`bench gpu`: what kernels, a ring, a training step, the executor and transports reach on this GPU."""
+"""`bench gpu`: what kernels, a ring, a training step, the executor and transports reach on this
+GPU.
+"""

@@ -27,14 +27,18 @@ from mpipipe.text import counted
 
 
 class GpuPart(NamedTuple):
-    """A part: a function that yields a row for each measurement, or why there is none; its arguments for `--quick`."""
+    """A part: a function that yields a row for each measurement, or why there is none; its
+    arguments for `--quick`.
+    """
 
     measure: Callable[..., Iterator[Row | str]]
     quick: Mapping[str, Any]
 
 
 PARTS = {
-    "memory": GpuPart(kernels.measure_memory, dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)),
+    "memory": GpuPart(
+        kernels.measure_memory, dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)
+    ),
     "attention": GpuPart(kernels.measure_attention, dict(repeats=5, lengths=(8192,))),
     "executor": GpuPart(steps.measure_executor, dict(repeats=3, microbatches=8)),
     "gpt": GpuPart(steps.measure_step, dict(repeats=3)),
@@ -42,8 +46,12 @@ PARTS = {
 
 
 def gpu(
-    repeats: Annotated[int | None, Option("measured turns; default: each part's own number", least=1)] = None,
-    part: Annotated[list[str] | None, Option("memory, attention, executor, gpt; repeatable; default: all")] = None,
+    repeats: Annotated[
+        int | None, Option("measured turns; default: each part's own number", least=1)
+    ] = None,
+    part: Annotated[
+        list[str] | None, Option("memory, attention, executor, gpt; repeatable; default: all")
+    ] = None,
     json: Annotated[Path | None, Option("file to write the numbers to")] = None,
     peers: Annotated[bool, Option("measure PyTorch beside it, where it is installed")] = True,
     quick: Annotated[bool, Option("smallest sizes that tell something")] = False,
@@ -70,7 +78,8 @@ def run(
     quick: bool = False,
     comm: Communicator | None = None,
 ) -> NoReturn:
-    """Measure, print a line for each row, and write JSON to `path`; exits with 1 where a part failed.
+    """Measure, print a line for each row, and write JSON to `path`; exits with 1 where a part
+    failed.
 
     No `parts` are all of them. Without `comm` it is COMM_WORLD, which has one rank.
     """
@@ -80,7 +89,12 @@ def run(
     select_device("cuda", comm)
     rows: list[Row] = []
     failed: list[str] = []
-    facts: dict[str, Any] = {"gpus": arrays.describe_gpus(), "versions": versions(), "mpi": with_mpi, "quick": quick}
+    facts: dict[str, Any] = {
+        "gpus": arrays.describe_gpus(),
+        "versions": versions(),
+        "mpi": with_mpi,
+        "quick": quick,
+    }
 
     def publish(line: Row | str) -> None:
         if isinstance(line, Row):
@@ -99,7 +113,9 @@ def run(
             if repeats is not None:
                 arguments["repeats"] = repeats
             taken = signature(part.measure).parameters
-            arguments |= {key: value for key, value in (("peers", peers), ("comm", comm)) if key in taken}
+            arguments |= {
+                key: value for key, value in (("peers", peers), ("comm", comm)) if key in taken
+            }
             try:
                 for row in part.measure(**arguments):
                     publish(f"{name}: {row}" if isinstance(row, str) else row)

@@ -16,7 +16,7 @@ from mpipipe.bench.timing import Row, normal, seconds
 from mpipipe.job import Communicator, runtime, settings
 from mpipipe.language.models import GPT
 
-# -- How well the executor keeps a GPU busy, with about a millisecond of work in each action ---------------------------
+# -- How well the executor keeps a GPU busy, with about a millisecond of work in each action -------
 #
 # A bare loop launches the kernels of a step's actions too, as fast as the host can.
 
@@ -32,7 +32,9 @@ def measure_executor(
     """Yield the rate of steps, next to the bare loop. `comm` has one rank."""
     stage = nn.Stage([nn.Linear(width, width)], dtype=dtype, device="cuda")
     schedule = schedules.one_f_one_b(1, microbatches)
-    inputs, targets = ([normal((rows, width), dtype, seed + way) for seed in range(microbatches)] for way in (0, 1))
+    inputs, targets = (
+        [normal((rows, width), dtype, seed + way) for seed in range(microbatches)] for way in (0, 1)
+    )
 
     def bare() -> None:
         for x, target in zip(inputs, targets):
@@ -41,7 +43,10 @@ def measure_executor(
 
     spans: list[float] = []
     comm = runtime.mpi().COMM_SELF if comm is None else comm
-    with settings.using_graphs(False), Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+    with (
+        settings.using_graphs(False),
+        Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline,
+    ):
         for _ in range(2):
             pipeline.step(inputs, targets)
         alone = seconds(bare, repeats)
@@ -56,17 +61,20 @@ def measure_executor(
     yield Row(f"executor, {what}: rate of the GPU", 1 / span, "steps/s", *peer)
 
 
-# -- A training step of a GPT of GPT-2 small's size on one GPU, next to the same model in PyTorch ----------------------
+# -- A training step of a GPT of GPT-2 small's size on one GPU, next to the same model in PyTorch --
 #
-# A step is that of `python -m mpipipe train`: forward, loss and backward of all micro-batches, then the norm of the
-# gradients, clipping and AdamW, whose factor stays on the device and which writes the bfloat16 copy of the float32
-# parameters. The embedding has its own matrix, or shares that of the output. Both that and the same tokens in small
-# micro-batches are measured without CUDA graphs, too, where the host may not launch kernels as fast as the GPU computes
-# them. PyTorch's peers are the eager model under autocast, and eager and compiled with bfloat16 weights with float32
-# masters, all with its own attention kernel and fused AdamW.
+# A step is that of `python -m mpipipe train`: forward, loss and backward of all micro-batches, then
+# the norm of the gradients, clipping and AdamW, whose factor stays on the device and which writes
+# the bfloat16 copy of the float32 parameters. The embedding has its own matrix, or shares that of
+# the output. Both that and the same tokens in small micro-batches are measured without CUDA graphs,
+# too, where the host may not launch kernels as fast as the GPU computes them. PyTorch's peers are
+# the eager model under autocast, and eager and compiled with bfloat16 weights with float32 masters,
+# all with its own attention kernel and fused AdamW.
 
 
-SMALL = GPT(vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True)  # sizes of GPT-2 small, this architecture
+SMALL = GPT(
+    vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True
+)  # sizes of GPT-2 small, this architecture
 GOALS = {"eager": "at least 1.3", "compiled": "at least 1.0"}
 WARMUP = 3
 LR = 1e-4
@@ -86,12 +94,15 @@ def measure_step(
     peers: bool = True,
     comm: Communicator | None = None,
 ) -> Iterator[Row | str]:
-    """Yield tokens per second: untied, tied, in small micro-batches; without CUDA graphs; next to each peer.
+    """Yield tokens per second: untied, tied, in small micro-batches; without CUDA graphs; next to
+    each peer.
 
-    Where no graphs are recorded, the reason comes first, and nothing is measured twice. `model` is measured with ties
-    and without; `peers` have their own.
+    Where no graphs are recorded, the reason comes first, and nothing is measured twice. `model` is
+    measured with ties and without; `peers` have their own.
     """
-    tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows * microbatches, model.seq))
+    tokens = np.random.default_rng(0).integers(
+        0, model.vocab, size=(2, rows * microbatches, model.seq)
+    )
     per_step = rows * microbatches * model.seq
     sizes = f"{microbatches} x {rows} x {model.seq} tokens"
 
@@ -114,7 +125,8 @@ def measure_step(
     ours = rates[model.tied]
     short = SMALL_TOKENS if model.seq % SMALL_TOKENS == 0 else model.seq
     pieces = tokens.reshape(2, -1, short)
-    small, in_pieces = f"{pieces.shape[1]} x 1 x {short} tokens", rate(model, pieces, pieces.shape[1], graphs)
+    small = f"{pieces.shape[1]} x 1 x {short} tokens"
+    in_pieces = rate(model, pieces, pieces.shape[1], graphs)
     yield Row(f"training step, {small}", in_pieces, "tokens/s", sizes, ours)
     if graphs:
         for name, whole, given, count in (
@@ -122,7 +134,13 @@ def measure_step(
             (small, in_pieces, pieces, len(pieces[0])),
         ):
             without = rate(model, given, count, False)
-            yield Row(f"training step, {name}, without CUDA graphs", without, "tokens/s", "with them", whole)
+            yield Row(
+                f"training step, {name}, without CUDA graphs",
+                without,
+                "tokens/s",
+                "with them",
+                whole,
+            )
     what = f"training step, {'tied' if model.tied else 'untied'}, {sizes}"
     if not peers or not find_spec("torch"):
         return
@@ -135,20 +153,38 @@ def measure_step(
     for name, (masters, compiled) in PEERS.items():
         step = training_step(model, tokens, microbatches, getattr(torch, dtype), masters, compiled)
         theirs = per_step / _wall(step, torch.cuda.synchronize, repeats)
-        yield Row(what, ours, "tokens/s", f"PyTorch {name}", theirs, GOALS["compiled" if compiled else "eager"])
+        yield Row(
+            what,
+            ours,
+            "tokens/s",
+            f"PyTorch {name}",
+            theirs,
+            GOALS["compiled" if compiled else "eager"],
+        )
         del step
         torch.cuda.empty_cache()
 
 
 def _step_seconds(
-    repeats: int, model: GPT, tokens: np.ndarray, microbatches: int, dtype: str, comm: Communicator | None, graphs: bool
+    repeats: int,
+    model: GPT,
+    tokens: np.ndarray,
+    microbatches: int,
+    dtype: str,
+    comm: Communicator | None,
+    graphs: bool,
 ) -> float:
-    """Return the median seconds of a step. With `graphs` raise NoGraphsError unless CUDA graphs were recorded."""
+    """Return the median seconds of a step. With `graphs` raise NoGraphsError unless CUDA graphs
+    were recorded.
+    """
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     inputs, targets = tokens
     schedule = schedules.gpipe(1, microbatches)
-    with settings.using_graphs(graphs), Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+    with (
+        settings.using_graphs(graphs),
+        Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline,
+    ):
         stage.optimizer_writes_compute()
         optimizer = optim.AdamW([stage], LR)
         scaler = optim.LossScaler() if dtype == "float16" else optim.LossScaler(1.0, dynamic=False)

@@ -1,7 +1,8 @@
-"""A communicator of NCCL and the stream that is its own: what is put there runs in order, one after the other.
+"""A communicator of NCCL and the stream that is its own: what is put there runs in order, one after
+the other.
 
-NCCL lets operations of one communicator run one after the other, whatever their streams. So each group has one of its
-own for its sums.
+NCCL lets operations of one communicator run one after the other, whatever their streams. So each
+group has one of its own for its sums.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from mpipipe.job import NCCL, Ballot, RankGroup, ThreadTask, keep_forever, runti
 
 
 class Channel:
-    """One rank's end of a communicator of NCCL; the constructor waits for the other ranks: it belongs into an NcclTask.
+    """One rank's end of a communicator of NCCL; the constructor waits for the other ranks: it
+    belongs into an NcclTask.
 
-    `identity` is what rank 0 of the communicator got from `new_identity`. `first` puts an operation on (communicator,
-    stream) that all ranks begin with: NCCL connects ranks when they first talk, and the host waits for that. What it
-    returns is kept until the operation is done.
+    `identity` is what rank 0 of the communicator got from `new_identity`. `first` puts an operation
+    on (communicator, stream) that all ranks begin with: NCCL connects ranks when they first talk,
+    and the host waits for that. What it returns is kept until the operation is done.
     """
 
-    def __init__(self, size: int, rank: int, identity: bytes, first: Callable[[Any, int], object]) -> None:
+    def __init__(
+        self, size: int, rank: int, identity: bytes, first: Callable[[Any, int], object]
+    ) -> None:
         limit_kernels()
         self.communicator = arrays.nccl().NcclCommunicator(size, identity, rank)
-        keep_forever(self.communicator)  # its end is `close` or `abort`, not the collector's, which would wait there
+        keep_forever(
+            self.communicator
+        )  # its end is `close` or `abort`, not the collector's, which would wait there
         self.stream = arrays.side_stream()
         self.ended = False
         kept = first(self.communicator, self.stream.ptr)
@@ -64,14 +70,18 @@ class Channel:
             NcclTask(self.communicator.abort, "the abort of NCCL's communicators")
 
     def close(self) -> None:
-        """Free the communicator; only when nothing is under way. May wait, so it belongs into an NcclTask."""
+        """Free the communicator; only when nothing is under way. May wait, so it belongs into an
+        NcclTask.
+        """
         if not self.ended:
             self.ended = True
             self.communicator.destroy()
 
 
 def new_identity() -> bytes:
-    """What the ranks of a new communicator must all have; its rank 0 asks for it and hands it to the others."""
+    """What the ranks of a new communicator must all have; its rank 0 asks for it and hands it to
+    the others.
+    """
     limit_kernels()
     return bytes(arrays.nccl().get_unique_id())
 
@@ -79,7 +89,8 @@ def new_identity() -> bytes:
 def open_channel(group: RankGroup, first: Callable[[Any, int], object], purpose: str) -> Channel:
     """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors.
 
-    Where this rank cannot open it, it raises BackendError; the group ends then, and the others raise PeerError.
+    Where this rank cannot open it, it raises BackendError; the group ends then, and the others
+    raise PeerError.
     """
     what = f"opening NCCL for {purpose}"
     identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
@@ -99,20 +110,24 @@ def close_channel(channel: Channel, group: RankGroup) -> None:
     task.value()
 
 
-# -- Calls of NCCL that keep the host until other ranks come, made on a thread ----------------------------------------
+# -- Calls of NCCL that keep the host until other ranks come, made on a thread ---------------------
 #
-# The rank itself waits in the one loop (wait.py), where it learns of failures and can give up. The thread then stays
-# inside NCCL for as long as the process lives, and keeps no other: it is a daemon. CuPy lets go of Python's lock there.
+# The rank itself waits in the one loop (wait.py), where it learns of failures and can give up. The
+# thread then stays inside NCCL for as long as the process lives, and keeps no other: it is a
+# daemon. CuPy lets go of Python's lock there.
 
 
 Result = TypeVar("Result")
 
 
 class NcclTask(ThreadTask[Result]):
-    """A call of NCCL in a thread, on this thread's GPU; `Test()` is true once it has ended, well or not."""
+    """A call of NCCL in a thread, on this thread's GPU; `Test()` is true once it has ended, well or
+    not.
+    """
 
     def __init__(self, function: Callable[[], Result], what: str) -> None:
-        self.what, gpu = what, arrays.current_gpu()
+        self.what = what
+        gpu = arrays.current_gpu()
 
         def work() -> Result:
             arrays.use_gpu(gpu)
@@ -124,7 +139,9 @@ class NcclTask(ThreadTask[Result]):
         return self.ended
 
     def value(self) -> Result:
-        """Return what the function returned, once `Test()` was true; raise BackendError where it has raised."""
+        """Return what the function returned, once `Test()` was true; raise BackendError where it
+        has raised.
+        """
         if self.error is not None:
             raise BackendError(
                 f"{self.what} failed",
@@ -134,14 +151,14 @@ class NcclTask(ThreadTask[Result]):
         return self.result
 
 
-# -- Whether NCCL is used: one answer for all ranks, from what each of them has ---------------------------------------
+# -- Whether NCCL is used: one answer for all ranks, from what each of them has --------------------
 #
-# NCCL needs a GPU of its own for every rank: its kernels wait for each other, and two processes on one GPU take
-# turns. So the facts of all ranks of a pipeline and of its replicas are put together, and every rank judges the same
-# facts.
+# NCCL needs a GPU of its own for every rank: its kernels wait for each other, and two processes on
+# one GPU take turns. So the facts of all ranks of a pipeline and of its replicas are put together,
+# and every rank judges the same facts.
 #
-# NCCL's kernels hold processors of the GPU while they wait. `limit_kernels` bounds how many one sum may take, by NCCL's
-# own variable, which the user may set otherwise.
+# NCCL's kernels hold processors of the GPU while they wait. `limit_kernels` bounds how many one sum
+# may take, by NCCL's own variable, which the user may set otherwise.
 
 
 CALL = "asking whether NCCL can be used"
@@ -170,7 +187,8 @@ class NcclChoice(NamedTuple):
 
 
 def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
-    """Choose for all ranks of these groups, one or those along two axes of a grid; collective over each of them.
+    """Choose for all ranks of these groups, one or those along two axes of a grid; collective over
+    each of them.
 
     All ranks raise BackendError where MPIPIPE_NCCL=on and NCCL cannot be used.
     """
@@ -191,7 +209,8 @@ def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
 
 def facts_of(group: RankGroup, device: str) -> Facts:
     """What this rank says of itself; the arguments are those of `agree_on_nccl`."""
-    rank, setting = group.world_rank, os.environ.get(NCCL.name) or "auto"
+    rank = group.world_rank
+    setting = os.environ.get(NCCL.name) or "auto"
     if setting == "off":
         return Facts(rank, setting, f"{NCCL.name}=off")
     if runtime.in_process(group.comm):
@@ -201,13 +220,17 @@ def facts_of(group: RankGroup, device: str) -> Facts:
     try:
         version = arrays.nccl().get_version()
     except Exception as error:  # a library that is there and does not work raises what it likes
-        return Facts(rank, setting, error.message if isinstance(error, MpipipeError) else repr(error))
+        return Facts(
+            rank, setting, error.message if isinstance(error, MpipipeError) else repr(error)
+        )
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
 
 
 def judge(everyone: Sequence[Facts]) -> NcclChoice:
-    """Return the choice that follows from what all ranks say, in the order of their ranks; may raise BackendError."""
+    """Return the choice that follows from what all ranks say, in the order of their ranks; may
+    raise BackendError.
+    """
     refusals = _refusals(everyone)
     if refusals:
         rank, reason = refusals[0]
@@ -217,13 +240,17 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
                 rank=rank,
                 found=reason,
                 expected="NCCL, and a GPU of its own, on every rank",
-                remedy=f"start one rank for each GPU, install what is missing, or set {NCCL.name}=auto",
+                remedy="start one rank for each GPU, install what is missing, or set "
+                f"{NCCL.name}=auto",
             )
         everywhere = len(refusals) == len(everyone) and len({why for _, why in refusals}) == 1
         return NcclChoice(False, reason if everywhere else f"on rank {rank}: {reason}")
     if len(everyone) == 1:
         return NcclChoice(False, "one rank has no other to talk to")
-    return NcclChoice(True, f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {everyone[0].version}")
+    return NcclChoice(
+        True,
+        f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {everyone[0].version}",
+    )
 
 
 def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
@@ -236,12 +263,16 @@ def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
         if facts.problem:
             refusals.append((facts.rank, facts.problem))
         elif owner != facts.rank:
-            refusals.append((facts.rank, f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}"))
+            refusals.append(
+                (facts.rank, f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}")
+            )
         elif facts.version != version:
             refusals.append((facts.rank, f"it has NCCL {facts.version}, and others {version}"))
     return refusals
 
 
 def limit_kernels() -> None:
-    """Bound the kernels of NCCL, where the user has not: before its first communicator, which reads this variable."""
+    """Bound the kernels of NCCL, where the user has not: before its first communicator, which reads
+    this variable.
+    """
     os.environ.setdefault("NCCL_MAX_CTAS", THREAD_BLOCKS)

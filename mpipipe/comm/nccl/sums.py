@@ -1,11 +1,12 @@
-"""Sums over replicas by NCCL: they stay on the device, bucket by bucket, while layers and stages still compute.
+"""Sums over replicas by NCCL: they stay on the device, bucket by bucket, while layers and stages
+still compute.
 
-Buckets are put on the stream in the order of the calls and of their places, the same on all ranks. A kernel of NCCL
-waits for other ranks and holds its place on the device meanwhile. So messages that the host moves on end before the
-first sum starts (pipeline/gradient_sums.py).
+Buckets are put on the stream in the order of the calls and of their places, the same on all ranks.
+A kernel of NCCL waits for other ranks and holds its place on the device meanwhile. So messages that
+the host moves on end before the first sum starts (pipeline/gradient_sums.py).
 
-The host sees that a sum is done before anything uses it. So no wait of the host for its own device can depend on a rank
-that has failed meanwhile.
+The host sees that a sum is done before anything uses it. So no wait of the host for its own device
+can depend on a rank that has failed meanwhile.
 """
 
 from __future__ import annotations
@@ -31,20 +32,27 @@ class NcclSums:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self.channel = open_channel(group, partial(_first, 1, np.dtype(np.float32)), "the sums over the replicas")
+        self.channel = open_channel(
+            group, partial(_first, 1, np.dtype(np.float32)), "the sums over the replicas"
+        )
         # (sum, start, stop) of buckets that are not on the stream yet, in order
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
-        # puts a bucket of a sum there where NCCL may have to connect ranks first; the next ones wait for it
+        # puts a bucket of a sum there where NCCL may have to connect ranks first; the next ones
+        # wait for it
         self.task: tuple[NcclTask[Event], NcclSum] | None = None
         self.underway: deque[tuple[Event, NcclSum]] = deque()  # buckets on the stream
-        self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
+        self.connected: set[tuple[int, int]] = (
+            set()
+        )  # (type, count) that NCCL has made its connections for
 
     def takes(self, flat: arrays.Array) -> bool:
         """Whether an array can be summed here: one on a GPU, of a type that NCCL knows."""
         return arrays.is_device(flat) and arrays.nccl_type(flat.dtype) is not None
 
     def start(self, flat: DeviceArray) -> NcclSum:
-        """Start a sum, after all work on the current stream; every rank starts the same sums in the same order."""
+        """Start a sum, after all work on the current stream; every rank starts the same sums in the
+        same order.
+        """
         new = NcclSum(self, flat)
         count = max(1, BUCKET_BYTES // flat.itemsize)
         buckets = [(start, min(start + count, flat.size)) for start in range(0, flat.size, count)]
@@ -78,23 +86,32 @@ class NcclSums:
         self.task = NcclTask(put, "a sum over the replicas by NCCL"), new
 
     def abort(self) -> None:
-        """After a failure: advance no more, let kernels end that wait for others, and free nothing that they touch."""
+        """After a failure: advance no more, let kernels end that wait for others, and free nothing
+        that they touch.
+        """
         unregister_progress(self)
         keep_forever(self)
         self.channel.abort()
 
     def close(self) -> None:
-        """Free the communicator; collective, and only when no sum is under way. After a failure it is kept."""
+        """Free the communicator; collective, and only when no sum is under way. After a failure it
+        is kept.
+        """
         unregister_progress(self)
         if self.group.failure is None:
             close_channel(self.channel, self.group)
 
 
 class NcclSum:
-    """A sum under way; `Test()` is true once `flat`, one-dimensional, holds the sum over all ranks of the group."""
+    """A sum under way; `Test()` is true once `flat`, one-dimensional, holds the sum over all ranks
+    of the group.
+    """
 
     def __init__(self, sums: NcclSums, flat: DeviceArray) -> None:
-        self.sums, self.flat, self.ready, self.left = sums, flat, arrays.record(), 0
+        self.sums = sums
+        self.flat = flat
+        self.ready = arrays.record()
+        self.left = 0
 
     def Test(self) -> bool:
         if self.left:
@@ -115,7 +132,9 @@ def _type_of(part: DeviceArray) -> tuple[int, int]:
 
 
 def _first(size: int, dtype: np.dtype, communicator: Any, stream: int) -> DeviceArray:
-    """Let NCCL connect the ranks for a sum of this size; return what must be kept until it is done."""
+    """Let NCCL connect the ranks for a sum of this size; return what must be kept until it is
+    done.
+    """
     zeros = arrays.zeros(size, dtype, "cuda")
     arrays.stream().synchronize()
     _add(zeros, communicator, stream)
@@ -127,28 +146,35 @@ def _add(part: DeviceArray, communicator: Any, stream: int) -> None:
     communicator.allReduce(place, place, part.size * several, kind, arrays.nccl().NCCL_SUM, stream)
 
 
-# -- A row of numbers of which each rank of a group has a part, put together on the devices by NCCL -------------------
+# -- A row of numbers of which each rank of a group has a part, put together on the devices by NCCL --
 #
-# Each rank fills its part of a row of zeros, and NCCL adds the rows up. A number plus zeros is that number, whatever
-# the order. So all ranks get the same bits, those that each rank had.
+# Each rank fills its part of a row of zeros, and NCCL adds the rows up. A number plus zeros is that
+# number, whatever the order. So all ranks get the same bits, those that each rank had.
 #
-# The host waits for nothing. The current stream waits for the row, and the host hears of failures where it waits for
-# what comes after (`wait`). Nothing else of NCCL is under way meanwhile: a call of a pipeline ends when the host
-# has seen the end of all its messages and sums, and `wait` ends before the next call begins.
+# The host waits for nothing. The current stream waits for the row, and the host hears of failures
+# where it waits for what comes after (`wait`). Nothing else of NCCL is under way meanwhile: a call
+# of a pipeline ends when the host has seen the end of all its messages and sums, and `wait` ends
+# before the next call begins.
 
 
 KIND = np.dtype(np.float64)
 
 
 class NcclRow:
-    """Rows of one length over the ranks of one group; the constructor and `close` are collective."""
+    """Rows of one length over the ranks of one group; the constructor and `close` are
+    collective.
+    """
 
     def __init__(self, group: RankGroup, length: int, what: str) -> None:
-        self.group, self.length, self.what = group, length, what
+        self.group = group
+        self.length = length
+        self.what = what
         self.channel = open_channel(group, partial(_first, length, KIND), what)
 
     def share(self, row: DeviceArray) -> None:
-        """Make `row`, zeros except for this rank's part, the row of all ranks for later work on the current stream."""
+        """Make `row`, zeros except for this rank's part, the row of all ranks for later work on the
+        current stream.
+        """
         arrays.wait_for(self.channel.put(partial(_add, row), [arrays.record()]))
 
     def failing(self) -> AbstractContextManager[None]:
@@ -158,7 +184,8 @@ class NcclRow:
     def wait(self, is_done: Callable[[], bool], keeping: object) -> None:
         """Wait for what was put on the current stream after a row.
 
-        Raises where a rank has failed. Then `keeping` is kept for ever: the device may still touch its memory.
+        Raises where a rank has failed. Then `keeping` is kept for ever: the device may still touch
+        its memory.
         """
 
         def ended() -> bool:
@@ -174,7 +201,9 @@ class NcclRow:
             raise
 
     def abort(self) -> None:
-        """After a failure: let kernels end that wait for other ranks, and free nothing that they may still touch."""
+        """After a failure: let kernels end that wait for other ranks, and free nothing that they
+        may still touch.
+        """
         keep_forever(self)
         self.channel.abort()
 

@@ -1,16 +1,19 @@
-"""Messages of device arrays: handed to a GPU-aware MPI, or through pinned host memory where MPI cannot take them.
+"""Messages of device arrays: handed to a GPU-aware MPI, or through pinned host memory where MPI
+cannot take them.
 
 MPI knows no streams. Two rules keep it and the kernels apart, and the host waits for neither:
 
-- An array must be complete before it is sent. `isend` records an event after all work of the current stream, the
-  kernel that makes the array included; the send starts once that event is done.
-- A buffer must be read before it is overwritten. `retire(array)` records an event after the last work that reads the
-  buffer, and `irecv` does so for an array that was never retired; the receive starts once that event is done. A new
-  array needs this as much as an old one: CuPy hands out memory that earlier work on the stream may still use.
+- An array must be complete before it is sent. `isend` records an event after all work of the
+  current stream, the kernel that makes the array included; the send starts once that event is done.
+- A buffer must be read before it is overwritten. `retire(array)` records an event after the last
+  work that reads the buffer, and `irecv` does so for an array that was never retired; the receive
+  starts once that event is done. A new array needs this as much as an old one: CuPy hands out
+  memory that earlier work on the stream may still use.
 
-Messages with one name (peer, channel, tag) must meet MPI in the order of the calls at both ends, whichever event is
-done first. `progress` starts the messages that are ready. Every wait of this thread calls it (`register_progress`): the
-peer may be waiting for a message that is still held back here.
+Messages with one name (peer, channel, tag) must meet MPI in the order of the calls at both ends,
+whichever event is done first. `progress` starts the messages that are ready. Every wait of this
+thread calls it (`register_progress`): the peer may be waiting for a message that is still held back
+here.
 
 Host arrays, headers for example, go along with the others, in the same order.
 """
@@ -24,8 +27,22 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event, Shape
-from mpipipe.comm.transport.host import PIECE_BYTES, HostTransport, Transport, check_sendable, start_all
-from mpipipe.job import Communicator, Request, keep_forever, own, register_progress, runtime, unregister_progress
+from mpipipe.comm.transport.host import (
+    PIECE_BYTES,
+    HostTransport,
+    Transport,
+    check_sendable,
+    start_all,
+)
+from mpipipe.job import (
+    Communicator,
+    Request,
+    keep_forever,
+    own,
+    register_progress,
+    runtime,
+    unregister_progress,
+)
 
 Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
 
@@ -33,7 +50,8 @@ Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
 class DeviceTransport(Transport):
     """Messages whose addresses in device memory go to a GPU-aware MPI.
 
-    Those of device arrays are of the classes `outgoing` and `incoming`, which start once the event `ready` is done.
+    Those of device arrays are of the classes `outgoing` and `incoming`, which start once the event
+    `ready` is done.
     """
 
     piece_bytes = PIECE_BYTES
@@ -73,7 +91,12 @@ class DeviceTransport(Transport):
         return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
 
     def _begin(
-        self, messages: list[DeviceMessage], kind: type[DeviceMessage], name: Name, array: Array, ready: Event | None
+        self,
+        messages: list[DeviceMessage],
+        kind: type[DeviceMessage],
+        name: Name,
+        array: Array,
+        ready: Event | None,
     ) -> DeviceMessage:
         register_progress(self)  # for the thread that uses it now
         message = (WholeMessage if ready is None else kind)(self, messages, name, array, ready)
@@ -103,7 +126,9 @@ class DeviceTransport(Transport):
 
 
 def _advance(messages: list[DeviceMessage]) -> None:
-    """Let messages take their next steps; of those with one name, a later one waits until an earlier one is posted."""
+    """Let messages take their next steps; of those with one name, a later one waits until an
+    earlier one is posted.
+    """
     waiting: set[Name] = set()
     for message in messages:
         if message.name not in waiting:
@@ -120,10 +145,21 @@ class DeviceMessage(ABC):
     """
 
     def __init__(
-        self, transport: DeviceTransport, messages: list[DeviceMessage], name: Name, array: Array, ready: Event | None
+        self,
+        transport: DeviceTransport,
+        messages: list[DeviceMessage],
+        name: Name,
+        array: Array,
+        ready: Event | None,
     ) -> None:
-        self.transport, self.messages, self.name, self.array, self.ready = transport, messages, name, array, ready
-        self.posted = self.finished = False  # all of it handed to MPI: a message of the same name may follow
+        self.transport = transport
+        self.messages = messages
+        self.name = name
+        self.array = array
+        self.ready = ready
+        self.posted = self.finished = (
+            False  # all of it handed to MPI: a message of the same name may follow
+        )
 
     @abstractmethod
     def advance(self) -> None:
@@ -156,15 +192,22 @@ class WholeMessage(DeviceMessage):
         if self.request is None:
             if self.ready is not None and not arrays.is_done(self.ready):
                 return
-            self.request, self.posted = self._start(), True
+            self.request = self._start()
+            self.posted = True
         self.finished = self.request.Test()
 
     def _start(self) -> Request:
-        host, (peer, channel, tag), sending = self.transport.host, self.name, self.messages is self.transport.sends
+        host, (peer, channel, tag), sending = (
+            self.transport.host,
+            self.name,
+            self.messages is self.transport.sends,
+        )
         if self.ready is None:
             return own((host.isend if sending else host.irecv)(self.array, peer, channel, tag))
         operation = (host.senders if sending else host.receivers)[channel]
-        return start_all(operation, device_pieces(self.array, self.transport.piece_bytes), peer, tag, self.array)
+        return start_all(
+            operation, device_pieces(self.array, self.transport.piece_bytes), peer, tag, self.array
+        )
 
     def _withdraw(self) -> None:
         if self.request is not None:
@@ -172,9 +215,12 @@ class WholeMessage(DeviceMessage):
 
 
 def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
-    """Return the memory of a device array as [memory, type] for MPI, in pieces of at most `piece_bytes`."""
+    """Return the memory of a device array as [memory, type] for MPI, in pieces of at most
+    `piece_bytes`.
+    """
     MPI = runtime.mpi()
-    address, nbytes = arrays.address(array), array.nbytes
+    address = arrays.address(array)
+    nbytes = array.nbytes
     return [
         [MPI.buffer.fromaddress(address + start, min(piece_bytes, nbytes - start)), MPI.BYTE]
         for start in range(0, max(1, nbytes), piece_bytes)

@@ -1,7 +1,7 @@
 """Whether MPI may be handed addresses in device memory: a wrong yes ends in a crash.
 
-MPIPIPE_GPU_DIRECT says so, or else the MPI library itself, by MPIX_Query_cuda_support or its like. Without a yes of
-all ranks messages are staged through the host, which works everywhere.
+MPIPIPE_GPU_DIRECT says so, or else the MPI library itself, by MPIX_Query_cuda_support or its like.
+Without a yes of all ranks messages are staged through the host, which works everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import NamedTuple
 from mpipipe import arrays
 from mpipipe.job import GPU_DIRECT, Communicator, RankGroup, group_of, runtime
 
-# maker -> functions that answer 1 or 0 (Open MPI's, MPICH's), and the number of its GPUs in MPICH's mpi.h
+# maker -> functions that answer 1 or 0 (Open MPI's, MPICH's), and the number of its GPUs in MPICH's
+# mpi.h
 QUESTIONS = {
     "NVIDIA": (("MPIX_Query_cuda_support",), 0),
     "AMD": (("MPIX_Query_rocm_support", "MPIX_Query_hip_support"), 2),
@@ -35,7 +36,8 @@ def detect(comm: Communicator, group: RankGroup | None = None) -> GpuAwareness:
     The ranks agree in `group`, by default in that of `comm`.
     """
     group = group_of(comm) if group is None else group
-    what, mine = "asking whether MPI takes device memory", GpuAwareness(False, "the ranks are threads of one process")
+    what = "asking whether MPI takes device memory"
+    mine = GpuAwareness(False, "the ranks are threads of one process")
     with group.raise_together(what):
         if not runtime.in_process(comm):
             mine = _of_this_rank()
@@ -47,7 +49,9 @@ def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:
     for rank, verdict in enumerate(verdicts):
         if not verdict.direct:
             everywhere = all(other == verdict for other in verdicts)
-            return GpuAwareness(False, verdict.reason if everywhere else f"on rank {rank}: {verdict.reason}")
+            return GpuAwareness(
+                False, verdict.reason if everywhere else f"on rank {rank}: {verdict.reason}"
+            )
     return verdicts[0]
 
 
@@ -60,12 +64,18 @@ def _of_this_rank() -> GpuAwareness:
     if setting:
         return GpuAwareness(setting == "1", f"{GPU_DIRECT.name}={setting}")
     answer = ask_library("AMD" if arrays.is_amd() else "NVIDIA")
-    words = {None: "does not say that it takes", 0: "says that it does not take", 1: "says that it takes"}
+    words = {
+        None: "does not say that it takes",
+        0: "says that it does not take",
+        1: "says that it takes",
+    }
     return GpuAwareness(answer == 1, f"this MPI {words[answer]} device memory")
 
 
 def ask_library(maker: str) -> int | None:
-    """1, 0, or None for no answer of the library, which is found through mpi4py's extension, linked to it."""
+    """1, 0, or None for no answer of the library, which is found through mpi4py's extension, linked
+    to it.
+    """
     MPI = runtime.mpi()
     library = ctypes.CDLL(MPI.__file__)
     names, number = QUESTIONS[maker]
@@ -81,7 +91,8 @@ def ask_library(maker: str) -> int | None:
 
 
 def asks_by_type(library_version: str) -> bool:
-    """Whether this is an MPICH before 4, whose MPIX_Query_cuda_support fails an assertion where it has no GPU support.
+    """Whether this is an MPICH before 4, whose MPIX_Query_cuda_support fails an assertion where it
+    has no GPU support.
 
     Cray MPICH is derived from 3.4, whatever its own version is.
     """
@@ -96,4 +107,6 @@ def _allocator_is_async() -> bool:
     cuda = arrays.cupy().cuda
     allocator = cuda.get_allocator()
     kinds = [getattr(cuda, name, None) for name in ("malloc_async", "malloc_managed")]
-    return allocator in kinds or isinstance(getattr(allocator, "__self__", None), cuda.MemoryAsyncPool)
+    return allocator in kinds or isinstance(
+        getattr(allocator, "__self__", None), cuda.MemoryAsyncPool
+    )

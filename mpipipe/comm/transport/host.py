@@ -15,14 +15,17 @@ from mpipipe.job import Communicator, Request, communicators, own
 
 MPI_TYPES = "?bBhHiIlLqQfdFD"  # dtype characters that every MPI knows; others travel as bytes
 PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries
-CHUNK_BYTES = 2 << 20  # where a rank stages: MPI over shared memory is at its best, and two chunks overlap well
+CHUNK_BYTES = (
+    2 << 20
+)  # where a rank stages: MPI over shared memory is at its best, and two chunks overlap well
 
 
 class Transport(Protocol):
     """Starts sends and receives of whole arrays; knows peers, channels and tags.
 
-    The code that takes a request owns it: see job.requests, and the mailbox for the many of a step. A message names one
-    of the private communicators, `channels`, by its number. What a method does here is right for host arrays.
+    The code that takes a request owns it: see job.requests, and the mailbox for the many of a step.
+    A message names one of the private communicators, `channels`, by its number. What a method does
+    here is right for host arrays.
     """
 
     channels: list[Communicator]
@@ -37,12 +40,20 @@ class Transport(Protocol):
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         """Start receiving into `array`, which must have the sender's size in bytes."""
 
-    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
-        """The function of (array, peer, tag) that starts to receive arrays like this over a channel."""
+    def receiver(
+        self, channel: int, shape: Shape, kind: np.dtype
+    ) -> Callable[[Array, int, int], Request]:
+        """The function of (array, peer, tag) that starts to receive arrays like this over a
+        channel.
+        """
         return lambda array, peer, tag: self.irecv(array, peer, channel, tag)
 
-    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
-        """The function of (array, peer, tag) that starts to send arrays like this over a channel."""
+    def sender(
+        self, channel: int, shape: Shape, kind: np.dtype
+    ) -> Callable[[Array, int, int], Request]:
+        """The function of (array, peer, tag) that starts to send arrays like this over a
+        channel.
+        """
         return lambda array, peer, tag: self.isend(array, peer, channel, tag)
 
     def close(self) -> None:
@@ -53,7 +64,9 @@ class Transport(Protocol):
         return
 
     def progress(self) -> bool:
-        """Let everything under way advance, if that is this object's business (not MPI's), and say whether it is."""
+        """Let everything under way advance, if that is this object's business (not MPI's), and say
+        whether it is.
+        """
         return False
 
     def drop_buffers(self) -> None:
@@ -61,32 +74,54 @@ class Transport(Protocol):
         return
 
     def abort(self) -> None:
-        """After a failure: advance no more, and free nothing that MPI or the device may still touch."""
+        """After a failure: advance no more, and free nothing that MPI or the device may still
+        touch.
+        """
         return
 
 
 class HostTransport(Transport):
-    """Non-blocking messages of C-contiguous host arrays, on private duplicates of `comm`, as many as `channels`.
+    """Non-blocking messages of C-contiguous host arrays, on private duplicates of `comm`, as many
+    as `channels`.
 
-    A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in order.
+    A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in
+    order.
     """
 
     def __init__(
-        self, comm: Communicator, channels: int = 1, synchronous: bool = False, piece_bytes: int = PIECE_BYTES
+        self,
+        comm: Communicator,
+        channels: int = 1,
+        synchronous: bool = False,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.channels = [communicators.duplicate(comm) for _ in range(channels)]
-        self.senders = [channel.Issend if synchronous else channel.Isend for channel in self.channels]
+        self.senders = [
+            channel.Issend if synchronous else channel.Isend for channel in self.channels
+        ]
         self.receivers = [channel.Irecv for channel in self.channels]
         self.piece_bytes = piece_bytes
 
     def empty(self, shape: Shape, kind: np.dtype) -> np.ndarray:
         return arrays.aligned_empty(shape, kind)
 
-    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
-        return self.receivers[channel] if self._fits(shape, kind) else super().receiver(channel, shape, kind)
+    def receiver(
+        self, channel: int, shape: Shape, kind: np.dtype
+    ) -> Callable[[Array, int, int], Request]:
+        return (
+            self.receivers[channel]
+            if self._fits(shape, kind)
+            else super().receiver(channel, shape, kind)
+        )
 
-    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Callable[[Array, int, int], Request]:
-        return self.senders[channel] if self._fits(shape, kind) else super().sender(channel, shape, kind)
+    def sender(
+        self, channel: int, shape: Shape, kind: np.dtype
+    ) -> Callable[[Array, int, int], Request]:
+        return (
+            self.senders[channel]
+            if self._fits(shape, kind)
+            else super().sender(channel, shape, kind)
+        )
 
     def _fits(self, shape: Shape, kind: np.dtype) -> bool:
         """True for arrays that one call of MPI sends as they are."""
@@ -109,15 +144,22 @@ class HostTransport(Transport):
             return self.receivers[channel](array, peer, tag)
         return self._start(self.receivers[channel], array, peer, tag)
 
-    def _start(self, operation: Callable[..., Request], array: np.ndarray, peer: int, tag: int) -> Request:
+    def _start(
+        self, operation: Callable[..., Request], array: np.ndarray, peer: int, tag: int
+    ) -> Request:
         """Send or receive as bytes, in pieces."""
-        flat, size = array.reshape(-1).view(np.uint8), self.piece_bytes
-        return start_all(operation, [flat[at : at + size] for at in range(0, max(1, flat.size), size)], peer, tag)
+        flat = array.reshape(-1).view(np.uint8)
+        size = self.piece_bytes
+        return start_all(
+            operation, [flat[at : at + size] for at in range(0, max(1, flat.size), size)], peer, tag
+        )
 
     def close(self) -> None:
         for channel in self.channels:
             channel.Free()
-        self.channels, self.senders, self.receivers = [], [], []
+        self.channels = []
+        self.senders = []
+        self.receivers = []
 
 
 class RequestGroup:
@@ -139,7 +181,9 @@ class RequestGroup:
 def start_all(
     operation: Callable[..., Request], pieces: Sequence[Any], peer: int, tag: int, *buffers: object
 ) -> Request:
-    """One request for one operation on each piece; `buffers` own the memory of pieces that are mere addresses."""
+    """One request for one operation on each piece; `buffers` own the memory of pieces that are mere
+    addresses.
+    """
     requests = [own(operation(piece, peer, tag), *buffers) for piece in pieces]
     return requests[0] if len(requests) == 1 else RequestGroup(requests)
 
@@ -147,10 +191,13 @@ def start_all(
 def check_sendable(array: Array) -> None:
     """Raise ArgumentError for what cannot travel.
 
-    mpi4py would send a Fortran-ordered array without a word, and the receiver then hold its transpose.
+    mpi4py would send a Fortran-ordered array without a word, and the receiver then hold its
+    transpose.
     """
     if not arrays.is_array(array):
-        raise ArgumentError("not an array", found=type(array).__name__, expected="numpy.ndarray or cupy.ndarray")
+        raise ArgumentError(
+            "not an array", found=type(array).__name__, expected="numpy.ndarray or cupy.ndarray"
+        )
     arrays.refuse_mask(array)
     kind = array.dtype
     if kind.type is np.void or kind.kind in "OSU" or not kind.isnative:
@@ -158,7 +205,8 @@ def check_sendable(array: Array) -> None:
             "an array of a dtype that cannot be sent",
             found=f"dtype {kind}",
             expected="a numeric dtype in the byte order of this machine",
-            remedy="pass the fields of records as a dict of arrays; x.astype(x.dtype.newbyteorder('=')) swaps bytes",
+            remedy="pass the fields of records as a dict of arrays; "
+            "x.astype(x.dtype.newbyteorder('=')) swaps bytes",
         )
     if not array.flags.c_contiguous:
         raise ArgumentError(

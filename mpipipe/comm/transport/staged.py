@@ -1,4 +1,6 @@
-"""Messages of device arrays that pass through pinned host memory, for an MPI that cannot take device memory."""
+"""Messages of device arrays that pass through pinned host memory, for an MPI that cannot take
+device memory.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +20,45 @@ DEPTH = 3  # chunks of one message at once: one is copied, one is on the wire, o
 
 
 class StagedTransport(DeviceTransport):
-    """Messages that pass through pinned memory, chunk by chunk: one is copied while the last one is on the wire.
+    """Messages that pass through pinned memory, chunk by chunk: one is copied while the last one is
+    on the wire.
 
         device  | copy 0 | copy 1 | copy 2 |                 outward stream
         wire             | send 0 | send 1 | send 2 |        host, in `progress`
         device                    | copy 0 | copy 1 | ...    inward stream of the receiver
 
-    Copies are in the order of two streams of their own, which wait on the device for the events of producers and
-    consumers; once a receive tests true, the current stream waits for its last copy.
+    Copies are in the order of two streams of their own, which wait on the device for the events of
+    producers and consumers; once a receive tests true, the current stream waits for its last copy.
 
-    It cannot deadlock for want of pinned memory. A chunk holds its buffer until a copy is done, which happens without
-    help, or until MPI has sent or received it. The latter may need the peer to come to its side of this message, and
-    the peer may come to that only after other messages, in an order that is not known here. So no message may wait for
-    a buffer that another one holds: its first buffer is always granted (PinnedPool.take), and with one buffer it goes
-    through, chunk after chunk. Further buffers hide the copies. They come from a limited ring, and no message waits for
-    them. Of messages with one name a later one waits for the earlier one, as it does in MPI.
+    It cannot deadlock for want of pinned memory. A chunk holds its buffer until a copy is done,
+    which happens without help, or until MPI has sent or received it. The latter may need the peer
+    to come to its side of this message, and the peer may come to that only after other messages, in
+    an order that is not known here. So no message may wait for a buffer that another one holds: its
+    first buffer is always granted (PinnedPool.take), and with one buffer it goes through, chunk
+    after chunk. Further buffers hide the copies. They come from a limited ring, and no message
+    waits for them. Of messages with one name a later one waits for the earlier one, as it does in
+    MPI.
     """
 
     piece_bytes = CHUNK_BYTES
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         super().__init__(comm, channels, synchronous)
-        self.outgoing, self.incoming = _Outgoing, _Incoming
-        self.outward, self.inward = arrays.side_stream(), arrays.side_stream()
-        self.out_pool, self.in_pool = PinnedPool(RING * self.piece_bytes), PinnedPool(RING * self.piece_bytes)
+        self.outgoing = _Outgoing
+        self.incoming = _Incoming
+        self.outward = arrays.side_stream()
+        self.inward = arrays.side_stream()
+        self.out_pool, self.in_pool = (
+            PinnedPool(RING * self.piece_bytes),
+            PinnedPool(RING * self.piece_bytes),
+        )
         # chunks on their way out to the host, and in to the device
-        self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = deque()  # event, message, buffer, bytes
-        self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = deque()  # event, message, buffer
+        self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = (
+            deque()
+        )  # event, message, buffer, bytes
+        self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = (
+            deque()
+        )  # event, message, buffer
 
     def progress(self) -> bool:
         while self.copied and arrays.is_done(self.copied[0][0]):
@@ -80,13 +94,18 @@ class _Staged(DeviceMessage):
         self.untaken = -(-max(1, self.array.nbytes) // self.transport.piece_bytes)
         self.unsent = self.untaken  # on the way out, chunks that MPI has not had yet
         self.arrived: Event | None = None  # on the way in, after the last copy
-        # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on the way out
+        # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on
+        # the way out
         self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
 
     def _next_chunk(self, pool: PinnedPool) -> tuple[np.ndarray, DeviceArray] | None:
         """(buffer, chunk of the array) where there is a buffer for the chunk; else None."""
         size = self.transport.piece_bytes
-        buffer = pool.take(min(size, self.array.nbytes), first=self.held == 0) if self.held < DEPTH else None
+        buffer = (
+            pool.take(min(size, self.array.nbytes), first=self.held == 0)
+            if self.held < DEPTH
+            else None
+        )
         if buffer is None:
             return None
         chunk = self.bytes[self.next : self.next + size]
@@ -123,7 +142,9 @@ class _Outgoing(_Staged):
         self.finished = self.posted and self.held == 0
 
     def send(self, buffer: np.ndarray, nbytes: int) -> None:
-        """Hand MPI a chunk that has arrived on the host; chunks arrive in the order of their copies."""
+        """Hand MPI a chunk that has arrived on the host; chunks arrive in the order of their
+        copies.
+        """
         peer, channel, tag = self.name
         request = own(self.transport.host.senders[channel](buffer[:nbytes], peer, tag))
         self.wire.append((request, buffer, None))
@@ -164,7 +185,7 @@ class _Incoming(_Staged):
         return True
 
 
-# -- Pinned host memory that messages of device arrays pass through, one chunk at a time, used again and again --------
+# -- Pinned host memory that messages of device arrays pass through, one chunk at a time, used again and again --
 
 
 SMALLEST = 4096  # bytes: what a header needs
@@ -173,16 +194,23 @@ SMALLEST = 4096  # bytes: what a header needs
 class PinnedPool:
     """Buffers of pinned memory; the size of each is a power of two.
 
-    A message's first buffer is granted even above `limit` bytes, so no message ever waits for a buffer that another one
-    holds (StagedTransport says why). So never more is in use than `limit` bytes and one buffer for each message.
+    A message's first buffer is granted even above `limit` bytes, so no message ever waits for a
+    buffer that another one holds (StagedTransport says why). So never more is in use than `limit`
+    bytes and one buffer for each message.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0  # bytes
-        self.free: dict[int, list[np.ndarray]] = defaultdict(list)  # size -> buffers that no message uses
+        # bytes
+        self.limit = limit
+        self.used = 0
+        self.free: dict[int, list[np.ndarray]] = defaultdict(
+            list
+        )  # size -> buffers that no message uses
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:
-        """A buffer of at least `nbytes`; None if it is not its message's `first` and the limit is reached."""
+        """A buffer of at least `nbytes`; None if it is not its message's `first` and the limit is
+        reached.
+        """
         size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
         if not first and self.used + size > self.limit:
             return None

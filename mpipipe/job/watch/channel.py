@@ -1,4 +1,6 @@
-"""Messages between the watchdogs of several ranks, and what they say. Only the ranks that open a channel wait here."""
+"""Messages between the watchdogs of several ranks, and what they say. Only the ranks that open a
+channel wait here.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ PLACE_BYTES = 64
 class WatchMessage(NamedTuple):
     """A question where each rank is, or an answer to it, a Dump.
 
-    `probe` names what it belongs to: (world rank that asks, count of its questions). A question has the ranks on the
-    host of the one that is asked, which have not answered, and which that is to look at.
+    `probe` names what it belongs to: (world rank that asks, count of its questions). A question has
+    the ranks on the host of the one that is asked, which have not answered, and which that is to
+    look at.
     """
 
     source: int
@@ -43,7 +46,9 @@ class WatchMessage(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Where a rank runs, whether its watchdog answers while it computes, and where its stacks can be read."""
+    """Where a rank runs, whether its watchdog answers while it computes, and where its stacks can
+    be read.
+    """
 
     host: str  # "" for a rank that has said nothing of itself
     pid: int
@@ -55,10 +60,16 @@ UNKNOWN = RankPlace("", 0, True, -1)
 
 
 class WatchChannel:
-    """The watchdogs of the ranks of a communicator, which has no other messages; `members` are ranks of COMM_WORLD."""
+    """The watchdogs of the ranks of a communicator, which has no other messages; `members` are
+    ranks of COMM_WORLD.
+    """
 
-    def __init__(self, comm: MpiCommunicator, members: tuple[int, ...], places: Sequence[RankPlace]) -> None:
-        self.comm, self.members, self.places = comm, members, places
+    def __init__(
+        self, comm: MpiCommunicator, members: tuple[int, ...], places: Sequence[RankPlace]
+    ) -> None:
+        self.comm = comm
+        self.members = members
+        self.places = places
         self.rank = comm.rank
         self._status = runtime.mpi().Status()
         self._sending: list[Request] = []
@@ -70,10 +81,12 @@ class WatchChannel:
         self._sending.append(own(self.comm.Isend(data, peer)))
 
     def read(self) -> list[WatchMessage]:
-        arrived, status = [], self._status
+        arrived = []
+        status = self._status
         while self._receiving is not None or self.comm.Iprobe(status=status):
             if self._receiving is None:
-                source, buffer = status.Get_source(), np.empty(status.Get_count(), np.uint8)
+                source = status.Get_source()
+                buffer = np.empty(status.Get_count(), np.uint8)
                 self._receiving = own(self.comm.Irecv(buffer, source)), buffer, source
             request, buffer, source = self._receiving
             if not request.Test():
@@ -94,15 +107,24 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     """Return the channel of the ranks of `comm`, on a duplicate; collective."""
     private = communicators.duplicate(comm)
     private.Set_name("mpipipe watchdog")
-    row, table = np.zeros(PLACE_BYTES, np.uint8), np.empty((comm.size, PLACE_BYTES), np.uint8)
-    mine = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}".encode()[:PLACE_BYTES]
+    row = np.zeros(PLACE_BYTES, np.uint8)
+    table = np.empty((comm.size, PLACE_BYTES), np.uint8)
+    mine = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}".encode()[
+        :PLACE_BYTES
+    ]
     row[: len(mine)] = np.frombuffer(mine, np.uint8)
     wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
-    places = [line.tobytes().rstrip(b"\0").decode("utf-8", "replace").split(" ", 3) for line in table]
-    return WatchChannel(private, members, [RankPlace(host, int(pid), t == "1", int(d)) for pid, t, d, host in places])
+    places = [
+        line.tobytes().rstrip(b"\0").decode("utf-8", "replace").split(" ", 3) for line in table
+    ]
+    return WatchChannel(
+        private,
+        members,
+        [RankPlace(host, int(pid), t == "1", int(d)) for pid, t, d, host in places],
+    )
 
 
-# -- What one rank says of itself when a job hangs --------------------------------------------------------------------
+# -- What one rank says of itself when a job hangs -------------------------------------------------
 
 
 TRIES = 5  # a list may change while another thread reads it
@@ -116,7 +138,9 @@ class Waits(NamedTuple):
     text: str  # what for
     seconds: float  # how long
     peers: tuple[int, ...]  # world ranks that must come, each of which may be the reason
-    meeting: tuple[tuple[int, ...], str] | None  # equal on all ranks that wait for each other; None: one peer must come
+    meeting: (
+        tuple[tuple[int, ...], str] | None
+    )  # equal on all ranks that wait for each other; None: one peer must come
 
 
 class Dump(NamedTuple):
@@ -140,14 +164,19 @@ def make_dump(
     neighbours: Mapping[int, Seen] | None = None,
     watcher: int | None = None,
 ) -> Dump:
-    """Describe this rank, `quiet` seconds without progress, and its `neighbours`; the thread `watcher` is left out."""
+    """Describe this rank, `quiet` seconds without progress, and its `neighbours`; the thread
+    `watcher` is left out.
+    """
     snapshots = _patiently(lambda: tuple(thing.snapshot() for thing in context.inspectables))
-    waits = _patiently(lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits)))
+    waits = _patiently(
+        lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits))
+    )
     busy = next((snapshot.thread for snapshot in snapshots if snapshot.doing), context.thread)
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = [
-        f"thread {names.get(number, number)}, most recent call last:\n{''.join(traceback.format_stack(frame))}"
+        f"thread {names.get(number, number)}, most recent call "
+        f"last:\n{''.join(traceback.format_stack(frame))}"
         for number, frame in frames.items()
         if number != watcher
     ]
@@ -175,7 +204,9 @@ def _patiently(make: Callable[[], tuple[Item, ...]]) -> tuple[Item, ...]:
 
 
 def _waits_of(long_wait: LongWait) -> Waits:
-    group, seconds, text = long_wait.group, time.perf_counter() - long_wait.start, str(long_wait.what)
+    group = long_wait.group
+    seconds = time.perf_counter() - long_wait.start
+    text = str(long_wait.what)
     if group is None:
         members = tuple(sorted(long_wait.absent))
         return Waits(text, seconds, members, (members, text) if members else None)
@@ -191,16 +222,21 @@ def _where(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     stack = traceback.extract_stack(frame)
-    users = [line for line in stack if not line.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))]
+    users = [
+        line
+        for line in stack
+        if not line.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))
+    ]
     innermost = users[-1] if users else stack[-1]
     return f"{innermost.filename}:{innermost.lineno} in {innermost.name}"
 
 
 # -- What can be seen, from outside, of a process on this host that does not answer: its state, and its Python stacks
 #
-# The state is what Linux says: stopped, waiting for a disk, running. Stacks come from a signal, which Python's
-# faulthandler answers in C, so also where one call keeps the interpreter busy for ever. It writes into memory of the
-# silent process that has a file descriptor, and the sender of the signal reads that.
+# The state is what Linux says: stopped, waiting for a disk, running. Stacks come from a signal,
+# which Python's faulthandler answers in C, so also where one call keeps the interpreter busy for
+# ever. It writes into memory of the silent process that has a file descriptor, and the sender of
+# the signal reads that.
 
 
 GONE = "its process has ended"
@@ -218,14 +254,18 @@ _descriptors: list[int] = []  # of the memory for stacks, once there is any
 
 
 class Seen(NamedTuple):
-    """What was seen of a process: its state in words, and its stacks; "" for what cannot be known."""
+    """What was seen of a process: its state in words, and its stacks; "" for what cannot be
+    known.
+    """
 
     state: str
     stacks: str
 
 
 def offer_stacks() -> int:
-    """Answer the signal with the stacks of this process; return the descriptor of what is written, -1 without one."""
+    """Answer the signal with the stacks of this process; return the descriptor of what is written,
+    -1 without one.
+    """
     if sys.platform != "linux":
         return -1
     if not _descriptors:
@@ -237,7 +277,9 @@ def offer_stacks() -> int:
 
 
 def look_at(pid: int, descriptor: int) -> Seen:
-    """Return what can be seen of a process on this host whose `offer_stacks` returned `descriptor`."""
+    """Return what can be seen of a process on this host whose `offer_stacks` returned
+    `descriptor`.
+    """
     state = state_of(pid)
     answers = state in (STATES["R"], STATES["S"])
     return Seen(state, _stacks_of(pid, descriptor) if answers and descriptor >= 0 else "")
@@ -261,9 +303,11 @@ def _stacks_of(pid: int, descriptor: int) -> str:
         if "mpipipe stacks" not in os.readlink(place):  # another program has this process id by now
             return ""
         os.kill(pid, _signal())
-        deadline, text = time.monotonic() + STACK_SECONDS, ""
+        deadline = time.monotonic() + STACK_SECONDS
+        text = ""
         while time.monotonic() < deadline:
-            before, text = text, place.read_text(errors="replace")
+            before = text
+            text = place.read_text(errors="replace")
             if text and text == before:
                 return text
             time.sleep(STACK_SECONDS / 10)

@@ -1,10 +1,11 @@
-"""What the dumps of all ranks mean together: which rank waits for which, and which is to blame. Pure functions of data.
+"""What the dumps of all ranks mean together: which rank waits for which, and which is to blame.
+Pure functions of data.
 
-A rank that waits is blocked by those that must come. These blocks, followed from rank to rank, lead to ranks that do
-not wait for others: they are silent, or they compute, or they are in code outside of this package, or they wait for
-something of their own, such as a disk. Before that, the plans are asked: a rank that went past an action without
-sending what the plan says has diverged, and so has one that sent a message under another tag or size than the receiver
-expects.
+A rank that waits is blocked by those that must come. These blocks, followed from rank to rank, lead
+to ranks that do not wait for others: they are silent, or they compute, or they are in code outside
+of this package, or they wait for something of their own, such as a disk. Before that, the plans are
+asked: a rank that went past an action without sending what the plan says has diverged, and so has
+one that sent a message under another tag or size than the receiver expects.
 """
 
 from __future__ import annotations
@@ -47,8 +48,16 @@ class HangVerdict(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return text for a person: the culprits first."""
-        more = [f"and {counted(len(self.culprits) - LISTED, 'rank')} more"] if len(self.culprits) > LISTED else []
-        waits = [f"and {counted(len(self.waiting) - LISTED, 'wait')} more"] if len(self.waiting) > LISTED else []
+        more = (
+            [f"and {counted(len(self.culprits) - LISTED, 'rank')} more"]
+            if len(self.culprits) > LISTED
+            else []
+        )
+        waits = (
+            [f"and {counted(len(self.waiting) - LISTED, 'wait')} more"]
+            if len(self.waiting) > LISTED
+            else []
+        )
         return [*(c.text for c in self.culprits[:LISTED]), *more, *self.waiting[:LISTED], *waits]
 
 
@@ -61,7 +70,8 @@ def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) 
         culprits += _skipped(dump)
     for dump in dumps.values():
         _compare_message(dump, dumps, culprits, lost)
-    blamed, wanted = {each.rank for each in culprits}, _reachable(blockers)
+    blamed = {each.rank for each in culprits}
+    wanted = _reachable(blockers)
     for rank, dump in dumps.items():
         if rank not in blamed and (_waits_alone(dump) or (rank in wanted and not dump.waits)):
             culprits.append(Culprit(rank, _occupation(dump)))
@@ -81,7 +91,11 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
     """Return the ranks that one rank waits for: of a meeting, those that have not come to it."""
     blocking: set[int] = set()
     for wait in dump.waits:
-        met = {rank for rank, other in dumps.items() if wait.meeting in [entered.meeting for entered in other.waits]}
+        met = {
+            rank
+            for rank, other in dumps.items()
+            if wait.meeting in [entered.meeting for entered in other.waits]
+        }
         blocking |= set(wait.peers) - {dump.rank} - (met if wait.meeting is not None else set())
     return blocking
 
@@ -104,7 +118,9 @@ def _reachable(blockers: Mapping[int, set[int]]) -> set[int]:
 
 
 def _first_circle(blockers: Mapping[int, set[int]]) -> list[int]:
-    """Return ranks that each wait for the next one, and the last for the first; else all that wait."""
+    """Return ranks that each wait for the next one, and the last for the first; else all that
+    wait.
+    """
     for start in sorted(blockers):
         path = [start]
         while nexts := sorted(blockers.get(path[-1], ())):
@@ -114,7 +130,7 @@ def _first_circle(blockers: Mapping[int, set[int]]) -> list[int]:
     return sorted(rank for rank, peers in blockers.items() if peers)
 
 
-# -- what is wrong, as text -------------------------------------------------------------------------------------------
+# -- what is wrong, as text ------------------------------------------------------------------------
 
 
 def _named(dump: Dump) -> str:
@@ -124,11 +140,19 @@ def _named(dump: Dump) -> str:
 def _silence(it: Unresponsive, dumps: Mapping[int, Dump]) -> str:
     place = it.place
     if not place.host:
-        return f"rank {it.rank} does not answer: it has left, has not called mpipipe yet, or one call keeps it busy"
-    state = next((d.neighbours[it.rank].state for d in dumps.values() if it.rank in d.neighbours), "")
+        return (
+            f"rank {it.rank} does not answer: it has left, has not called mpipipe yet, or one "
+            "call keeps it busy"
+        )
+    state = next(
+        (d.neighbours[it.rank].state for d in dumps.values() if it.rank in d.neighbours), ""
+    )
     name = f"rank {it.rank} on {place.host} (process {place.pid})"
     if not place.threaded and state in ("", STATES["R"], STATES["S"]):
-        return f"{name} waits for no message; more is not known, since MPI was initialised without MPI_THREAD_MULTIPLE"
+        return (
+            f"{name} waits for no message; more is not known, since MPI was initialised "
+            "without MPI_THREAD_MULTIPLE"
+        )
     unknown = "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
     return f"{name} is silent: it has not answered for {it.seconds:.0f} s; {state or unknown}"
 
@@ -141,7 +165,9 @@ def _skipped(dump: Dump) -> Iterable[Culprit]:
             yield Culprit(dump.rank, f"{_named(dump)} diverged: {text}, {past}")
 
 
-def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culprit], lost: list[Culprit]) -> None:
+def _compare_message(
+    dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culprit], lost: list[Culprit]
+) -> None:
     """Look at the other end of each message that a rank waits for."""
     for snapshot in dump.snapshots:
         wanted = snapshot.expects
@@ -149,16 +175,25 @@ def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culpr
             continue
         sender = _named(dumps[wanted.peer])
         for other in dumps[wanted.peer].snapshots:
-            if (other.key, other.call) != (snapshot.key, snapshot.call):  # ranks may be a step apart
+            if (other.key, other.call) != (
+                snapshot.key,
+                snapshot.call,
+            ):  # ranks may be a step apart
                 continue
             for sent in other.sent:
                 if (sent.peer, sent.name) != (dump.rank, wanted.name):
                     continue
                 if sent.tag != wanted.tag or len({sent.nbytes, wanted.nbytes} - {None}) > 1:
-                    text = f"sent {sent.text} as {_transfer(sent)}; rank {dump.rank} expects {_transfer(wanted)}"
+                    text = (
+                        f"sent {sent.text} as {_transfer(sent)}; rank {dump.rank} expects "
+                        f"{_transfer(wanted)}"
+                    )
                     culprits.append(Culprit(wanted.peer, f"{sender} diverged: it {text}"))
                 else:
-                    text = f"sent {sent.text} to rank {dump.rank} ({_transfer(sent)}), where it has not arrived"
+                    text = (
+                        f"sent {sent.text} to rank {dump.rank} ({_transfer(sent)}), where it "
+                        "has not arrived"
+                    )
                     lost.append(Culprit(wanted.peer, f"{sender} {text}"))
 
 
@@ -173,8 +208,13 @@ def _occupation(dump: Dump) -> str:
         return f"{_named(dump)} has come to the end of its program"
     if _waits_alone(dump):
         wait = dump.waits[0]
-        return f"{_named(dump)} has waited {wait.seconds:.0f} s for {wait.text}, and for no other rank"
-    busy = sorted((snapshot for snapshot in dump.snapshots if snapshot.doing), key=lambda each: not each.computes)
+        return (
+            f"{_named(dump)} has waited {wait.seconds:.0f} s for {wait.text}, and for no other rank"
+        )
+    busy = sorted(
+        (snapshot for snapshot in dump.snapshots if snapshot.doing),
+        key=lambda each: not each.computes,
+    )
     if busy and busy[0].computes:
         return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {busy[0].doing}{place}"
     what = f"in {busy[0].doing}" if busy else "busy elsewhere"
@@ -187,48 +227,79 @@ def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
     for rank, dump in sorted(dumps.items()):
         doing = next((f", in {each.doing}" for each in dump.snapshots if each.doing), "")
         texts += [(rank, f"for {wait.text}{doing}") for wait in dump.waits]
-    return [f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}" for text, them in by_text(texts).items()]
+    return [
+        f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}"
+        for text, them in by_text(texts).items()
+    ]
 
 
-# -- The report of a hang: some lines on stderr, and a folder with stacks and what all ranks do -----------------------
+# -- The report of a hang: some lines on stderr, and a folder with stacks and what all ranks do ----
 
 
 HUNG = 124  # exit code of a job that hangs, as of timeout(1)
-REMEDY = "look at the first rank named; --watchdog of train, or MPIPIPE_WATCHDOG, sets the limit (0: none)"
+REMEDY = (
+    "look at the first rank named; --watchdog of train, or MPIPIPE_WATCHDOG, sets the limit "
+    "(0: none)"
+)
 
 
 def publish(
-    verdict: HangVerdict, dumps: Mapping[int, Dump], quiet: float, folder: Path | None, place: tuple[int, int]
+    verdict: HangVerdict,
+    dumps: Mapping[int, Dump],
+    quiet: float,
+    folder: Path | None,
+    place: tuple[int, int],
 ) -> None:
-    """Write the files and the report; `place` is (world rank, ranks) of the rank that reports. Never raises OSError."""
+    """Write the files and the report; `place` is (world rank, ranks) of the rank that reports.
+    Never raises OSError.
+    """
     lines = [f"no rank has made progress for {quiet:.1f} s", *verdict.lines()]
     try:
         lines.append(f"stacks: {_write_files(verdict, dumps, folder)}")
     except OSError as error:
         lines.append(f"no file could be written ({error}); stacks of the first rank named:")
         stacks = _stacks(dumps)
-        lines += next((stacks[each.rank] for each in verdict.culprits if each.rank in stacks), "none").splitlines()
+        lines += next(
+            (stacks[each.rank] for each in verdict.culprits if each.rank in stacks), "none"
+        ).splitlines()
     lines.append(f"remedy: {REMEDY}")
     write("\n".join([heading(*place), *(f"  {line}" for line in lines), ""]))
 
 
 def _write_files(verdict: HangVerdict, dumps: Mapping[int, Dump], folder: Path | None) -> Path:
-    """Return a folder named by the time: report.txt for all ranks, rank-N.txt for each of the first culprits."""
+    """Return a folder named by the time: report.txt for all ranks, rank-N.txt for each of the first
+    culprits.
+    """
     parent = folder if folder is not None and folder.is_dir() else Path()
     path = files.new_folder(parent / time.strftime("hang-%Y%m%d-%H%M%S"))
     texts = [*verdict.lines(), ""]
     for rank, dump in sorted(dumps.items()):
-        texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_state(dump), ""]
+        texts += [
+            f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}",
+            *_state(dump),
+            "",
+        ]
     (path / "report.txt").write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
     stacks = _stacks(dumps)
-    for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in stacks))[:LISTED]:
-        (path / f"rank-{rank}.txt").write_text(stacks[rank], encoding="utf-8", errors="backslashreplace")
+    for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in stacks))[
+        :LISTED
+    ]:
+        (path / f"rank-{rank}.txt").write_text(
+            stacks[rank], encoding="utf-8", errors="backslashreplace"
+        )
     return path
 
 
 def _stacks(dumps: Mapping[int, Dump]) -> dict[int, str]:
-    """Return stacks by world rank, of ranks that answer and of those that were looked at from outside."""
-    stacks = {rank: seen.stacks for dump in dumps.values() for rank, seen in dump.neighbours.items() if seen.stacks}
+    """Return stacks by world rank, of ranks that answer and of those that were looked at from
+    outside.
+    """
+    stacks = {
+        rank: seen.stacks
+        for dump in dumps.values()
+        for rank, seen in dump.neighbours.items()
+        if seen.stacks
+    }
     for rank, dump in dumps.items():
         stacks[rank] = "\n".join([f"rank {rank} on {dump.host}", *_state(dump), "", dump.stacks])
     return stacks

@@ -1,4 +1,5 @@
-"""Finds a hang: one watchdog on each rank, with a thread that speaks MPI, so that a rank that computes answers too.
+"""Finds a hang: one watchdog on each rank, with a thread that speaks MPI, so that a rank that
+computes answers too.
 
     quiet for the limit, and this rank waits           ask  ->  all ranks of its channel
     each says where it is, and how long it is quiet    <- Dump
@@ -6,12 +7,13 @@
     some are silent                                    ask  ->  another rank of their host, to look at their processes
     still no progress: compare, report, MPI_Abort
 
-Progress is what changes `RankContext.progress_token`: a call, an action or a wait that begins or ends, a poll between
-two layers. Time counts only while this watchdog is awake, so a job that was stopped as a whole and goes on has not been
-quiet. Nothing is sent while ranks wait for less than the limit.
+Progress is what changes `RankContext.progress_token`: a call, an action or a wait that begins or
+ends, a poll between two layers. Time counts only while this watchdog is awake, so a job that was
+stopped as a whole and goes on has not been quiet. Nothing is sent while ranks wait for less than
+the limit.
 
-Where MPI takes calls from one thread only, long waits do this in place of the thread. A rank that computes is silent
-then, and the report says why.
+Where MPI takes calls from one thread only, long waits do this in place of the thread. A rank that
+computes is silent then, and the report says why.
 """
 
 from __future__ import annotations
@@ -52,8 +54,12 @@ logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
 MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
-MOST_SECONDS = 0.3  # that one look counts for, or three periods: this process may have been stopped meanwhile
-FORWARD_SECONDS = 1.0  # for the launcher to hand the report on: it may lose what comes just before an abort
+MOST_SECONDS = (
+    0.3  # that one look counts for, or three periods: this process may have been stopped meanwhile
+)
+FORWARD_SECONDS = (
+    1.0  # for the launcher to hand the report on: it may lose what comes just before an abort
+)
 HASTE_SECONDS = 0.02  # between two looks while somebody asks: a long answer needs several
 
 
@@ -62,7 +68,9 @@ class Watchdog:
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.limit = settings.watchdog()  # seconds without progress of any rank; None if nothing is watched
+        self.limit = (
+            settings.watchdog()
+        )  # seconds without progress of any rank; None if nothing is watched
         self.folder: Path | None = None  # where a report goes; None for the working folder
         self.quiet = 0.0  # seconds without progress of this rank, as far as this watchdog was awake
         self._channels: list[WatchChannel] = []
@@ -71,7 +79,9 @@ class Watchdog:
         self._lock = threading.Lock()
         self._probe: HangProbe | None = None
         self._probes = 0
-        self._held = self._again = 0.0  # seconds for which another rank asks; of quiet at which to ask again
+        self._held = self._again = (
+            0.0  # seconds for which another rank asks; of quiet at which to ask again
+        )
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._loudness = logging.WARNING
@@ -87,11 +97,15 @@ class Watchdog:
         """Seconds that a rank has for its answer."""
         return min(10.0, max(1.0, (self.limit or 0.0) / 3))
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     def covers(self, members: tuple[int, ...]) -> bool:
-        """Return whether there is a channel with all of these ranks, or none can be made, for ranks of another job."""
-        return -1 in members or any(set(members) <= set(channel.members) for channel in self._channels)
+        """Return whether there is a channel with all of these ranks, or none can be made, for ranks
+        of another job.
+        """
+        return -1 in members or any(
+            set(members) <= set(channel.members) for channel in self._channels
+        )
 
     def ended_neighbours(self) -> set[int]:
         """Return the world ranks on this host whose process has ended."""
@@ -110,7 +124,10 @@ class Watchdog:
     def configure(self, limit: float | None, folder: Path | None) -> None:
         """Set the limit in seconds, None for no watchdog, and the folder of a report."""
         with self._lock:
-            self.limit, self.folder, self.quiet, self._again = limit, folder, 0.0, 0.0
+            self.limit = limit
+            self.folder = folder
+            self.quiet = 0.0
+            self._again = 0.0
         self._start()
 
     def _start(self) -> None:
@@ -135,14 +152,15 @@ class Watchdog:
         if self._thread is None and time.monotonic() - self._now >= self.period:
             self._tick()
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         if self.limit is None or not self._lock.acquire(blocking=False):
             return
         try:
             now = time.monotonic()
-            elapsed, self._now = min(now - self._now, max(MOST_SECONDS, 3 * self.period)), now
+            elapsed = min(now - self._now, max(MOST_SECONDS, 3 * self.period))
+            self._now = now
             self._look(elapsed, self.limit)
         except Exception as error:  # of MPI where a peer has died, for example: others report that
             self._say(error)
@@ -156,14 +174,18 @@ class Watchdog:
     def _look(self, elapsed: float, limit: float) -> None:
         token = self.context.progress_token()
         if token != self._token:
-            self._token, self.quiet, self._again = token, 0.0, 0.0
+            self._token = token
+            self.quiet = 0.0
+            self._again = 0.0
         else:
             self.quiet += elapsed
         self._held = max(0.0, self._held - elapsed)
         for channel in self._channels:
             try:
                 messages = channel.read()
-            except Exception as error:  # of a network that is gone: a rank that does not answer is silent
+            except (
+                Exception
+            ) as error:  # of a network that is gone: a rank that does not answer is silent
                 self._say(error)
                 continue
             for message in messages:
@@ -185,8 +207,12 @@ class Watchdog:
             self._held = max(2 * self.window + 2.0, limit / 2)
         channel.send(source, name, self._dump(channel.members[channel.rank], channel, content))
 
-    def _dump(self, rank: int, channel: WatchChannel | None = None, neighbours: Collection[int] = ()) -> Dump:
-        """Describe this rank of COMM_WORLD, and ranks of the channel on its host that do not answer."""
+    def _dump(
+        self, rank: int, channel: WatchChannel | None = None, neighbours: Collection[int] = ()
+    ) -> Dump:
+        """Describe this rank of COMM_WORLD, and ranks of the channel on its host that do not
+        answer.
+        """
         watcher = None if self._thread is None else self._thread.ident
         seen = {}
         if channel is not None:
@@ -195,7 +221,7 @@ class Watchdog:
                 seen[channel.members[neighbour]] = look_at(place.pid, place.descriptor)
         return make_dump(self.context, rank, self.quiet, seen, watcher)
 
-    # -- asking -------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def _ask(self, limit: float) -> None:
         """Ask all ranks of the largest channel that has those which this rank waits for.
@@ -214,7 +240,10 @@ class Watchdog:
             return
         if channel is None:
             missing = sorted(wanted - {rank} - self.context.left.keys())
-            self._report([self._dump(rank)], [Unresponsive(member, UNKNOWN, self.quiet) for member in missing])
+            self._report(
+                [self._dump(rank)],
+                [Unresponsive(member, UNKNOWN, self.quiet) for member in missing],
+            )
             return
         self._probes += 1
         self._probe = HangProbe(channel, self._probes)
@@ -231,12 +260,15 @@ class Watchdog:
             return
         least = min((dump.quiet for dump in probe.dumps.values()), default=inf)
         if least < limit:  # a rank has made progress: no hang
-            self._probe, self._again = None, self.quiet + limit - least
+            self._probe = None
+            self._again = self.quiet + limit - least
             return
         host = channel.places[channel.rank].host
         if not probe.looked:
             probe.looked = True
-            watchers = {channel.places[rank].host: rank for rank in sorted(probe.dumps, reverse=True)}
+            watchers = {
+                channel.places[rank].host: rank for rank in sorted(probe.dumps, reverse=True)
+            }
             watchers.pop(host, None)
             for place, watcher in watchers.items():
                 neighbours = [rank for rank in silent if channel.places[rank].host == place]
@@ -258,7 +290,8 @@ class Watchdog:
 
     def _report(self, dumps: list[Dump], silent: list[Unresponsive]) -> None:
         """End the job with what the dumps say; the first one is of this rank."""
-        by_rank, world = {dump.rank: dump for dump in dumps}, runtime.world()
+        by_rank = {dump.rank: dump for dump in dumps}
+        world = runtime.world()
         try:
             verdict = judge(dict(sorted(by_rank.items())), silent)
             publish(verdict, by_rank, self.quiet, self.folder, (dumps[0].rank, world.size))
@@ -272,33 +305,49 @@ class HangProbe:
 
     def __init__(self, channel: WatchChannel, number: int) -> None:
         self.channel = channel
-        self.name = channel.members[channel.rank], number  # world rank that asks, and the count of its questions
+        self.name = (
+            channel.members[channel.rank],
+            number,
+        )  # world rank that asks, and the count of its questions
         self.others = [rank for rank in range(len(channel.members)) if rank != channel.rank]
         self.waited = 0.0  # seconds since the last question
         self.dumps: dict[int, Dump] = {}  # by rank
         self.looked = False  # whether other ranks were asked for the silent ones of their host
 
 
-# -- Which ranks watch over each other: every new group is in some channel, and every rank has one watchdog ------------
+# -- Which ranks watch over each other: every new group is in some channel, and every rank has one watchdog --
 
 
 def watch(comm: Communicator) -> None:
-    """Give this rank its watchdog, if it has none: also for the wait for other ranks of its first group."""
+    """Give this rank its watchdog, if it has none: also for the wait for other ranks of its first
+    group.
+    """
     context = current_rank()
     with context.lock:
         if context.watchdog is None:
-            context.watchdog = ThreadWatchdog(comm.world, context) if runtime.in_process(comm) else Watchdog(context)
+            context.watchdog = (
+                ThreadWatchdog(comm.world, context)
+                if runtime.in_process(comm)
+                else Watchdog(context)
+            )
 
 
 def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
-    """Name a new group on all its ranks alike, and make sure that one channel has all of them; collective."""
+    """Name a new group on all its ranks alike, and make sure that one channel has all of them;
+    collective.
+    """
     context.groups_named += 1
     covered = runtime.in_process(comm) or comm.size == 1 or context.watchdog.covers(members)
     mine = np.array([covered, members[comm.rank], context.groups_named], np.int64)
     if comm.size == 1:
         return tuple(mine[1:].tolist())
     table = np.empty((comm.size, mine.size), np.int64)
-    wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
+    wait_for_ranks(
+        own(comm.Iallgather(mine, table)),
+        "all ranks of a new group",
+        members,
+        grace=ARRIVAL_SECONDS,
+    )
     if not table[:, 0].all():
         context.watchdog.add(open_channel(comm, members))  # type: ignore[arg-type]  # ranks of MPI
     return tuple(table[0, 1:].tolist())
@@ -306,7 +355,8 @@ def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) ->
 
 @contextmanager
 def watching(seconds: float | None, folder: Path) -> Iterator[None]:
-    """Set the limit of this rank, within, to `seconds`, and the folder of a report, if that exists by then.
+    """Set the limit of this rank, within, to `seconds`, and the folder of a report, if that exists
+    by then.
 
     None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
     """
@@ -323,21 +373,26 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
 
 
 class ThreadWatchdog:
-    """The watchdog of ranks that are threads, of one `inprocess.run`: it looks at all of them, in their own memory.
+    """The watchdog of ranks that are threads, of one `inprocess.run`: it looks at all of them, in
+    their own memory.
 
     It has no thread: it watches while one rank waits, and ranks that all compute are not watched.
     """
 
     def __init__(self, world: World, context: RankContext) -> None:
-        self.world, self.context = world, context
+        self.world = world
+        self.context = context
         self.limit = settings.watchdog()
         self.folder: Path | None = None
         self._token: object = None
         self._since = self._now = time.monotonic()
 
     def configure(self, limit: float | None, folder: Path | None) -> None:
-        """Set the limit in seconds, None for no watchdog; reports of ranks that are threads need no folder."""
-        self.limit, self.folder = limit, folder
+        """Set the limit in seconds, None for no watchdog; reports of ranks that are threads need no
+        folder.
+        """
+        self.limit = limit
+        self.folder = folder
 
     def look(self) -> None:
         """In a long wait: raise HangError if no rank has made progress for too long."""
@@ -346,13 +401,18 @@ class ThreadWatchdog:
             return
         contexts = dict(self.world.contexts)
         token = {rank: context.progress_token() for rank, context in contexts.items()}
-        if token != self._token or now - self._now > self.limit / 2:  # the second: this wait is not the one before
-            self._token, self._since = token, now
+        if (
+            token != self._token or now - self._now > self.limit / 2
+        ):  # the second: this wait is not the one before
+            self._token = token
+            self._since = now
         self._now = now
         rank = next(rank for rank, context in contexts.items() if context is self.context)
         if now - self._since > self.limit * (1 + STAGGER * rank) and not self.world.broken:
             quiet = now - self._since
             dumps = {other: make_dump(context, other, quiet) for other, context in contexts.items()}
             raise HangError(
-                f"no rank has made progress for {quiet:.1f} s", found="\n    ".join(judge(dumps).lines()), remedy=REMEDY
+                f"no rank has made progress for {quiet:.1f} s",
+                found="\n    ".join(judge(dumps).lines()),
+                remedy=REMEDY,
             )

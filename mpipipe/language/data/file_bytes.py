@@ -1,6 +1,8 @@
-"""Bytes of data files, read by position, and short hashes by which ranks find out whether they have the same files.
+"""Bytes of data files, read by position, and short hashes by which ranks find out whether they have
+the same files.
 
-Files are not mapped into memory: where one is cut short during a training, reading a map would end the process.
+Files are not mapped into memory: where one is cut short during a training, reading a map would end
+the process.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ REMEDY = "leave the data alone while a training reads them; train on a copy"
 
 
 def read_bytes(path: Path, start: int, count: int) -> bytes:
-    """Read the bytes start .. start + count of a file. Raises DataError if it has fewer, or cannot be read."""
+    """Read the bytes start .. start + count of a file. Raises DataError if it has fewer, or cannot
+    be read.
+    """
     with files.reading("data", path, DataError, remedy=REMEDY):
-        opened = _opened(path)  # this reference keeps it open, also where another thread forgets all files
+        opened = _opened(
+            path
+        )  # this reference keeps it open, also where another thread forgets all files
         content = files.read_at(opened.descriptor, start, count)
         size = start + count if len(content) == count else os.fstat(opened.descriptor).st_size
     if len(content) < count:
@@ -58,7 +64,7 @@ class _Opened:
 _opened = lru_cache(maxsize=OPEN_FILES)(_Opened)
 
 
-# -- Hashes of files. Little of the data is read for them -------------------------------------------------------------
+# -- Hashes of files. Little of the data is read for them ------------------------------------------
 #
 # small file   |####|
 # big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
@@ -71,10 +77,11 @@ GLANCED = 16  # files
 
 
 def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of sampled contents.
+    """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of
+    sampled contents.
 
-    Of each file the first and last 4 KiB are read, and some between: about 16 MiB in all, and 8192 files at most. So a
-    change in a big file between the samples can be missed.
+    Of each file the first and last 4 KiB are read, and some between: about 16 MiB in all, and 8192
+    files at most. So a change in a big file between the samples can be missed.
     """
     content = blake2b(digest_size=16)
     for path, size in entries:
@@ -89,7 +96,9 @@ def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
 
 
 def glance(entries: Sequence[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits for what a rank sees of files that another listed: sizes and ends of 16 of them."""
+    """Return 32 hexadecimal digits for what a rank sees of files that another listed: sizes and
+    ends of 16 of them.
+    """
     content = blake2b(digest_size=16)
     for index in spread(len(entries), GLANCED):
         path, size = entries[index]
@@ -102,7 +111,9 @@ def glance(entries: Sequence[tuple[Path, int]]) -> str:
 
 
 def spread(total: int, count: int) -> list[int]:
-    """Choose at most `count` >= 2 of the numbers 0 ... total - 1, evenly spread, with the first and the last."""
+    """Choose at most `count` >= 2 of the numbers 0 ... total - 1, evenly spread, with the first and
+    the last.
+    """
     if total <= count:
         return list(range(total))
     return [number * (total - 1) // (count - 1) for number in range(count)]

@@ -1,10 +1,11 @@
-"""The data that `--data` names: which files they are, what a token is, and what is held out for validation.
+"""The data that `--data` names: which files they are, what a token is, and what is held out for
+validation.
 
     a text file   |=================train=================|-val-|            the last 5 % of its bytes
     tokens        |====train====|-val-|====train====|-val-|                  about the last 5 % of each section
 
-Cuts between sections are moved to the next start of a document. Where that would hold out too much or too little of a
-file, as with few documents, the last 5 % of its tokens are held out.
+Cuts between sections are moved to the next start of a document. Where that would hold out too much
+or too little of a file, as with few documents, the last 5 % of its tokens are held out.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ REMEDY = "name readable text files, or folders that hold some, with --data"
 HELD_OUT = 20  # one token in this many is for validation
 SECTIONS = 32
 DOCUMENTS = 64  # of a section
-FEWEST, MOST = 0.025, 0.1  # share that may be held out by documents
+# share that may be held out by documents
+FEWEST = 0.025
+MOST = 0.1
 
 
 @dataclass(frozen=True)
 class DataListing:
-    """Data as one rank finds them and sends them to the others, which open them without looking for them again.
+    """Data as one rank finds them and sends them to the others, which open them without looking for
+    them again.
 
-    `entries` are (path, bytes) of all files; the paths of the `default` data begin in the folder of the standard
-    library. `token_files` is empty for files of text.
+    `entries` are (path, bytes) of all files; the paths of the `default` data begin in the folder of
+    the standard library. `token_files` is empty for files of text.
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -69,14 +73,18 @@ class DataListing:
         return [(root / name, size) for name, size in self.entries]
 
     def open(self, seq_len: int) -> Source:
-        """Split the data into training and validation. Raises DataError if one is shorter than `seq_len` + 1."""
+        """Split the data into training and validation. Raises DataError if one is shorter than
+        `seq_len` + 1.
+        """
         train, validation = _held_out(self._token_files())
         if min(len(train), len(validation)) <= seq_len:
             total = sum(len(file) for file in self._token_files())
             raise DataError(
                 "the data are too short for one sequence in training and one in validation",
-                found=f"{counted(total, self.unit[:-1])} in {', '.join(str(path) for path, _ in self.files[:5])}",
-                expected=f"about {HELD_OUT * (seq_len + 1)} {self.unit} or more for sequences of {seq_len}",
+                found=f"{counted(total, self.unit[:-1])} in "
+                f"{', '.join(str(path) for path, _ in self.files[:5])}",
+                expected=f"about {HELD_OUT * (seq_len + 1)} {self.unit} or more for sequences of "
+                f"{seq_len}",
                 remedy="give more data, or a shorter seq_len",
             )
         return Source(self.vocab, train, validation, self.fingerprint, self.unit, self.tokenizer)
@@ -93,7 +101,9 @@ class DataListing:
 
 
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
-    """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library."""
+    """Look at the data: what kind they are, and how much. No paths stand for the source of the
+    standard library.
+    """
     forget_files()
     places = [Path(path) for path in paths]
     tokens = [path for path in places if is_token_file(path)]
@@ -103,7 +113,8 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
             "tokens and text cannot be mixed",
             found=f"tokens in {tokens[0]}, none in {', '.join(others[:5])}",
             expected="tokens in all of them, or in none",
-            remedy="tokenize the text, too: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
+            remedy="tokenize the text, too: python -m mpipipe tokenize --tokenizer DIR TEXT --out "
+            "FILE",
         )
     if tokens:
         return _list_tokens(tokens, vocab)
@@ -113,18 +124,28 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     folder = library_folder()
     listed = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
     if not listed:
-        raise DataError("the standard library's source is not installed here", found=str(folder), remedy=REMEDY)
+        raise DataError(
+            "the standard library's source is not installed here", found=str(folder), remedy=REMEDY
+        )
     names = tuple((os.path.relpath(path, folder), size) for path, size in listed)
     return DataListing(names, fingerprint(listed), default=True)
 
 
 def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
-    """List files of tokens for a vocabulary, by default what they say, or one more than their largest id."""
+    """List files of tokens for a vocabulary, by default what they say, or one more than their
+    largest id.
+    """
     opened = [open_tokens(path) for path in paths]
-    known = [(path, tokens.facts) for path, tokens in zip(paths, opened) if tokens.facts is not None]
+    known = [
+        (path, tokens.facts) for path, tokens in zip(paths, opened) if tokens.facts is not None
+    ]
     _check_tokenizers(known, vocab)
     if vocab is None:
-        vocab = known[0][1].vocab if known else max(1, 1 + max(largest_id(tokens.ids) for tokens in opened))
+        vocab = (
+            known[0][1].vocab
+            if known
+            else max(1, 1 + max(largest_id(tokens.ids) for tokens in opened))
+        )
     sizes = [(path, size_of(path)) for tokens in opened for path in tokens.paths]
     return DataListing(
         tuple((str(path), size) for path, size in sizes),
@@ -164,7 +185,8 @@ def check_tokenizer(found: DataListing | Source, folder: str | Path) -> None:
             "the data are bytes, and the model has a tokenizer",
             found=f"text, and a tokenizer in {folder}",
             expected="tokens of this tokenizer",
-            remedy=f"python -m mpipipe tokenize --tokenizer {folder} TEXT --out FILE, and name FILE with --data",
+            remedy=f"python -m mpipipe tokenize --tokenizer {folder} TEXT --out FILE, and name "
+            "FILE with --data",
         )
     if found.tokenizer is not None and own is not None and found.tokenizer != own:
         raise ConfigError(
@@ -175,14 +197,17 @@ def check_tokenizer(found: DataListing | Source, folder: str | Path) -> None:
         )
 
 
-# -- What is held out for validation ----------------------------------------------------------------------------------
+# -- What is held out for validation ---------------------------------------------------------------
 
 
 def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]:
     """Return the tokens for training and those for validation, which have none in common."""
-    train, validation = [], []
+    train = []
+    validation = []
     for file in token_files:
-        held = _by_documents(file) or [TokenPart(file, len(file) - len(file) // HELD_OUT, len(file))]
+        held = _by_documents(file) or [
+            TokenPart(file, len(file) - len(file) // HELD_OUT, len(file))
+        ]
         begin = 0
         for part in held:
             train.append(TokenPart(file, begin, part.start))
@@ -192,24 +217,37 @@ def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]
 
 
 def _by_documents(file: TokenFile) -> list[TokenPart]:
-    """Return what is held out of a file, between starts of documents; nothing if that cannot be about 5 %."""
+    """Return what is held out of a file, between starts of documents; nothing if that cannot be
+    about 5 %.
+    """
     starts = file.documents.starts
     count = max(1, min(SECTIONS, len(starts) // DOCUMENTS))
     held = []
     for section in range(count):
-        begin, end = len(file) * section // count, len(file) * (section + 1) // count
-        cuts = [bisect_left(starts, position) for position in (end - (end - begin) // HELD_OUT, end)]
-        held.append(TokenPart(file, *(starts[number] if number < len(starts) else len(file) for number in cuts)))
+        begin = len(file) * section // count
+        end = len(file) * (section + 1) // count
+        cuts = [
+            bisect_left(starts, position) for position in (end - (end - begin) // HELD_OUT, end)
+        ]
+        held.append(
+            TokenPart(
+                file, *(starts[number] if number < len(starts) else len(file) for number in cuts)
+            )
+        )
     share = sum(part.stop - part.start for part in held) / max(1, len(file))
     return held if FEWEST <= share <= MOST else []
 
 
-# -- Files of text ----------------------------------------------------------------------------------------------------
+# -- Files of text ---------------------------------------------------------------------------------
 
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
-    """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and empty ones not."""
-    with files.reading("data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY):
+    """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and
+    empty ones not.
+    """
+    with files.reading(
+        "data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY
+    ):
         folder = files.is_folder(path)
         if folder:
             listed = [(file, size) for file, size in _walk(path) if size and not _is_binary(file)]
@@ -220,8 +258,10 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
         raise DataError(
             "a binary file without a header that is known",
             found=f"a NUL byte in the first {SNIFFED} bytes of {path}",
-            expected="text, tokens that `mpipipe tokenize` wrote, or Megatron's .bin beside its .idx",
-            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE; text in UTF-16 must "
+            expected="text, tokens that `mpipipe tokenize` wrote, or Megatron's .bin beside its "
+            ".idx",
+            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out "
+            "FILE; text in UTF-16 must "
             "become UTF-8 first",
         )
     if not any(size for _, size in listed):
@@ -236,19 +276,27 @@ def library_folder() -> Path:
 
 
 def _walk(folder: Path) -> list[tuple[Path, int]]:
-    """List regular files below `folder` with their sizes, sorted by path, without hidden and generated folders."""
+    """List regular files below `folder` with their sizes, sorted by path, without hidden and
+    generated folders.
+    """
 
     def fail(error: OSError) -> None:
         raise error
 
     listed: list[tuple[Path, int]] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS
+        ]
         for path in [Path(parent, name) for name in names if not name.startswith(".")]:
             try:
                 status = path.stat()
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # of a link that leads nowhere
+                if error.errno not in (
+                    errno.ENOENT,
+                    errno.ENOTDIR,
+                    errno.ELOOP,
+                ):  # of a link that leads nowhere
                     raise
             else:
                 if stat.S_ISREG(status.st_mode):

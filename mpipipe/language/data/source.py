@@ -1,4 +1,6 @@
-"""What a training reads: tokens for training and validation. `--data` becomes a Source; users may give their own."""
+"""What a training reads: tokens for training and validation. `--data` becomes a Source; users may
+give their own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Tokens(Protocol):
         """Return `count` tokens from the position `start` on: (count,), integers of any dtype."""
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Return at which positions from start to stop - 1 documents begin: int64, rising; None if not known."""
+        """Return at which positions from start to stop - 1 documents begin: int64, rising; None if
+        not known.
+        """
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,9 @@ class Source:
     files: ClassVar[Sequence[tuple[Path, int]]] = ()  # to look at
 
     def open(self, seq_len: int) -> Source:
-        """Return the source itself. Raises DataError for fewer tokens than a sequence and one more."""
+        """Return the source itself. Raises DataError for fewer tokens than a sequence and one
+        more.
+        """
         for name, tokens in (("training", self.train), ("validation", self.validation)):
             if len(tokens) <= seq_len:
                 raise DataError(
@@ -79,9 +85,11 @@ class Source:
 
     @classmethod
     def of_arrays(cls, train: ArrayLike, validation: ArrayLike, vocab: int) -> Source:
-        """Make a source of two arrays of token ids, of one axis each; its fingerprint is a hash of all of them.
+        """Make a source of two arrays of token ids, of one axis each; its fingerprint is a hash of
+        all of them.
 
-        DataError is raised for other things than integers of at least 0 and below `vocab`, the number of token ids.
+        DataError is raised for other things than integers of at least 0 and below `vocab`, the
+        number of token ids.
         """
         parts: list[Array] = []
         content = blake2b(digest_size=16)
@@ -89,7 +97,9 @@ class Source:
             tokens = Array(given)
             outside = np.flatnonzero((tokens.array < 0) | (tokens.array >= vocab))
             if outside.size:
-                raise out_of_range(int(tokens.array[outside[0]]), vocab, int(outside[0]), f"the array {name}")
+                raise out_of_range(
+                    int(tokens.array[outside[0]]), vocab, int(outside[0]), f"the array {name}"
+                )
             parts.append(tokens)
             content.update(f"{len(tokens)} ".encode() + tokens.array.astype("<i8").tobytes())
         return cls(vocab, parts[0], parts[1], content.hexdigest())
@@ -110,7 +120,9 @@ class Array(Tokens):
 
     nbytes: int | None = None
 
-    def __init__(self, array: ArrayLike, documents: Sequence[int] | None = None, nbytes: int | None = None) -> None:
+    def __init__(
+        self, array: ArrayLike, documents: Sequence[int] | None = None, nbytes: int | None = None
+    ) -> None:
         self.array = np.asarray(array)
         if self.array.ndim != 1 or self.array.dtype.kind not in "iu":
             raise DataError(
@@ -142,5 +154,6 @@ def out_of_range(token: int, vocab: int, position: int, place: str) -> DataError
         "a token id is out of range",
         found=f"id {token} at position {position} of {place}",
         expected=f"at least 0 and below {vocab}, the size of the vocabulary",
-        remedy="take the data and the model of one tokenizer; tokenize the text again with --tokenizer",
+        remedy="take the data and the model of one tokenizer; tokenize the text again with "
+        "--tokenizer",
     )

@@ -1,4 +1,5 @@
-"""Tokens in files, read by position, in every format: integers one after the other, and where documents begin.
+"""Tokens in files, read by position, in every format: integers one after the other, and where
+documents begin.
 
     text               its bytes; the file is one document
     tokens             a .npy file of unsigned integers that `mpipipe tokenize` wrote, with two files next to it
@@ -57,7 +58,9 @@ class FileIntegers(Sequence[int]):
     def read(self, start: int, count: int) -> np.ndarray:
         """Raises DataError if the file has become shorter."""
         size = np.dtype(self.dtype).itemsize
-        return np.frombuffer(read_bytes(self.path, self.offset + start * size, count * size), self.dtype)
+        return np.frombuffer(
+            read_bytes(self.path, self.offset + start * size, count * size), self.dtype
+        )
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (position, values) of all entries."""
@@ -67,7 +70,8 @@ class FileIntegers(Sequence[int]):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a file, as `path` says them: the first token of each, and the bytes of text before it, if known.
+    """The documents of a file, as `path` says them: the first token of each, and the bytes of text
+    before it, if known.
 
     `nbytes` are those of all.
     """
@@ -111,17 +115,26 @@ class TokenFile:
         return starts
 
     def bytes_before(self, position: int) -> int | None:
-        """Return the bytes of text before a token; within a document all tokens count as equally long."""
+        """Return the bytes of text before a token; within a document all tokens count as equally
+        long.
+        """
         if self.documents.before is None:
             return None
-        starts, before = self.documents.starts, self.documents.before
-        number = bisect_right(starts, position) - 1  # the document that holds it, the last of several that begin here
+        starts = self.documents.starts
+        before = self.documents.before
+        number = (
+            bisect_right(starts, position) - 1
+        )  # the document that holds it, the last of several that begin here
         if number < 0:
             return 0
         last = number + 1 == len(starts)
-        stop, after = (len(self), self.documents.nbytes) if last else (starts[number + 1], before[number + 1])
+        stop, after = (
+            (len(self), self.documents.nbytes) if last else (starts[number + 1], before[number + 1])
+        )
         first = starts[number]
-        return before[number] + (after - before[number]) * (position - first) // max(1, stop - first)
+        return before[number] + (after - before[number]) * (position - first) // max(
+            1, stop - first
+        )
 
 
 class TokenPart(NamedTuple):
@@ -146,7 +159,8 @@ class FileTokens(Tokens):
     def nbytes(self) -> int | None:
         total = 0
         for file, start, stop in self.parts:
-            before, after = file.bytes_before(start), file.bytes_before(stop)
+            before = file.bytes_before(start)
+            after = file.bytes_before(stop)
             if before is None or after is None:
                 return None
             total += after - before
@@ -155,8 +169,15 @@ class FileTokens(Tokens):
     def read(self, start: int, count: int) -> np.ndarray:
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens {start} to {start + count} of {len(self)}")
-        pieces = [part.file.read(first, last - first) for part, first, last, _ in self._within(start, start + count)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
+        pieces = [
+            part.file.read(first, last - first)
+            for part, first, last, _ in self._within(start, start + count)
+        ]
+        return (
+            pieces[0]
+            if len(pieces) == 1
+            else np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
+        )
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         rows = [np.zeros(0, np.int64)]
@@ -168,26 +189,34 @@ class FileTokens(Tokens):
         return np.concatenate(rows)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[TokenPart, int, int, int]]:
-        """Yield each part in a range: (part, its first and last position in the file, what to add for those here)."""
+        """Yield each part in a range: (part, its first and last position in the file, what to add
+        for those here).
+        """
         index = bisect_right(self._ends, start)
         while start < stop:
-            part, end = self.parts[index], min(stop, self._ends[index])
+            part = self.parts[index]
+            end = min(stop, self._ends[index])
             shift = self._ends[index] - part.stop
             yield part, start - shift, end - shift, shift
-            start, index = end, index + 1
+            start = end
+            index = index + 1
 
 
-# -- Formats ----------------------------------------------------------------------------------------------------------
+# -- Formats ---------------------------------------------------------------------------------------
 
 
 NPY_MAGIC = b"\x93NUMPY"
-FACTS, DOCUMENTS = ".json", ".documents"  # ends of the names of the files beside a file of tokens
+# ends of the names of the files beside a file of tokens
+FACTS = ".json"
+DOCUMENTS = ".documents"
 MOST_FACTS = 1 << 20  # bytes of the first
 
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What the .json next to a file of tokens says; `tokenizer` and `index` are hashes, `end` the end-of-text token."""
+    """What the .json next to a file of tokens says; `tokenizer` and `index` are hashes, `end` the
+    end-of-text token.
+    """
 
     vocab: int
     end: int | None
@@ -218,7 +247,9 @@ def is_token_file(path: Path) -> bool:
 
 
 class OpenedTokens(NamedTuple):
-    """A file of tokens; `facts` are what `mpipipe tokenize` has said of it, `paths` all its files."""
+    """A file of tokens; `facts` are what `mpipipe tokenize` has said of it, `paths` all its
+    files.
+    """
 
     ids: FileIntegers
     documents: Documents
@@ -227,21 +258,26 @@ class OpenedTokens(NamedTuple):
 
 
 def open_tokens(path: Path) -> OpenedTokens:
-    """Open what `is_token_file` accepts. Raises DataError if it is damaged or was written by another program."""
+    """Open what `is_token_file` accepts. Raises DataError if it is damaged or was written by
+    another program.
+    """
     pair = megatron_pair(path)
     if pair is not None:
         return OpenedTokens(*_open_megatron(pair), None, pair)
-    place, rows = beside(path, FACTS), beside(path, DOCUMENTS)
+    place = beside(path, FACTS)
+    rows = beside(path, DOCUMENTS)
     with files.reading(
         "what is said of a file of tokens",
         place,
         DataError,
         expected="the .json that `mpipipe tokenize` writes beside it",
-        remedy=f"{REMEDY}; give ids of your own as Megatron's pair of files, or to train(..., data=)",
+        remedy=f"{REMEDY}; give ids of your own as Megatron's pair of files, or to train(..., "
+        "data=)",
         also=(ValueError, TypeError, RecursionError),
     ):
         values = dict(json.loads(files.read_text(place, MOST_FACTS)))
-        written, checksum = values.pop("checksum", None), checksum_of(values)
+        written = values.pop("checksum", None)
+        checksum = checksum_of(values)
         facts = TokenFacts(**values)
     if written != checksum:
         raise _damaged(place, f"checksum {checksum}", f"{written!r:.80}")
@@ -270,14 +306,20 @@ def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def _open_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> FileIntegers:
     """Return the integers of a .npy file of this shape. Raises DataError for others."""
-    header, count = npy_header(dtype, shape), math.prod(shape)
-    size, needed = size_of(path), len(header) + count * np.dtype(dtype).itemsize
+    header = npy_header(dtype, shape)
+    count = math.prod(shape)
+    size = size_of(path)
+    needed = len(header) + count * np.dtype(dtype).itemsize
     if size != needed or read_bytes(path, 0, len(header)) != header:
-        raise _damaged(path, f"{size} bytes", f"{needed}, which are a .npy file of {dtype}{list(shape)}")
+        raise _damaged(
+            path, f"{size} bytes", f"{needed}, which are a .npy file of {dtype}{list(shape)}"
+        )
     return FileIntegers(path, dtype, count, len(header))
 
 
-def _damaged(path: Path, found: str, expected: str, what: str = "a file of tokens is damaged") -> DataError:
+def _damaged(
+    path: Path, found: str, expected: str, what: str = "a file of tokens is damaged"
+) -> DataError:
     return DataError(what, found=f"{found}, {path}", expected=expected, remedy=REMEDY)
 
 
@@ -285,15 +327,17 @@ def _bad_index(path: Path, found: str, expected: str) -> DataError:
     return _damaged(path, found, expected, "an index of tokens is damaged")
 
 
-# -- Megatron's pair of .bin and .idx ---------------------------------------------------------------------------------
+# -- Megatron's pair of .bin and .idx --------------------------------------------------------------
 #
 # The .idx, little-endian (the class MMapIndexedDataset, megatron/core/datasets/indexed_dataset.py):
 #
-#     "MMIDIDX" and two zero bytes, version 1 (u64), code of the dtype (u8), number of sequences (u64), number of
-#     entries about documents (u64); tokens of each sequence (i32), its byte in the .bin (i64); the entries: number of
-#     the first sequence of each document, and of all sequences (i64)
+#     "MMIDIDX" and two zero bytes, version 1 (u64), code of the dtype (u8), number of sequences
+#     (u64), number of entries about documents (u64); tokens of each sequence (i32), its byte in the
+#     .bin (i64); the entries: number of the first sequence of each document, and of all sequences
+#     (i64)
 #
-# The sequences stand one after the other in the .bin, which is checked. How long the text was is not said.
+# The sequences stand one after the other in the .bin, which is checked. How long the text was is
+# not said.
 
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -319,11 +363,17 @@ class MegatronStarts(Sequence[int]):
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         sequence = self.first_sequence[index]
-        return self.tokens if sequence == len(self.byte_of) else self.byte_of[sequence] // self.itemsize
+        return (
+            self.tokens
+            if sequence == len(self.byte_of)
+            else self.byte_of[sequence] // self.itemsize
+        )
 
 
 def megatron_pair(path: Path) -> tuple[Path, Path] | None:
-    """Return (.bin, .idx) that `path` names, by either of them or without the ending; None for others."""
+    """Return (.bin, .idx) that `path` names, by either of them or without the ending; None for
+    others.
+    """
     text = str(path)
     prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
     pair = Path(prefix + ".bin"), Path(prefix + ".idx")
@@ -339,12 +389,15 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
         raise _bad_index(index, f"{size} bytes that begin with {head[:9]!r}", expected)
     _, version, code, sequences, entries = MEGATRON_HEADER.unpack(head)
     if version != 1 or code not in MEGATRON_DTYPES:
-        raise _bad_index(index, f"version {version}, dtype {code}", "version 1, and a dtype of integers")
+        raise _bad_index(
+            index, f"version {version}, dtype {code}", "version 1, and a dtype of integers"
+        )
     needed = MEGATRON_HEADER.size + 12 * sequences + 8 * entries
     if size != needed:
         expected = f"{needed} for {sequences} sequences and {entries} entries of documents"
         raise _bad_index(index, f"{size} bytes", expected)
-    dtype, offset = MEGATRON_DTYPES[code], MEGATRON_HEADER.size
+    dtype = MEGATRON_DTYPES[code]
+    offset = MEGATRON_HEADER.size
     lengths = FileIntegers(index, "<i4", sequences, offset)
     byte_of = FileIntegers(index, "<i8", sequences, offset + 4 * sequences)
     first_sequence = FileIntegers(index, "<i8", entries, offset + 12 * sequences)
@@ -363,10 +416,13 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
 
 
 def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) -> int:
-    """The number of tokens; raises DataError unless each sequence begins where the one before it ends."""
+    """The number of tokens; raises DataError unless each sequence begins where the one before it
+    ends.
+    """
     total = 0
     for start, block in lengths.blocks():
-        sizes, places = block.astype(np.int64), byte_of.read(start, len(block))
+        sizes = block.astype(np.int64)
+        places = byte_of.read(start, len(block))
         expected = total + np.concatenate([[0], np.cumsum(sizes)[:-1]])
         wrong = np.flatnonzero((places != expected * itemsize) | (sizes < 0))
         if wrong.size:
@@ -386,7 +442,15 @@ def _check_documents(first_sequence: FileIntegers, sequences: int) -> None:
     for start, numbers in first_sequence.blocks():
         steps = np.diff(numbers, prepend=last)
         if (steps < 0).any() or numbers.max() > sequences or (start == 0 and numbers[0] != 0):
-            raise _bad_index(first_sequence.path, "entries of documents out of order", f"numbers from 0 to {sequences}")
+            raise _bad_index(
+                first_sequence.path,
+                "entries of documents out of order",
+                f"numbers from 0 to {sequences}",
+            )
         last = int(numbers[-1])
     if last != sequences:
-        raise _bad_index(first_sequence.path, f"a last entry of documents of {last}", f"{sequences}, all sequences")
+        raise _bad_index(
+            first_sequence.path,
+            f"a last entry of documents of {last}",
+            f"{sequences}, all sequences",
+        )

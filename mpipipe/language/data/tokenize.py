@@ -1,6 +1,7 @@
 """Text to a file of tokens, by one process; the library uses all its cores.
 
-A text file is one document, and so is each line of a file of JSON lines. The file of tokens gets its name last.
+A text file is one document, and so is each line of a file of JSON lines. The file of tokens gets
+its name last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from mpipipe.checkpoint import write_facts
 from mpipipe.errors import DataError, StorageError
 from mpipipe.language.data.file_bytes import forget_files, read_bytes
 from mpipipe.language.data.listing import find_files
-from mpipipe.language.data.token_files import DOCUMENTS, FACTS, TokenFacts, beside, dtype_for, npy_header
+from mpipipe.language.data.token_files import (
+    DOCUMENTS,
+    FACTS,
+    TokenFacts,
+    beside,
+    dtype_for,
+    npy_header,
+)
 from mpipipe.language.data.tokenizer import Tokenizer, library_errors, open_tokenizer
 
 BATCH = 1 << 21  # bytes of text that the library gets at once
@@ -31,7 +39,9 @@ LINES = (".jsonl", ".ndjson")  # names of files of JSON lines
 
 
 class Tokenized(NamedTuple):
-    """What has been written, from how many files of text, and the seconds from the first text to the last name."""
+    """What has been written, from how many files of text, and the seconds from the first text to
+    the last name.
+    """
 
     facts: TokenFacts
     path: Path
@@ -57,8 +67,8 @@ def tokenize(
 ) -> Tokenized:
     """Write the tokens of texts into a new file. Where an error is raised no file is left.
 
-    `end` is the token after each document, in place of the one that the tokenizer's folder names. `progress` is called
-    with the bytes that are done, and all.
+    `end` is the token after each document, in place of the one that the tokenizer's folder names.
+    `progress` is called with the bytes that are done, and all.
     """
     path = Path(out).absolute()
     others = beside(path, DOCUMENTS), beside(path, FACTS)
@@ -67,7 +77,9 @@ def tokenize(
     encoder = Encoder(open_tokenizer(tokenizer, end))
     forget_files()
     entries = [entry for text in texts for entry in find_files(Path(text).absolute())]
-    start, before, total = perf_counter(), 0, sum(size for _, size in entries)
+    start = perf_counter()
+    before = 0
+    total = sum(size for _, size in entries)
     waiting: list[Document] = []
     unwritten = 0  # bytes of text of these
     try:
@@ -123,13 +135,17 @@ class Encoder:
             encoded = self.tokenizer.library.encode_batch_fast(texts, add_special_tokens=False)
         pieces = [np.zeros(0, self.dtype)]
         for document, encoding in zip(documents, encoded):
-            pieces.append(np.array([*self.tokenizer.before, *encoding.ids, *self._after], self.dtype))
+            pieces.append(
+                np.array([*self.tokenizer.before, *encoding.ids, *self._after], self.dtype)
+            )
             self.lengths.append(len(pieces[-1]))
             self.nbytes.append(document.nbytes)
         return np.concatenate(pieces)
 
     def index_and_facts(self) -> tuple[np.ndarray, TokenFacts]:
-        """Return the index of the documents, and the facts. Raises DataError where there are no tokens."""
+        """Return the index of the documents, and the facts. Raises DataError where there are no
+        tokens.
+        """
         every = np.array([self.lengths, self.nbytes], np.int64)
         tokens, nbytes = every.sum(axis=1).tolist()
         if not tokens:
@@ -137,11 +153,15 @@ class Encoder:
         index = (np.cumsum(every, axis=1) - every).astype("<u8")
         checksum = blake2b(index.tobytes(), digest_size=16).hexdigest()
         made = self.tokenizer
-        return index, TokenFacts(made.vocab, made.end, tokens, every.shape[1], nbytes, made.hash, checksum)
+        return index, TokenFacts(
+            made.vocab, made.end, tokens, every.shape[1], nbytes, made.hash, checksum
+        )
 
 
 def documents_of(path: Path, size: int) -> Iterator[Document]:
-    """Yield the documents of a file. Raises DataError, which names the file and the line or byte."""
+    """Yield the documents of a file. Raises DataError, which names the file and the line or
+    byte.
+    """
     if path.name.lower().endswith(LINES):
         yield from _lines(path)
         return
@@ -183,11 +203,17 @@ def _text_of(line: bytes, place: str) -> str:
         facts = json.loads(line)
         text = facts["text"] if isinstance(facts, dict) else None
         if not isinstance(text, str):
-            raise ValueError(f"text is {type(text).__name__}" if isinstance(facts, dict) else type(facts).__name__)
+            raise ValueError(
+                f"text is {type(text).__name__}"
+                if isinstance(facts, dict)
+                else type(facts).__name__
+            )
         text.encode()  # half a character is an error, too
         return text
     except (ValueError, KeyError, RecursionError) as error:
-        reason = "it has no text" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        reason = (
+            "it has no text" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        )
         raise DataError(
             "a line is no JSON object with a text",
             found=f"{reason[:200]}, {place}",
@@ -198,4 +224,6 @@ def _text_of(line: bytes, place: str) -> str:
 
 def writing(path: Path) -> AbstractContextManager[None]:
     """Turn an OSError within into the error for a file that cannot be written."""
-    return files.writing("the tokens", path, StorageError, remedy="make room, or choose another --out")
+    return files.writing(
+        "the tokens", path, StorageError, remedy="make room, or choose another --out"
+    )

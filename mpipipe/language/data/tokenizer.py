@@ -1,7 +1,8 @@
 """A tokenizer, as the library `tokenizers` reads it from a folder: text to token ids and back.
 
-The tokenizer.json is the tokenizer; its hash names it in files of tokens. Which token ends a text (eos_token) is said
-by tokenizer_config.json, else special_tokens_map.json or config.json. Only `open_tokenizer` imports the library.
+The tokenizer.json is the tokenizer; its hash names it in files of tokens. Which token ends a text
+(eos_token) is said by tokenizer_config.json, else special_tokens_map.json or config.json. Only
+`open_tokenizer` imports the library.
 """
 
 from __future__ import annotations
@@ -40,18 +41,24 @@ class Tokenizer:
     library: Any = field(repr=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that goes on: with what the tokenizer puts before it, and nothing after it."""
+        """Return the ids of a text that goes on: with what the tokenizer puts before it, and
+        nothing after it.
+        """
         with library_errors(self.path):
             return [*self.before, *self.library.encode(text, add_special_tokens=False).ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
         with library_errors(self.path):
-            return str(self.library.decode([int(token) for token in tokens], skip_special_tokens=True))
+            return str(
+                self.library.decode([int(token) for token in tokens], skip_special_tokens=True)
+            )
 
 
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
-    """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the folder names."""
+    """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the
+    folder names.
+    """
     path = path_of(folder)
     tokenizers = optional_library("tokenizers", "read a tokenizer.json", "tokens")
     with files.reading("the tokenizer", path, DataError, remedy=REMEDY, also=(UnicodeDecodeError,)):
@@ -64,12 +71,16 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
         before, after = _around(library)
     if vocab < 1:
         raise DataError("the tokenizer has no tokens", found=str(path), remedy=REMEDY)
-    return Tokenizer(vocab, _end_of_text(library, path, end, vocab), _hash(text), before, after, path, library)
+    return Tokenizer(
+        vocab, _end_of_text(library, path, end, vocab), _hash(text), before, after, path, library
+    )
 
 
 @contextmanager
 def library_errors(path: Path, text: str = "the tokenizer fails") -> Iterator[None]:
-    """Turn what the library raises, also a panic of its Rust, which is a BaseException, into DataError."""
+    """Turn what the library raises, also a panic of its Rust, which is a BaseException, into
+    DataError.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -85,7 +96,9 @@ def path_of(folder: str | Path) -> Path:
 
 
 def hash_of(folder: str | Path) -> str | None:
-    """Return the hash of the tokenizer in a folder, without the library; None if there is no tokenizer.json."""
+    """Return the hash of the tokenizer in a folder, without the library; None if there is no
+    tokenizer.json.
+    """
     try:
         return _hash(files.read_text(path_of(folder), MOST_BYTES))
     except (OSError, UnicodeDecodeError):
@@ -107,7 +120,9 @@ def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int | None:
-    """Return the id of the token that ends a text: the one named, else the first that a file next to `path` names."""
+    """Return the id of the token that ends a text: the one named, else the first that a file next
+    to `path` names.
+    """
     names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
     token: Any = named
     source = "the command line"
@@ -136,6 +151,8 @@ def _facts(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; nothing if there is none."""
     if not files.exists(path):
         return {}
-    with files.reading("a file beside the tokenizer", path, DataError, also=(ValueError, RecursionError)):
+    with files.reading(
+        "a file beside the tokenizer", path, DataError, also=(ValueError, RecursionError)
+    ):
         facts = json.loads(files.read_text(path, MOST_SMALL))
     return facts if isinstance(facts, dict) else {}

@@ -1,7 +1,7 @@
 """The windows that a step trains on.
 
-They follow from (seed, step) alone, so all ranks that need them compute the same ones without a message, and a training
-goes on at any step.
+They follow from (seed, step) alone, so all ranks that need them compute the same ones without a
+message, and a training goes on at any step.
 
     order "random"     windows begin anywhere, all equally likely, with replacement
     order "epoch"      the data are cut into windows one after the other; each comes once in an epoch, in an order that
@@ -20,32 +20,52 @@ from mpipipe.nn import random_key
 
 
 def training_starts(
-    length: int, *, seed: int, step: int, batch: int, rows: slice, seq_len: int, order: str = "random"
+    length: int,
+    *,
+    seed: int,
+    step: int,
+    batch: int,
+    rows: slice,
+    seq_len: int,
+    order: str = "random",
 ) -> list[int]:
-    """Return where the windows of the rows `rows` of the batch of a step begin, in `length` tokens."""
+    """Return where the windows of the rows `rows` of the batch of a step begin, in `length`
+    tokens.
+    """
     if order == "random":
         return generator(seed, "training", step).integers(0, length - seq_len, batch)[rows].tolist()
     count = (length - 1) // seq_len  # windows of an epoch; what is left at the end is left out
     numbers = range(step * batch, (step + 1) * batch)[rows]
-    keys = {epoch: random_key("epoch", epoch, seed).tobytes() for epoch in {number // count for number in numbers}}
+    keys = {
+        epoch: random_key("epoch", epoch, seed).tobytes()
+        for epoch in {number // count for number in numbers}
+    }
     return [shuffled(number % count, count, keys[number // count]) * seq_len for number in numbers]
 
 
-def validation_starts(length: int, *, index: int, batches: int, batch: int, rows: slice, seq_len: int) -> list[int]:
-    """Return where the windows of the rows `rows` of validation batch `index` of `batches` begin: spread evenly."""
+def validation_starts(
+    length: int, *, index: int, batches: int, batch: int, rows: slice, seq_len: int
+) -> list[int]:
+    """Return where the windows of the rows `rows` of validation batch `index` of `batches` begin:
+    spread evenly.
+    """
     last = length - seq_len - 1
     numbers = range(index * batch, (index + 1) * batch)[rows]
     return [number * last // max(1, batches * batch - 1) for number in numbers]
 
 
-def read_windows(text: Tokens, starts: Iterable[int], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def read_windows(
+    text: Tokens, starts: Iterable[int], seq_len: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Read the windows that begin at `starts`: inputs and targets, int64 (rows, seq_len)."""
     windows = np.stack([text.read(int(start), seq_len + 1) for start in starts]).astype(np.int64)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
 def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
-    """Return the document of each position of the windows, from 0 in each row: int32 (rows, seq_len)."""
+    """Return the document of each position of the windows, from 0 in each row: int32 (rows,
+    seq_len).
+    """
     rows = []
     for start in starts:
         marks = np.zeros(seq_len, np.int32)
@@ -57,30 +77,41 @@ def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
 
 
 def generator(seed: int, purpose: str, step: int, turn: int = 0) -> np.random.Generator:
-    """Return the random numbers for one purpose in one step. They are counter-based: none depends on earlier ones."""
-    return np.random.Generator(np.random.Philox(key=random_key(purpose, seed), counter=[0, 0, turn, step]))
+    """Return the random numbers for one purpose in one step. They are counter-based: none depends
+    on earlier ones.
+    """
+    return np.random.Generator(
+        np.random.Philox(key=random_key(purpose, seed), counter=[0, 0, turn, step])
+    )
 
 
-# -- A permutation of 0 ... count - 1, of which any place is computed by itself, without memory for the others --------
+# -- A permutation of 0 ... count - 1, of which any place is computed by itself, without memory for the others --
 #
-# A Feistel network permutes numbers of 2 b bits: the halves (left, right) become (right, left xor f(right)), `ROUNDS`
-# times, whatever f is (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
-# 1988). A number that comes out too large goes in again until it is small enough, which keeps it a permutation (Black
-# and Rogaway, "Ciphers with arbitrary finite domains", 2002). There are at most 4 count numbers of 2 b bits,
-# so that takes 4 passes on average at most.
+# A Feistel network permutes numbers of 2 b bits: the halves (left, right) become (right, left xor
+# f(right)), `ROUNDS` times, whatever f is (Luby and Rackoff, "How to construct pseudorandom
+# permutations from pseudorandom functions", 1988). A number that comes out too large goes in again
+# until it is small enough, which keeps it a permutation (Black and Rogaway, "Ciphers with arbitrary
+# finite domains", 2002). There are at most 4 count numbers of 2 b bits, so that takes 4 passes on
+# average at most.
 
 
 ROUNDS = 6
 
 
 def shuffled(place: int, count: int, key: bytes) -> int:
-    """Return what stands at `place` of a permutation of 0 ... count - 1 that follows from `key`, at most 64 bytes."""
+    """Return what stands at `place` of a permutation of 0 ... count - 1 that follows from `key`, at
+    most 64 bytes.
+    """
     half = max(1, -(-max(1, count - 1).bit_length() // 2))
-    mask, number = (1 << half) - 1, place
+    mask = (1 << half) - 1
+    number = place
     while True:
-        left, right = number >> half, number & mask
+        left = number >> half
+        right = number & mask
         for turn in range(ROUNDS):
-            content = blake2b(right.to_bytes(8, "little") + bytes([turn]), key=key, digest_size=8).digest()
+            content = blake2b(
+                right.to_bytes(8, "little") + bytes([turn]), key=key, digest_size=8
+            ).digest()
             left, right = right, left ^ (int.from_bytes(content, "little") & mask)
         number = left << half | right
         if number < count:

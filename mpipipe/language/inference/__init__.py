@@ -5,7 +5,12 @@ evaluation.py   windows of a text, and the loss of a model on them
 prompts.py      prompts of the command line and of files
 """
 
-from mpipipe.language.inference.evaluation import build_evaluator, count_windows, open_tokens, perplexity
+from mpipipe.language.inference.evaluation import (
+    build_evaluator,
+    count_windows,
+    open_tokens,
+    perplexity,
+)
 from mpipipe.language.inference.generation import (
     Drawn,
     Sampling,

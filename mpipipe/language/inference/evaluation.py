@@ -1,4 +1,5 @@
-"""The loss of a model on tokens: windows one after the other, each token predicted once, over any mesh.
+"""The loss of a model on tokens: windows one after the other, each token predicted once, over any
+mesh.
 
     tokens      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...
     window 0   [t0 t1 t2 t3]               predicts t1 ... t4
@@ -37,7 +38,9 @@ TOKENS = 4096  # of a micro-batch, by default
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The tokens predicted, and their mean loss in nats; `bits_per_byte` is None where the bytes are not known."""
+    """The tokens predicted, and their mean loss in nats; `bits_per_byte` is None where the bytes
+    are not known.
+    """
 
     tokens: int
     loss: float
@@ -50,13 +53,15 @@ def perplexity(loss: float) -> float:
 
 
 class WindowLosses(nn.HeadCrossEntropy):
-    """The loss of an evaluation: it adds up the losses of windows, with the product of the head in tiles.
+    """The loss of an evaluation: it adds up the losses of windows, with the product of the head in
+    tiles.
 
     With `slices` of the head the output is the losses themselves.
     """
 
     def __init__(self, stage: nn.Stage, slices: bool = False) -> None:
-        self.stage, self.mean_of = stage, nn.mean_of_losses if slices else super().__call__
+        self.stage = stage
+        self.mean_of = nn.mean_of_losses if slices else super().__call__
         if not slices:
             super().__init__(stage)
         self.tokens = 0
@@ -70,7 +75,9 @@ class WindowLosses(nn.HeadCrossEntropy):
         return 0.0, None
 
     def settle(self) -> None:
-        """Add up what was noted; waits for a GPU. Raises NonFiniteError if a loss is NaN or infinite."""
+        """Add up what was noted; waits for a GPU. Raises NonFiniteError if a loss is NaN or
+        infinite.
+        """
         for count, value in self._noted:
             mean = float(arrays.download(value)) if arrays.is_device(value) else float(value)
             if not math.isfinite(mean):
@@ -99,20 +106,36 @@ def count_windows(tokens: Tokens, length: int) -> int:
 
 
 class Evaluator:
-    """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the last stage."""
+    """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the
+    last stage.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, model: GPT
+        self,
+        pipeline: Pipeline,
+        losses: WindowLosses | None,
+        mesh: Mesh,
+        shard: Shard,
+        *,
+        rows: int,
+        model: GPT,
     ) -> None:
-        self.pipeline, self.losses, self.mesh, self.shard = pipeline, losses, mesh, shard
+        self.pipeline = pipeline
+        self.losses = losses
+        self.mesh = mesh
+        self.shard = shard
         self.labels = model.head_slices > 1
         placement = pipeline.schedule.placement
-        self.first, self.last = mesh.pipe.rank == placement[0], mesh.pipe.rank == placement[-1]
+        self.first = mesh.pipe.rank == placement[0]
+        self.last = mesh.pipe.rank == placement[-1]
         self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
 
     def run(self, tokens: Tokens, length: int, windows: int) -> Evaluation:
-        """Evaluate the first `windows` windows, the same on every rank; collective. Every rank gets the result."""
-        group, at_once = group_of(self.mesh.comm), self.share * self.mesh.data.size
+        """Evaluate the first `windows` windows, the same on every rank; collective. Every rank gets
+        the result.
+        """
+        group = group_of(self.mesh.comm)
+        at_once = self.share * self.mesh.data.size
         for start in range(0, windows, at_once):
             stop = min(start + at_once, windows)
             own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
@@ -123,15 +146,21 @@ class Evaluator:
             with group.raise_together("evaluate: the losses"):
                 if self.losses is not None and own:
                     self.losses.settle()
-        part = (0, 0.0) if self.losses is None else (self.losses.tokens, math.fsum(self.losses.nats))
+        part = (
+            (0, 0.0) if self.losses is None else (self.losses.tokens, math.fsum(self.losses.nats))
+        )
         counts, nats = zip(*group.gather("evaluate: all losses", part))
         loss = math.fsum(nats) / sum(counts)
         bits = None if tokens.nbytes is None else loss / math.log(2) / (tokens.nbytes / len(tokens))
         return Evaluation(sum(counts), loss, bits)
 
-    def _batch(self, tokens: Tokens, own: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+    def _batch(
+        self, tokens: Tokens, own: Sequence[int], length: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of this rank: its positions of each window."""
-        read = np.zeros((max(1, len(own)), length + 1), np.int64)  # a replica without windows takes one of zeros
+        read = np.zeros(
+            (max(1, len(own)), length + 1), np.int64
+        )  # a replica without windows takes one of zeros
         for row, window in zip(read, own):
             row[:] = tokens.read(window * length, length + 1)
         cut = self.shard.part
@@ -144,8 +173,9 @@ def build_evaluator(
 ) -> Iterator[Evaluator]:
     """Build the evaluator of a model for windows of `length` tokens; collective.
 
-    A micro-batch has `rows` windows, by default as many as have about `TOKENS` tokens. Raises ConfigError, on every
-    rank, for a window that is longer than the model allows or shorter than its ranks need.
+    A micro-batch has `rows` windows, by default as many as have about `TOKENS` tokens. Raises
+    ConfigError, on every rank, for a window that is longer than the model allows or shorter than
+    its ranks need.
     """
     group = group_of(mesh.comm)
     with group.raise_together("evaluate: the model"):
@@ -159,20 +189,29 @@ def build_evaluator(
         plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
     with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, "zigzag")
-        attend, positions = shard.attend(length, causal=True), None if mesh.seq.size == 1 else shard.positions(length)
+        attend = shard.attend(length, causal=True)
+        positions = None if mesh.seq.size == 1 else shard.positions(length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
-        layers, slices = model.build(attend, positions, labels=True), model.head_slices > 1
+        layers = model.build(attend, positions, labels=True)
+        slices = model.head_slices > 1
         plan = plan.with_names(layers)
         stages = plan.stages(mesh.pipe.rank, layers, dtype, 0, device)
-        losses = WindowLosses(stages[-1], slices) if mesh.pipe.rank == plan.schedule.placement[-1] else None
+        losses = (
+            WindowLosses(stages[-1], slices)
+            if mesh.pipe.rank == plan.schedule.placement[-1]
+            else None
+        )
     folder.load(stages, mesh)
-    with Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas) as pipeline:
+    with Pipeline(
+        stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas
+    ) as pipeline:
         yield Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, model=model)
 
 
 def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[Tokens, str]:
-    """Return the tokens at the paths, which rank 0 looks for, and what a token is called; collective.
+    """Return the tokens at the paths, which rank 0 looks for, and what a token is called;
+    collective.
 
     They are read by position. Text is for models of bytes alone.
     """
@@ -181,7 +220,8 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
         if not paths:
             raise ConfigError("there is nothing to evaluate on", expected="files with --data")
     listing = group.from_one(
-        "evaluate: the list of data", lambda: find([Path(path).absolute() for path in paths], folder.model.vocab)
+        "evaluate: the list of data",
+        lambda: find([Path(path).absolute() for path in paths], folder.model.vocab),
     )
     with group.raise_together("evaluate: the tokenizer"):
         if folder.tokenizer() is not None:
@@ -193,7 +233,8 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
                 expected="files of tokens",
             )
     with group.raise_together("evaluate: opening the data"):
-        tokens, seen = listing.whole(), glance(listing.files)
+        tokens = listing.whole()
+        seen = glance(listing.files)
     group.agree(
         "evaluate: the data",
         (("the first and last blocks of the files", seen),),

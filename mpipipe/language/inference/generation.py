@@ -1,11 +1,12 @@
-"""Answers to many prompts at once: which tokens go through the model next, and what is drawn after them.
+"""Answers to many prompts at once: which tokens go through the model next, and what is drawn after
+them.
 
     sequence 0   prompt prompt prompt prompt | a | a | .      one forward = what waits of all sequences of a batch,
     sequence 1   prompt                      | a | a | a      some sequences side by side in each micro-batch
     sequence 2   prompt prompt               | a | .
 
-A batch of prompts ends when all of its answers have ended. What comes next follows from the tokens so far, which all
-ranks know, so they need no further message for it.
+A batch of prompts ends when all of its answers have ended. What comes next follows from the tokens
+so far, which all ranks know, so they need no further message for it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from mpipipe.language.models.gpt import GPT, check_layers
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 
-LEAST = 4  # fewer sequences are not divided: a product with few rows costs as much as one with a single row
+# Fewer sequences are not divided: a product with few rows costs as much as one with a single row.
+LEAST = 4
 
 
 class Drawn(NamedTuple):
-    """One token of the answer to a prompt; `ended` says why the answer has ended, "stop" or "count", else None."""
+    """One token of the answer to a prompt; `ended` says why the answer has ended, "stop" or
+    "count", else None.
+    """
 
     prompt: int
     token: int
@@ -53,7 +57,9 @@ class _Sequence:
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one sequence in a micro-batch (1, tokens), in which pieces stand side by side."""
+    """Consecutive tokens of one sequence in a micro-batch (1, tokens), in which pieces stand side
+    by side.
+    """
 
     sequence: int  # its place in the batch
     start: int  # position of the first token; a sequence that begins has 0
@@ -61,7 +67,9 @@ class Piece(NamedTuple):
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> None:
-    """Raise ArgumentError for no prompts, an empty one, ids that the model does not have, and a count below 1."""
+    """Raise ArgumentError for no prompts, an empty one, ids that the model does not have, and a
+    count below 1.
+    """
     if not prompts:
         raise ArgumentError("there are no prompts", expected="at least one")
     if count < 1:
@@ -69,19 +77,27 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
     for number, prompt in enumerate(prompts):
         name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         if not prompt:
-            raise ArgumentError(f"{name} is empty", expected="at least one token, which the answer then continues")
+            raise ArgumentError(
+                f"{name} is empty", expected="at least one token, which the answer then continues"
+            )
         strange = next((token for token in prompt if not 0 <= token < vocab), None)
         if strange is not None:
             raise ArgumentError(
-                f"{name} has a token that the model does not know", found=strange, expected=f"ids from 0 to {vocab - 1}"
+                f"{name} has a token that the model does not know",
+                found=strange,
+                expected=f"ids from 0 to {vocab - 1}",
             )
 
 
-def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> Iterator[Drawn]:
-    """Yield the tokens of the answers to all prompts as they are drawn, the same on every rank; collective.
+def answers(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
+) -> Iterator[Drawn]:
+    """Yield the tokens of the answers to all prompts as they are drawn, the same on every rank;
+    collective.
 
-    One rank draws for all: ranks whose logits differ in a last bit still write the same text. `check_prompts` has
-    accepted the prompts, and an answer has `count` tokens at most. Raises NonFiniteError, on every rank.
+    One rank draws for all: ranks whose logits differ in a last bit still write the same text.
+    `check_prompts` has accepted the prompts, and an answer has `count` tokens at most. Raises
+    NonFiniteError, on every rank.
     """
     group = group_of(decoder.mesh.comm)
     sequences = []
@@ -91,7 +107,9 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
         open_answers = sequences[first : first + decoder.batch]
         while open_answers:
             logits = decoder.forward(_next_parts(open_answers, decoder.microbatches))
-            for sequence, token in zip([*open_answers], _draw_all(decoder, group, open_answers, logits, sampling)):
+            for sequence, token in zip(
+                [*open_answers], _draw_all(decoder, group, open_answers, logits, sampling)
+            ):
                 sequence.tokens.append(token)
                 full = len(sequence.tokens) - sequence.asked == count
                 ended = "stop" if token in sampling.stop else "count" if full else None
@@ -101,7 +119,9 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
 
 
 def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> list[list[Piece]]:
-    """Return the micro-batches of the next forward: what each sequence has that its caches do not."""
+    """Return the micro-batches of the next forward: what each sequence has that its caches do
+    not.
+    """
     parts: list[list[Piece]] = []
     for places in even_split(len(sequences), min(microbatches, -(-len(sequences) // LEAST))):
         parts.append([])
@@ -112,7 +132,11 @@ def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> list[list[
 
 
 def _draw_all(
-    decoder: Decoder, group: RankGroup, sequences: Sequence[_Sequence], logits: Sequence[np.ndarray], sampling: Sampling
+    decoder: Decoder,
+    group: RankGroup,
+    sequences: Sequence[_Sequence],
+    logits: Sequence[np.ndarray],
+    sampling: Sampling,
 ) -> list[int]:
     """Return the next token of each sequence, on every rank; collective."""
     tokens: list[int] = []
@@ -121,7 +145,9 @@ def _draw_all(
         try:
             for sequence, row in zip(sequences, logits):
                 number = len(sequence.tokens) - sequence.asked
-                tokens.append(draw(row, sampling, generator(sampling.seed, "sample", number, sequence.prompt)))
+                tokens.append(
+                    draw(row, sampling, generator(sampling.seed, "sample", number, sequence.prompt))
+                )
         except NonFiniteError as caught:
             error = caught
     tokens, error = group.broadcast("generate: the next tokens", (tokens, error), decoder.drawing)
@@ -130,7 +156,7 @@ def _draw_all(
     return tokens
 
 
-# -- A pipeline that continues sequences of tokens: the layers of a model, each with a cache of keys and values -------
+# -- A pipeline that continues sequences of tokens: the layers of a model, each with a cache of keys and values --
 
 
 LoadWeights = Callable[[Sequence[nn.Stage]], None]
@@ -139,25 +165,33 @@ LoadWeights = Callable[[Sequence[nn.Stage]], None]
 class Decoder:
     """A pipeline of stages with caches, for as many sequences at once as `batch`.
 
-    `first`: whether this rank takes the tokens; `drawing`: the rank of the mesh that has the logits, and draws for all.
+    `first`: whether this rank takes the tokens; `drawing`: the rank of the mesh that has the
+    logits, and draws for all.
     """
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh, underway: Underway, batch: int) -> None:
         placement = pipeline.schedule.placement
-        self.pipeline, self.mesh, self.batch = pipeline, mesh, batch
+        self.pipeline = pipeline
+        self.mesh = mesh
+        self.batch = batch
         self.microbatches = pipeline.schedule.microbatches
-        self.first, self.drawing = mesh.pipe.rank == placement[0], mesh.rank_of(placement[-1], 0, 0)
+        self.first = mesh.pipe.rank == placement[0]
+        self.drawing = mesh.rank_of(placement[-1], 0, 0)
         self._underway = underway
 
     def forward(self, parts: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
 
-        Returns the logits (vocab,) after each piece, on the ranks of the last stage; none elsewhere.
+        Returns the logits (vocab,) after each piece, on the ranks of the last stage; none
+        elsewhere.
         """
         self._underway.parts = parts
         inputs = None
         if self.first:
-            inputs = [np.array([[token for piece in pieces for token in piece.tokens]], np.int64) for pieces in parts]
+            inputs = [
+                np.array([[token for piece in pieces for token in piece.tokens]], np.int64)
+                for pieces in parts
+            ]
         outputs: Any = self.pipeline.forward(inputs)  # arrays, since the inputs are
         if outputs is None:
             return []
@@ -165,32 +199,42 @@ class Decoder:
 
 
 class Underway:
-    """The pieces of a forward: set by the decoder and its stages, read by the caches of all layers."""
+    """The pieces of a forward: set by the decoder and its stages, read by the caches of all
+    layers.
+    """
 
     parts: Sequence[Sequence[Piece]] = ()  # of all micro-batches
     pieces: Sequence[Piece] = ()  # of the micro-batch that a stage computes now
 
 
 class SequenceCaches(nn.Attend):
-    """A KVCache for each sequence of a batch, in one layer. Each query sees its own sequence alone."""
+    """A KVCache for each sequence of a batch, in one layer. Each query sees its own sequence
+    alone.
+    """
 
     def __init__(self, underway: Underway, capacity: int, window: int) -> None:
-        self.underway, self.capacity, self.window = underway, capacity, window
+        self.underway = underway
+        self.capacity = capacity
+        self.window = window
         self.poll: Callable[[], object] = lambda: None
         self.caches: dict[int, KVCache] = {}
 
     def positions(self, rows: int) -> np.ndarray:
         pieces = self.underway.pieces
-        return np.concatenate([np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces])
+        return np.concatenate(
+            [np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
+        )
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, None]:
-        outs, stop = [], 0
+        outs = []
+        stop = 0
         for piece in self.underway.pieces:
             if piece.start == 0:
                 self.caches[piece.sequence] = KVCache(self.capacity, self.window)
             cache = self.caches[piece.sequence]
             cache.poll = self.poll
-            start, stop = stop, stop + len(piece.tokens)
+            start = stop
+            stop = stop + len(piece.tokens)
             outs.append(cache.forward(q[:, start:stop], k[:, start:stop], v[:, start:stop])[0])
         return np.concatenate(outs, axis=1), None
 
@@ -199,16 +243,22 @@ class SequenceCaches(nn.Attend):
 
 
 class DecodingStage:
-    """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits after each.
+    """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits
+    after each.
 
-    `inner_stages`: what it has of the layers before the head, and of the head; either may have no layers. `rows`: rows
-    that a head is given at most which other stages go on with, since the shapes of messages must follow from those of
-    the inputs; 0 for one that this stage has as a whole.
+    `inner_stages`: what it has of the layers before the head, and of the head; either may have no
+    layers. `rows`: rows that a head is given at most which other stages go on with, since the
+    shapes of messages must follow from those of the inputs; 0 for one that this stage has as a
+    whole.
     """
 
-    def __init__(self, inner_stages: list[nn.Stage], underway: Underway, begins_head: bool, rows: int) -> None:
-        self.inner_stages, self.underway = inner_stages, underway
-        self.begins_head, self.rows = begins_head, rows
+    def __init__(
+        self, inner_stages: list[nn.Stage], underway: Underway, begins_head: bool, rows: int
+    ) -> None:
+        self.inner_stages = inner_stages
+        self.underway = underway
+        self.begins_head = begins_head
+        self.rows = rows
 
     def forward(self, x: Any) -> tuple[Any, None]:
         """Return hidden states, or what the head makes of the last one of each piece."""
@@ -226,25 +276,38 @@ class DecodingStage:
 
 @contextmanager
 def build_decoder(
-    model: GPT, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, batch: int = 1
+    model: GPT,
+    plan: LayerPlan,
+    mesh: Mesh,
+    dtype: str,
+    capacity: int,
+    load_weights: LoadWeights,
+    *,
+    batch: int = 1,
 ) -> Iterator[Decoder]:
-    """Build a decoder of a model for sequences of up to `capacity` tokens, `batch` at once; collective.
+    """Build a decoder of a model for sequences of up to `capacity` tokens, `batch` at once;
+    collective.
 
-    Attention looks back over the last `model.seq` positions, or the layer's own window where that is shorter, so no
-    distance occurs that the rotary positions did not have in training.
-    `load_weights` may be collective; it sets the parameters of this rank's stages, which are on the host.
+    Attention looks back over the last `model.seq` positions, or the layer's own window where that
+    is shorter, so no distance occurs that the rotary positions did not have in training.
+    `load_weights` may be collective; it sets the parameters of this rank's stages, which are on the
+    host.
 
-    Raises ConfigError, on every rank, if parameters and caches cannot fit into memory, and where learned positions are
-    fewer than `capacity` - 1.
+    Raises ConfigError, on every rank, if parameters and caches cannot fit into memory, and where
+    learned positions are fewer than `capacity` - 1.
     """
     group = group_of(mesh.comm)
-    schedule = replace(plan.schedule.forward_only_part(plan.schedule.microbatches), skips=())  # no labels
+    schedule = replace(
+        plan.schedule.forward_only_part(plan.schedule.microbatches), skips=()
+    )  # no labels
     with group.raise_together("generate: the memory of a decoder"):
         check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
     underway = Underway()
 
     def attend(window: int | None = None) -> SequenceCaches:
-        return SequenceCaches(underway, capacity, model.seq if window is None else min(window, model.seq))
+        return SequenceCaches(
+            underway, capacity, model.seq if window is None else min(window, model.seq)
+        )
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
@@ -253,27 +316,37 @@ def build_decoder(
             raise ConfigError(
                 "the text would be longer than the model's learned positions",
                 found=f"{capacity:,} tokens in all",
-                expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
+                expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at "
+                "the end",
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
     with group.raise_together("generate: the stages"):
-        stages, head = [], len(layers) - model.head_slices
+        stages = []
+        head = len(layers) - model.head_slices
         for start, stop in plan.ranges_of(mesh.pipe.rank):
             begins = start <= head < stop
             cuts = [start, head, stop] if begins else [start, stop]
-            inner = [nn.Stage(layers[low:high], dtype=dtype, first=low) for low, high in pairwise(cuts)]
-            stages.append(DecodingStage(inner, underway, begins, batch if stop < len(layers) else 0))
+            inner = [
+                nn.Stage(layers[low:high], dtype=dtype, first=low) for low, high in pairwise(cuts)
+            ]
+            stages.append(
+                DecodingStage(inner, underway, begins, batch if stop < len(layers) else 0)
+            )
     with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
     with Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas) as pipeline:
         yield Decoder(pipeline, mesh, underway, batch)
 
 
-IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
+IN_FLIGHT = (
+    4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
+)
 
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
-    """Return the cut of a model for forwards alone, with micro-batches of `rows` rows. Raises ConfigError."""
+    """Return the cut of a model for forwards alone, with micro-batches of `rows` rows. Raises
+    ConfigError.
+    """
     microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
     check_layers(model.layers)
     schedule = schedules.forward_only(ranks, 1, microbatches)
@@ -281,18 +354,30 @@ def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
 
 
 def longest_text(layers: Sequence[nn.Layer]) -> int | None:
-    """Return how many tokens a text may have for learned positions, None for a model without; the last is not read."""
-    tables = [layer.count for top in layers for _, layer in top.walk("") if isinstance(layer, nn.LearnedPositions)]
+    """Return how many tokens a text may have for learned positions, None for a model without; the
+    last is not read.
+    """
+    tables = [
+        layer.count
+        for top in layers
+        for _, layer in top.walk("")
+        if isinstance(layer, nn.LearnedPositions)
+    ]
     return min(tables) + 1 if tables else None
 
 
-def check_decoding(model: GPT, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int]) -> None:
-    """Raise ConfigError if parameters and caches (sequences, positions of each) surely exceed memory."""
+def check_decoding(
+    model: GPT, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int]
+) -> None:
+    """Raise ConfigError if parameters and caches (sequences, positions of each) surely exceed
+    memory.
+    """
     batch, capacity = caches
     layers = model.build(Local())
     own = [layers[place] for place in plan.layers_of(rank)]
     width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions(own))
-    count, size = parameters_of(own), arrays.dtype(dtype).itemsize
+    count = parameters_of(own)
+    size = arrays.dtype(dtype).itemsize
     needs = {
         f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
         f"keys and values of {batch} x {capacity:,} positions": batch * capacity * width * size,
@@ -304,18 +389,19 @@ def check_decoding(model: GPT, plan: LayerPlan, rank: int, dtype: str, caches: t
     )
 
 
-# -- How the next token is drawn from the logits of a model: in float64, with ties that have one answer ---------------
+# -- How the next token is drawn from the logits of a model: in float64, with ties that have one answer --
 #
-# The random number for a token follows from (seed, number of the prompt, number of the token in its answer) alone.
-# So it does not depend on the ranks, nor on the prompts beside it.
+# The random number for a token follows from (seed, number of the prompt, number of the token in its
+# answer) alone. So it does not depend on the ranks, nor on the prompts beside it.
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which tokens may be drawn, and when an answer ends. Raises ArgumentError for a value out of its range.
+    """Which tokens may be drawn, and when an answer ends. Raises ArgumentError for a value out of
+    its range.
 
-    temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
-    seed, stop : of the draws; ids that end an answer
+    temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with
+    the lowest id seed, stop : of the draws; ids that end an answer
     """
 
     temperature: float = 0.8
@@ -324,7 +410,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ArgumentError("temperature", found=self.temperature, expected="a finite number of at least 0")
+            raise ArgumentError(
+                "temperature", found=self.temperature, expected="a finite number of at least 0"
+            )
 
 
 def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:
@@ -344,13 +432,21 @@ def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -
     return int(np.searchsorted(cumulative, uniform.random() * cumulative[-1], side="right"))
 
 
-# -- Text from a model, and how text of unknown content is shown ------------------------------------------------------
+# -- Text from a model, and how text of unknown content is shown -----------------------------------
 
 
 def continued(
-    decoder: Decoder, prompt: Sequence[int], count: int, vocab: int, *, temperature: float, seed: int
+    decoder: Decoder,
+    prompt: Sequence[int],
+    count: int,
+    vocab: int,
+    *,
+    temperature: float,
+    seed: int,
 ) -> list[int]:
-    """Return `count` ids that continue those of `prompt`, the same on every rank; collective over the mesh."""
+    """Return `count` ids that continue those of `prompt`, the same on every rank; collective over
+    the mesh.
+    """
     with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)
@@ -359,4 +455,7 @@ def continued(
 
 def shown(text: str) -> str:
     """Put a replacement character for all that would not show, or would move a cursor."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )

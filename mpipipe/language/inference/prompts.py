@@ -13,7 +13,10 @@ from mpipipe.errors import ConfigError, DataError
 from mpipipe.language.data.tokenizer import Tokenizer
 
 MOST_BYTES = 1 << 30  # of a file of prompts
-REMEDY = 'write one prompt on a line; in a file .jsonl a line is {"prompt": "a text"} or {"tokens": [5, 17, 9]}'
+REMEDY = (
+    'write one prompt on a line; in a file .jsonl a line is {"prompt": "a text"} or '
+    '{"tokens": [5, 17, 9]}'
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,15 @@ class Bytes:
     end: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text; those of a command line that are no UTF-8 come through as they are."""
+        """Return the bytes of a text; those of a command line that are no UTF-8 come through as
+        they are.
+        """
         return list(text.encode(errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes, with a replacement character for what is no UTF-8; a model may have more ids."""
+        """Return the text of bytes, with a replacement character for what is no UTF-8; a model may
+        have more ids.
+        """
         return bytes(token for token in tokens if token < self.vocab).decode(errors="replace")
 
 
@@ -43,11 +50,17 @@ class Prompts:
     texts: list[str | None]
 
 
-def read_prompts(prompt: str | None, path: str | None, tokenizer: FolderTokenizer | None) -> Prompts:
+def read_prompts(
+    prompt: str | None, path: str | None, tokenizer: FolderTokenizer | None
+) -> Prompts:
     """Return the prompts that a command line names, in one of two ways; one rank calls this."""
     if prompt is not None and path is not None:
-        raise ConfigError("the prompt is given twice", found="both --prompt and --prompts", expected="one of them")
-    listed: Sequence[str | list[int]] = ["\n" if prompt is None else prompt] if path is None else _lines(Path(path))
+        raise ConfigError(
+            "the prompt is given twice", found="both --prompt and --prompts", expected="one of them"
+        )
+    listed: Sequence[str | list[int]] = (
+        ["\n" if prompt is None else prompt] if path is None else _lines(Path(path))
+    )
     tokens: list[list[int]] = []
     for number, line in enumerate(listed):
         if isinstance(line, list):
@@ -62,14 +75,18 @@ def read_prompts(prompt: str | None, path: str | None, tokenizer: FolderTokenize
         else:
             ids = tokenizer.encode(line)
         if not ids and path is not None:
-            raise DataError(f"prompt {number} is empty", found=f"line {number + 1} of {path}", remedy=REMEDY)
+            raise DataError(
+                f"prompt {number} is empty", found=f"line {number + 1} of {path}", remedy=REMEDY
+            )
         tokens.append(ids)
     return Prompts(tokens, [line if isinstance(line, str) else None for line in listed])
 
 
 def _lines(path: Path) -> list[str | list[int]]:
     """Return the prompts of a file: its lines, or what the lines of a file .jsonl say."""
-    with files.reading("the prompts", path, DataError, expected="text in UTF-8", also=(UnicodeDecodeError,)):
+    with files.reading(
+        "the prompts", path, DataError, expected="text in UTF-8", also=(UnicodeDecodeError,)
+    ):
         text = files.read_text(path, MOST_BYTES)
     lines = text.removesuffix("\n").split("\n") if text else []
     if not lines:
@@ -84,10 +101,14 @@ def _parsed(line: str, place: str) -> str | list[int]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"a line of the prompts is no JSON: {error}", found=place, remedy=REMEDY) from error
+        raise DataError(
+            f"a line of the prompts is no JSON: {error}", found=place, remedy=REMEDY
+        ) from error
     prompt = value.get("prompt", value.get("tokens")) if isinstance(value, dict) else None
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
-    raise DataError("a line of the prompts has no prompt", found=f"{line[:80]} in {place}", remedy=REMEDY)
+    raise DataError(
+        "a line of the prompts has no prompt", found=f"{line[:80]} in {place}", remedy=REMEDY
+    )

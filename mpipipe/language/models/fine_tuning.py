@@ -1,4 +1,6 @@
-"""What of a model a training trains (--freeze, --lora), and the model that it begins from (--from)."""
+"""What of a model a training trains (--freeze, --lora), and the model that it begins from
+(--from).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ FORM = "rank,alpha,target,target,... such as 8,16,q_proj,v_proj, or the folder o
 
 @dataclass(frozen=True)
 class FineTuning:
-    """What is trained: with `lora`, adapters alone, which begin as those of `start`; not what patterns `freeze`."""
+    """What is trained: with `lora`, adapters alone, which begin as those of `start`; not what
+    patterns `freeze`.
+    """
 
     freeze: tuple[str, ...] = ()
     lora: nn.LoRA | None = None
@@ -39,22 +43,30 @@ class FineTuning:
         return list(layers) if self.lora is None else self.lora.apply(layers)
 
     def costs(self, model: GPT, trained: Iterable[str]) -> list[float]:
-        """Return the costs of a model's layers, for the cut into stages, where the parameters `trained` are.
+        """Return the costs of a model's layers, for the cut into stages, where the parameters
+        `trained` are.
 
-        A layer that is trained costs its forward and two products as large; one that is not, or that has adapters, one
-        of these; and one below everything that is trained its forward alone.
+        A layer that is trained costs its forward and two products as large; one that is not, or
+        that has adapters, one of these; and one below everything that is trained its forward alone.
         """
         whole = layers_with(name for name in trained if not is_adapter(name))
         lowest = min(layers_with(trained))
-        products = [3 if place in whole else 1 if place < lowest else 2 for place, _ in enumerate(model.costs())]
-        return [cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)]
+        products = [
+            3 if place in whole else 1 if place < lowest else 2
+            for place, _ in enumerate(model.costs())
+        ]
+        return [
+            cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)
+        ]
 
     def check(self, model: GPT, origin: huggingface.Origin) -> None:
         """Raise ConfigError, before a training begins, where its adapters could not be written."""
         if self.lora is not None:
             adapter.adapter_parts(self.lora, expressed(model, origin.family)[0], model)
 
-    def load(self, stages: Sequence[nn.Stage], model: GPT, origin: huggingface.Origin, mesh: Mesh) -> None:
+    def load(
+        self, stages: Sequence[nn.Stage], model: GPT, origin: huggingface.Origin, mesh: Mesh
+    ) -> None:
         """Set the adapters of this rank to those to begin with, if there are any; collective."""
         if self.start is None:
             return
@@ -67,8 +79,11 @@ class FineTuning:
 
 
 def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
-    """Return what a configuration trains; collective, since an adapter to begin with is read by rank 0."""
-    freeze, text = config.freeze, config.lora
+    """Return what a configuration trains; collective, since an adapter to begin with is read by
+    rank 0.
+    """
+    freeze = config.freeze
+    text = config.lora
     if text is None:
         return FineTuning(freeze)
     folder = Path(shared_path(comm, text))
@@ -88,12 +103,16 @@ def parse_lora(text: str) -> nn.LoRA:
     rank, _, rest = text.partition(",")
     alpha, _, targets = rest.partition(",")
     try:
-        return nn.LoRA(int(rank), float(alpha), [name.strip() for name in targets.split(",") if name.strip()])
+        return nn.LoRA(
+            int(rank), float(alpha), [name.strip() for name in targets.split(",") if name.strip()]
+        )
     except (ValueError, ArgumentError) as error:
-        raise ConfigError("lora is neither adapters nor the folder of one", found=text, expected=FORM) from error
+        raise ConfigError(
+            "lora is neither adapters nor the folder of one", found=text, expected=FORM
+        ) from error
 
 
-# -- The model that a training begins from (--from) -------------------------------------------------------------------
+# -- The model that a training begins from (--from) ------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -104,21 +123,29 @@ class PretrainedModel:
     origin: huggingface.Origin
 
     def architecture(self, *, seq: int, dropout: float, **_: Any) -> GPT:
-        """Return the model for sequences of a training; an `Architecture` whose sizes are those of the folder."""
+        """Return the model for sequences of a training; an `Architecture` whose sizes are those of
+        the folder.
+        """
         return replace(self.folder.model, seq=seq, dropout=dropout)
 
 
-def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, PretrainedModel | None]:
-    """Open the folder to begin from, if there is one, and return the configuration with the sizes in it; collective."""
+def find_pretrained(
+    config: TrainConfig, comm: Communicator
+) -> tuple[TrainConfig, PretrainedModel | None]:
+    """Open the folder to begin from, if there is one, and return the configuration with the sizes
+    in it; collective.
+    """
     if config.from_ is None:
         return config, None
-    folder, call = model_folder.open_on_all(comm, config.from_), "train: the model to begin from"
+    folder = model_folder.open_on_all(comm, config.from_)
+    call = "train: the model to begin from"
     origin = group_of(comm).from_one(call, lambda: huggingface.Origin.of(folder.path))
     with group_of(comm).raise_together(call):
         model = folder.model
         defaults = {entry.name: entry.default for entry in fields(config)}
         for name in FROM_FOLDER:
-            value, there = getattr(config, name), getattr(model, name)
+            value = getattr(config, name)
+            there = getattr(model, name)
             if value not in (defaults[name], there):
                 raise ConfigError(
                     f"{name} contradicts the model to begin from",

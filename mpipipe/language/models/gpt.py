@@ -1,7 +1,7 @@
 """A decoder-only transformer from a description: one class for GPT-2, Llama and their kin.
 
-token ids -> Embedding (+ learned positions) -> layers * [x + SelfAttention(norm x), x + FeedForward(norm x)] -> norm,
-head -> logits
+token ids -> Embedding (+ learned positions) -> layers * [x + SelfAttention(norm x), x +
+FeedForward(norm x)] -> norm, head -> logits
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.even_split import even_split
-from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, RopeScaling, as_attend, check_slice_count, scaling_of
+from mpipipe.nn import (
+    ROPE_SCALINGS,
+    ForwardAndBackward,
+    RopeScaling,
+    as_attend,
+    check_slice_count,
+    scaling_of,
+)
 from mpipipe.planning import declared
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
-FILLED = ("kv_heads", "hidden", "head_dim")  # sizes that follow from others where they are not given
+FILLED = (
+    "kv_heads",
+    "hidden",
+    "head_dim",
+)  # sizes that follow from others where they are not given
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,15 @@ class GPT:
     kv_heads : int, optional
         Number of heads of keys and values, a divisor of heads; by default `heads`.
     hidden : int, optional
-        Inner width of the feed-forward layers; by default 8/3 dim for SwiGLU, rounded up to a multiple of 64, and 4 dim
-        for GELU.
+        Inner width of the feed-forward layers; by default 8/3 dim for SwiGLU, rounded up to a
+        multiple of 64, and 4 dim for GELU.
     seq : int
         Length of the sequences, for `costs`.
     tied : bool
         Whether embedding and head are one matrix.
     dropout, rope_base : float
-        Probability of dropout after attention and feed-forward; base of the rotary position embedding.
+        Probability of dropout after attention and feed-forward; base of the rotary position
+        embedding.
     head_dim : int, optional
         Width of a head, even for rotary positions; by default dim / heads.
     norm : str
@@ -53,16 +65,19 @@ class GPT:
     eps : float
         Epsilon of all norms.
     positions : str
-        "rotary": queries and keys are turned. "learned": a table, whose rows are added to the embedding.
+        "rotary": queries and keys are turned. "learned": a table, whose rows are added to the
+        embedding.
     max_positions : int, optional
         Rows of the learned table, at least `seq`, which is the default. None for rotary positions.
     rope_scaling : RopeScaling, optional
-        `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as `dataclasses.asdict` makes one.
+        `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as
+        `dataclasses.asdict` makes one.
     qkv_bias, out_bias : bool
         Whether the products to queries, keys and values have a bias, and the one after attention.
     qk_norm : bool
-        Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own each) before it is
-        turned (Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023).
+        Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own
+        each) before it is turned (Dehghani et al., "Scaling vision transformers to 22 billion
+        parameters", 2023).
     windows : tuple of (int or None), optional
         For each layer how many positions a query sees, itself included; None: all before it.
     feed_forward : str
@@ -72,8 +87,9 @@ class GPT:
     embedding_scale : float
         Factor on the rows of the embedding, not on learned positions, and not on a tied head.
     head_slices : int
-        Number of slices of the vocabulary into which the head is cut, each a layer (`nn.HeadSlice`), so that stages can
-        divide it. A tied embedding is cut alike. Values at the start are those of the whole head.
+        Number of slices of the vocabulary into which the head is cut, each a layer
+        (`nn.HeadSlice`), so that stages can divide it. A tied embedding is cut alike. Values at the
+        start are those of the whole head.
 
     Raises
     ------
@@ -128,13 +144,22 @@ class GPT:
 
     def __post_init__(self) -> None:
         given = vars(self)
-        check_sizes({name: value for name, value in given.items() if value is not None or name not in FILLED})
+        check_sizes(
+            {
+                name: value
+                for name, value in given.items()
+                if value is not None or name not in FILLED
+            }
+        )
         heads = self.heads if self.kv_heads is None else self.kv_heads
         check_heads({**given, "kv_heads": heads})
         check_positions(given)
         check_slice_count(self.head_slices, self.vocab)
         self._fill("kv_heads", self.heads)
-        self._fill("hidden", 4 * self.dim if self.feed_forward == "gelu" else -(-8 * self.dim // (3 * 64)) * 64)
+        self._fill(
+            "hidden",
+            4 * self.dim if self.feed_forward == "gelu" else -(-8 * self.dim // (3 * 64)) * 64,
+        )
         self._fill("head_dim", self.dim // self.heads)
         if self.positions == "learned":
             self._fill("max_positions", self.seq)
@@ -151,36 +176,44 @@ class GPT:
         positions: ArrayLike | None = None,
         labels: bool = False,
     ) -> list[nn.Layer]:
-        """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq, vocab) come out.
+        """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq,
+        vocab) come out.
 
         Parameters
         ----------
         attend : object or callable
-            What `nn.SelfAttention` attends with, such as `attention.Local()`; layers with a window attend with
-            `attend.with_window(window)`. A function is called for each layer, to make an object of its own: without
-            arguments, or, where `windows` is set, as `attend(window=window)`, with None for a layer without a window.
-            Where positions are learned, it is called once more, first of all, for the layer that adds them.
+            What `nn.SelfAttention` attends with, such as `attention.Local()`; layers with a window
+            attend with `attend.with_window(window)`. A function is called for each layer, to make
+            an object of its own: without arguments, or, where `windows` is set, as
+            `attend(window=window)`, with None for a layer without a window. Where positions are
+            learned, it is called once more, first of all, for the layer that adds them.
         positions : 1-D integers, optional
-            Positions of the rows in the whole sequence, if a rank holds a part of it; by default 0 ... seq - 1.
+            Positions of the rows in the whole sequence, if a rank holds a part of it; by default 0
+            ... seq - 1.
         labels : bool
-            Whether slices of the head take labels and give losses in place of logits, as `nn.HeadSlice` says; without
-            slices nothing changes.
+            Whether slices of the head take labels and give losses in place of logits, as
+            `nn.HeadSlice` says; without slices nothing changes.
 
         Returns
         -------
         list of Layer
-            2 * `layers` + 1 + `head_slices` layers: embedding, attention and feed-forward in turn, norm with head, or
-            with its first slice, and the other slices. The first one is an `nn.Embedding`, or an `nn.Sequential` of
-            that and an `nn.LearnedPositions`.
+            2 * `layers` + 1 + `head_slices` layers: embedding, attention and feed-forward in turn,
+            norm with head, or with its first slice, and the other slices. The first one is an
+            `nn.Embedding`, or an `nn.Sequential` of that and an `nn.LearnedPositions`.
         """
         tie = TIE if self.tied else None
-        # The last matrix of each of the 2 * layers residual branches starts smaller, so that the sum of all branches
-        # has the size of one (Radford et al., "Language models are unsupervised multitask learners", 2019).
+        # The last matrix of each of the 2 * layers residual branches starts smaller, so that the
+        # sum of all branches has the size of one (Radford et al., "Language models are unsupervised
+        # multitask learners", 2019).
         gain = (2 * self.layers) ** -0.5
         attend_with = self._attend_with(attend)
         layers: list[nn.Layer] = [
             nn.Embedding(
-                self.vocab, self.dim, tie=tie, scale=self.embedding_scale, slices=self.head_slices if self.tied else 1
+                self.vocab,
+                self.dim,
+                tie=tie,
+                scale=self.embedding_scale,
+                slices=self.head_slices if self.tied else 1,
             )
         ]
         if self.max_positions is not None:
@@ -196,25 +229,42 @@ class GPT:
         """Return the head, or its slices; `name` is that of its weight."""
         if self.head_slices == 1:
             return [nn.Head(self.dim, self.vocab, tie=tie)]
-        sizes, of = (self.dim, self.vocab), self.head_slices
-        return [nn.HeadSlice(*sizes, number, of, tie, labels=labels, stream=name) for number in range(of)]
+        sizes = (self.dim, self.vocab)
+        of = self.head_slices
+        return [
+            nn.HeadSlice(*sizes, number, of, tie, labels=labels, stream=name)
+            for number in range(of)
+        ]
 
     def _attend_with(
         self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward]
     ) -> Callable[[int | None], ForwardAndBackward]:
-        """Return the function that gives the attend object of one layer, from the window of that layer."""
+        """Return the function that gives the attend object of one layer, from the window of that
+        layer.
+        """
         if not callable(attend):
-            return lambda window: attend if window is None else as_attend(attend).with_window(window)
+            return lambda window: (
+                attend if window is None else as_attend(attend).with_window(window)
+            )
         if self.windows is None:
             return lambda _: attend()
         return lambda window: attend(window=window)
 
-    def _attention(self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float) -> nn.Layer:
+    def _attention(
+        self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float
+    ) -> nn.Layer:
         same = ("head_dim", "rope_scaling", "qkv_bias", "out_bias", "qk_norm", "eps")
         options: dict[str, Any] = {name: getattr(self, name) for name in same}
         base = self.rope_base if self.positions == "rotary" else None
         return nn.SelfAttention(
-            self.dim, self.heads, self.kv_heads, attend, positions, rope_base=base, gain=gain, **options
+            self.dim,
+            self.heads,
+            self.kv_heads,
+            attend,
+            positions,
+            rope_base=base,
+            gain=gain,
+            **options,
         )
 
     def _feed_forward(self, gain: float) -> nn.Layer:
@@ -223,7 +273,11 @@ class GPT:
         return nn.SwiGLU(self.dim, self.hidden, gain=gain, bias=self.feed_forward_bias)
 
     def _norm(self) -> nn.Layer:
-        return nn.LayerNorm(self.dim, self.eps) if self.norm == "layer" else nn.RMSNorm(self.dim, self.eps)
+        return (
+            nn.LayerNorm(self.dim, self.eps)
+            if self.norm == "layer"
+            else nn.RMSNorm(self.dim, self.eps)
+        )
 
     def _residual(self, layer: nn.Layer) -> nn.Layer:
         dropout = [nn.Dropout(self.dropout)] if self.dropout else []
@@ -232,9 +286,9 @@ class GPT:
     def costs(self) -> list[float]:
         """Count the floating-point operations of the forward of each layer of `build`, per token.
 
-        A multiply-add counts as two. Causal scores reach half of the sequence on average, in two products; with a
-        window of w positions they reach w - w^2 / (2 seq). A look-up in a table is counted as one operation an element.
-        `schedules.partition` takes these costs.
+        A multiply-add counts as two. Causal scores reach half of the sequence on average, in two
+        products; with a window of w positions they reach w - w^2 / (2 seq). A look-up in a table is
+        counted as one operation an element. `schedules.partition` takes these costs.
         """
         width = self.heads * self.head_dim
         projections = 2 * self.dim * (2 * width + 2 * self.kv_heads * self.head_dim)
@@ -242,45 +296,69 @@ class GPT:
         blocks: list[float] = []
         for window in self.windows or (None,) * self.layers:
             seen = self.seq if window is None else min(window, self.seq)
-            scores = 2 * self.seq * width if seen == self.seq else 4 * width * (seen - seen**2 / (2 * self.seq))
+            scores = (
+                2 * self.seq * width
+                if seen == self.seq
+                else 4 * width * (seen - seen**2 / (2 * self.seq))
+            )
             blocks += [float(projections + scores), float(products * self.dim * self.hidden)]
         tables = 1 if self.max_positions is None else 2
-        heads = [float(2 * self.dim * len(rows)) for rows in even_split(self.vocab, self.head_slices)]
+        heads = [
+            float(2 * self.dim * len(rows)) for rows in even_split(self.vocab, self.head_slices)
+        ]
         return [float(tables * self.dim), *blocks, *heads]
 
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
         every = declared(self.build(Local()))
-        return sum({parameter.tie or name: parameter.size for name, parameter in every.items()}.values())
+        return sum(
+            {parameter.tie or name: parameter.size for name, parameter in every.items()}.values()
+        )
 
 
-# -- How a training makes a model -------------------------------------------------------------------------------------
+# -- How a training makes a model ------------------------------------------------------------------
 
 
-# Makes a model from the sizes in a configuration, as the class GPT does: called with seq, dim, layers, heads, kv_heads,
-# hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is its own choice.
+# Makes a model from the sizes in a configuration, as the class GPT does: called with seq, dim,
+# layers, heads, kv_heads, hidden, tied, dropout and rope_base by name, and with vocab where the
+# data are not bytes. None is its own choice.
 Architecture: TypeAlias = Callable[..., GPT]
 
 
-# -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------
+# -- What the description of a GPT may say: its fields one by one, and those that do not go together --
 
 
 SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim", "head_slices")
-CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
-LAYERS = 4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "positions": ("rotary", "learned"),
+    "feed_forward": ("swiglu", "gelu"),
+}
+LAYERS = (
+    4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
+)
 NEAR = 1000  # numbers of heads that are tried for a remedy
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
 
 def check_sizes(values: dict[str, Any]) -> None:
-    """Raise ArgumentError unless each of these fields, by name, has a value that means something by itself."""
+    """Raise ArgumentError unless each of these fields, by name, has a value that means something by
+    itself.
+    """
     rules: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         (SIZES, _is_size, "an integer of at least 1"),
-        *(((name,), kinds.__contains__, " or ".join(map(repr, kinds))) for name, kinds in CHOICES.items()),
+        *(
+            ((name,), kinds.__contains__, " or ".join(map(repr, kinds)))
+            for name, kinds in CHOICES.items()
+        ),
         (SWITCHES, lambda value: type(value) is bool, "True or False"),
         (("eps",), lambda value: _is_number(value) and value >= 0, "a finite number of at least 0"),
-        (("embedding_scale",), lambda value: _is_number(value) and value != 0, "a finite number other than 0"),
+        (
+            ("embedding_scale",),
+            lambda value: _is_number(value) and value != 0,
+            "a finite number other than 0",
+        ),
     )
     for names, fits, expected in rules:
         for name in names:
@@ -289,13 +367,19 @@ def check_sizes(values: dict[str, Any]) -> None:
 
 
 def check_heads(values: dict[str, Any]) -> None:
-    """Raise ArgumentError unless the heads go together; `head_dim` is None if it is to follow from the width."""
-    dim, heads, head_dim = values["dim"], values["heads"], values["head_dim"]
+    """Raise ArgumentError unless the heads go together; `head_dim` is None if it is to follow from
+    the width.
+    """
+    dim = values["dim"]
+    heads = values["heads"]
+    head_dim = values["head_dim"]
     rotary = values["positions"] == "rotary"
     unit = 2 if rotary else 1
     if head_dim is None and dim % (unit * heads):
         near = range(heads - 1, max(0, heads - NEAR), -1)
-        fewer = next((f", or heads = {number}" for number in near if dim % (unit * number) == 0), "")
+        fewer = next(
+            (f", or heads = {number}" for number in near if dim % (unit * number) == 0), ""
+        )
         pairs = "2 x heads, since rotary positions turn pairs of elements"
         raise ArgumentError(
             "the heads do not divide the width of a GPT evenly",
@@ -305,18 +389,26 @@ def check_heads(values: dict[str, Any]) -> None:
         )
     if head_dim is not None and rotary and head_dim % 2:
         raise ArgumentError(
-            "head_dim of a GPT is odd", found=f"head_dim {head_dim}", expected="pairs of elements, for rotary positions"
+            "head_dim of a GPT is odd",
+            found=f"head_dim {head_dim}",
+            expected="pairs of elements, for rotary positions",
         )
     if heads % values["kv_heads"]:
         raise ArgumentError(
-            "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {values['kv_heads']}, heads {heads}"
+            "kv_heads of a GPT is no divisor of heads",
+            found=f"kv_heads {values['kv_heads']}, heads {heads}",
         )
 
 
 def check_positions(values: dict[str, Any]) -> None:
-    """Raise ArgumentError for options of rotary positions next to learned ones, or the other way round."""
-    most, learned = values["max_positions"], values["positions"] == "learned"
-    kind, other, name = ("learned", "rotary", "rope_scaling") if learned else ("rotary", "learned", "max_positions")
+    """Raise ArgumentError for options of rotary positions next to learned ones, or the other way
+    round.
+    """
+    most = values["max_positions"]
+    learned = values["positions"] == "learned"
+    kind, other, name = (
+        ("learned", "rotary", "rope_scaling") if learned else ("rotary", "learned", "max_positions")
+    )
     if values[name] is not None:
         raise ArgumentError(
             f"a GPT with {kind} positions has no {name}",
@@ -345,7 +437,9 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
     if windows is None:
         return None
     if type(windows) not in (tuple, list) or len(windows) != layers:
-        raise _wrong("windows", windows, f"a tuple of {counted(layers, 'window')}, one for each layer")
+        raise _wrong(
+            "windows", windows, f"a tuple of {counted(layers, 'window')}, one for each layer"
+        )
     for window in windows:
         if window is not None and not _is_size(window):
             raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")
@@ -353,10 +447,15 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
 
 
 def check_layers(layers: int) -> None:
-    """Raise ConfigError for more than LAYERS transformer blocks, before anything of such a size is built."""
+    """Raise ConfigError for more than LAYERS transformer blocks, before anything of such a size is
+    built.
+    """
     if layers > LAYERS:
         raise ConfigError(
-            "too many layers", found=f"layers = {layers:,}", expected=f"at most {LAYERS:,}", remedy="lower layers"
+            "too many layers",
+            found=f"layers = {layers:,}",
+            expected=f"at most {LAYERS:,}",
+            remedy="lower layers",
         )
 
 

@@ -5,7 +5,8 @@
     config.json                            "huggingface": a model of Hugging Face
     manifest.json, step-.../, checkpoints/ "checkpoint": a training of mpipipe, the newest of several
 
-The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank opens for all.
+The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank
+opens for all.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class ModelFolder(ABC):
     @classmethod
     @abstractmethod
     def find(cls, path: Path) -> Path | None:
-        """Return the folder of this kind that is at `path` or below it, None if there is none. Nothing is read."""
+        """Return the folder of this kind that is at `path` or below it, None if there is none.
+        Nothing is read.
+        """
 
     @classmethod
     @abstractmethod
@@ -66,14 +69,20 @@ class ModelFolder(ABC):
     @property
     @abstractmethod
     def model(self) -> GPT:
-        """The description of the model. Raises ConfigError if the folder has sizes that no GPT has."""
+        """The description of the model. Raises ConfigError if the folder has sizes that no GPT
+        has.
+        """
 
     @abstractmethod
     def read(self, parameters: Mapping[str, Array]) -> None:
-        """Set arrays by their names in the model. Raises ArgumentError or NonFiniteError with file and parameter."""
+        """Set arrays by their names in the model. Raises ArgumentError or NonFiniteError with file
+        and parameter.
+        """
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Set the parameters of this rank's stages, and read no others; collective over the mesh."""
+        """Set the parameters of this rank's stages, and read no others; collective over the
+        mesh.
+        """
         group = group_of(mesh.comm)
         with group.raise_together("loading the model"):
             announce_write(*stages)
@@ -85,23 +94,30 @@ class ModelFolder(ABC):
                 checkpoint.check_same_folder(self.path, self.inode)
 
     def with_slices(self, count: int) -> ModelFolder:
-        """Return the folder of the same model with its head in `count` slices; raises ConfigError if it has others."""
+        """Return the folder of the same model with its head in `count` slices; raises ConfigError
+        if it has others.
+        """
         there = self.model.head_slices
         if there != count:
             raise ConfigError(
                 "the weights to begin with have their head in other slices",
                 found=f"head_slices = {there} in {self.path}",
                 expected=f"{count}, as the configuration has it",
-                remedy=f"give head_slices = {there}, or `mpipipe convert` them into a folder of Hugging Face",
+                remedy=f"give head_slices = {there}, or `mpipipe convert` them into a folder of "
+                "Hugging Face",
             )
         return self
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens at which an answer ends: eos_token_id of generation_config.json, or else of config.json."""
+        """Ids of the tokens at which an answer ends: eos_token_id of generation_config.json, or
+        else of config.json.
+        """
         path = self.path / GENERATION
         if path.exists():
-            facts: Mapping[str, Any] = read_json(path, "copy the folder again, or leave that file out")
+            facts: Mapping[str, Any] = read_json(
+                path, "copy the folder again, or leave that file out"
+            )
         else:
             facts = huggingface.Origin.of(self.path).config
         ids = facts.get("eos_token_id")
@@ -140,7 +156,8 @@ class WeightsFolder(TrainingFolder):
 
     @classmethod
     def open(cls, folder: Path) -> WeightsFolder:
-        inode, found = checkpoint.folder_identity(folder), weights.describe(folder)
+        inode = checkpoint.folder_identity(folder)
+        found = weights.describe(folder)
         return cls(folder, found.dtype, inode, found.model)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
@@ -161,8 +178,14 @@ class CheckpointFolder(TrainingFolder):
     def open(cls, folder: Path) -> CheckpointFolder:
         saved = checkpoint.read(folder)
         sizes = saved.state.get("model")
-        entries = {name: entry for content in saved.files.values() for name, entry in content.arrays.items()}
-        kept = [entry for name, entry in entries.items() if name.startswith(f"{checkpoint.PARAMETERS}/")]
+        entries = {
+            name: entry
+            for content in saved.files.values()
+            for name, entry in content.arrays.items()
+        }
+        kept = [
+            entry for name, entry in entries.items() if name.startswith(f"{checkpoint.PARAMETERS}/")
+        ]
         if not isinstance(sizes, dict) or not kept:
             raise ConfigError(
                 "the checkpoint is not one of `mpipipe train`",
@@ -175,13 +198,16 @@ class CheckpointFolder(TrainingFolder):
                 "the checkpoint has adapters apart from their matrices",
                 found=str(folder),
                 expected="a plain model",
-                remedy="let the training end: it leaves the model with its adapters merged; or go on with --resume",
+                remedy="let the training end: it leaves the model with its adapters merged; or go "
+                "on with --resume",
             )
         return cls(folder, checkpoint.NAMES[kept[0].dtype], None, sizes)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         saved = checkpoint.read(self.path)
-        checkpoint.read_arrays(saved, {f"{checkpoint.PARAMETERS}/{name}": array for name, array in parameters.items()})
+        checkpoint.read_arrays(
+            saved, {f"{checkpoint.PARAMETERS}/{name}": array for name, array in parameters.items()}
+        )
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         checkpoint.load(self.path, mesh, stages)  # which compares the names of all ranks, too
@@ -196,11 +222,14 @@ class HuggingFaceFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return _standing((path,), CONFIG, SINGLE, INDEX, *PICKLES)  # tensors without a config.json, too
+        return _standing(
+            (path,), CONFIG, SINGLE, INDEX, *PICKLES
+        )  # tensors without a config.json, too
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
-        inode, opened = checkpoint.folder_identity(folder), huggingface.open_folder(folder)
+        inode = checkpoint.folder_identity(folder)
+        opened = huggingface.open_folder(folder)
         stored = opened.config.get("dtype") or opened.config.get("torch_dtype")
         # float32 holds bfloat16 and float16 as they are
         return cls(folder, "float64" if stored == "float64" else "float32", inode, opened)
@@ -210,7 +239,9 @@ class HuggingFaceFolder(ModelFolder):
         return self.folder.model
 
     def with_slices(self, count: int) -> ModelFolder:
-        return replace(self, folder=replace(self.folder, model=replace(self.model, head_slices=count)))
+        return replace(
+            self, folder=replace(self.folder, model=replace(self.model, head_slices=count))
+        )
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         huggingface.read(self.folder, parameters)
@@ -219,7 +250,9 @@ class HuggingFaceFolder(ModelFolder):
 def _standing(paths: Sequence[Path], *names: str) -> Path | None:
     """Return the first of these folders that has a file of one of these names."""
     places = map(checkpoint.standing_folder, paths)
-    return next((place for place in places if any(files.exists(place / name) for name in names)), None)
+    return next(
+        (place for place in places if any(files.exists(place / name) for name in names)), None
+    )
 
 
 KINDS: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
@@ -235,38 +268,66 @@ def open_model(path: str | Path) -> ModelFolder:
     raise ArgumentError(
         "no model is here",
         found=f"{path}, {'a folder without one' if files.is_folder(path) else 'no folder'}",
-        expected="the output folder of a training, one of its checkpoints, or a folder of Hugging Face",
-        remedy="name the --out folder of a training that ended; its weights are written at the end. Of a task of your "
-        "own mpipipe.train.load opens the folder; an adapter becomes a model by merge_and_unload of PEFT",
+        expected="the output folder of a training, one of its checkpoints, or a folder of Hugging "
+        "Face",
+        remedy="name the --out folder of a training that ended; its weights are written at the "
+        "end. Of a task of your "
+        "own mpipipe.train.load opens the folder; an adapter becomes a model by merge_and_unload "
+        "of PEFT",
     )
 
 
 def open_on_all(comm: Communicator, path: str) -> ModelFolder:
-    """Return on every rank the model that rank 0 finds at `path`, seen from its working folder; collective."""
+    """Return on every rank the model that rank 0 finds at `path`, seen from its working folder;
+    collective.
+    """
     absolute = shared_path(comm, path)
     return group_of(comm).from_one("opening the model", lambda: open_model(absolute))
 
 
-# -- A folder turned into one of Hugging Face, by one process and without MPI: layer groups one after the other --------
+# -- A folder turned into one of Hugging Face, by one process and without MPI: layer groups one after the other --
 
 
-def convert(source: str | Path, target: str | Path, dtype: str | None = None, most: int = writing.SHARD_BYTES) -> str:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    dtype: str | None = None,
+    most: int = writing.SHARD_BYTES,
+) -> str:
     """Turn a folder into one of Hugging Face.
 
-    `dtype` is by default that of the old files, and float32 for halves. A file has `most` bytes, or one layer. Returns
-    a line about what was done. No folder is left where an error is raised.
+    `dtype` is by default that of the old files, and float32 for halves. A file has `most` bytes, or
+    one layer. Returns a line about what was done. No folder is left where an error is raised.
     """
     folder = open_model(source)
-    kind, model, origin = dtype or folder.dtype, folder.model, huggingface.Origin.of(folder.path)
+    kind = dtype or folder.dtype
+    model = folder.model
+    origin = huggingface.Origin.of(folder.path)
     if kind not in writing.FLOATS:
-        raise ConfigError("the dtype of a folder of Hugging Face", found=kind, expected=" or ".join(writing.FLOATS))
+        raise ConfigError(
+            "the dtype of a folder of Hugging Face",
+            found=kind,
+            expected=" or ".join(writing.FLOATS),
+        )
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
-    huggingface.save(Path(target), model, groups, partial(read_group, folder, folder.dtype), dtype=kind, origin=origin)
+    huggingface.save(
+        Path(target),
+        model,
+        groups,
+        partial(read_group, folder, folder.dtype),
+        dtype=kind,
+        origin=origin,
+    )
     what = f"{writing.config_of(model, kind, origin)[0].architecture} in {kind}"
-    return f"converted {folder.path} ({folder.kind}) into {target}: {what}, {model.parameters:,} parameters"
+    return (
+        f"converted {folder.path} ({folder.kind}) into {target}: {what}, {model.parameters:,} "
+        "parameters"
+    )
 
 
-def read_group(folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+def read_group(
+    folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]
+) -> dict[str, np.ndarray]:
     """Read the parameters with these names and shapes."""
     values = {name: np.empty(shape, arrays.dtype(dtype)) for name, shape in shapes.items()}
     folder.read(values)
@@ -274,10 +335,14 @@ def read_group(folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]) -> 
 
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
-    """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
+    """Return names and shapes of the parameters, in groups of whole layers of at most `most`
+    bytes.
+    """
     layers = [declared([top], place) for place, top in enumerate(model.build(Local()))]
     first = len(layers) - model.head_slices
-    layers[first:] = [{name: entry for layer in layers[first:] for name, entry in layer.items()}]  # one tensor
+    layers[first:] = [
+        {name: entry for layer in layers[first:] for name, entry in layer.items()}
+    ]  # one tensor
     sized = ((layer, sum(entry.size for entry in layer.values()) * itemsize) for layer in layers)
     return [
         {name: entry.shape for layer in group for name, entry in layer.items()}

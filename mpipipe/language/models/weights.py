@@ -1,4 +1,5 @@
-"""Trained parameters as files, which any number of ranks can load. No state of an optimizer is kept.
+"""Trained parameters as files, which any number of ranks can load. No state of an optimizer is
+kept.
 
     weights/stage-0.safetensors ...  the parameters of one logical stage, by their names in the whole model
     weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
@@ -22,7 +23,14 @@ import numpy as np
 
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_facts, write_tensors
+from mpipipe.checkpoint import (
+    TensorFile,
+    checksum_of,
+    open_tensors,
+    replacing,
+    write_facts,
+    write_tensors,
+)
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
@@ -42,7 +50,9 @@ COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 
 @dataclass(frozen=True)
 class WeightsDescription:
-    """The content of model.json: sizes and dtype of the model, number of files, and checksums by parameter."""
+    """The content of model.json: sizes and dtype of the model, number of files, and checksums by
+    parameter.
+    """
 
     model: dict[str, Any]
     dtype: str
@@ -61,13 +71,18 @@ def file_of(stage: int) -> str:
 
 
 def save(
-    folder: Path, model: GPT, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh, origin: Origin | None = None
+    folder: Path,
+    model: GPT,
+    stages: Sequence[nn.Stage],
+    schedule: Schedule,
+    mesh: Mesh,
+    origin: Origin | None = None,
 ) -> None:
     """Write this rank's stages of `schedule`, and their description; collective over the mesh.
 
-    A folder that is there is replaced when the new one is whole; what others have put there goes along, and the
-    tokenizer of `origin`. Raises ArgumentError, on every rank, where a file cannot be written: the folder stays as it
-    was.
+    A folder that is there is replaced when the new one is whole; what others have put there goes
+    along, and the tokenizer of `origin`. Raises ArgumentError, on every rank, where a file cannot
+    be written: the folder stays as it was.
     """
     sums: dict[str, str] = {}
     group = group_of(mesh.comm)
@@ -85,7 +100,9 @@ def save(
                 if origin is not None:
                     origin.copy(partial, keep_config=True)
                 dtype = stages[0].parameters.flat.dtype.name
-                write_description(partial, WeightsDescription(asdict(model), dtype, schedule.stages, sums))
+                write_description(
+                    partial, WeightsDescription(asdict(model), dtype, schedule.stages, sums)
+                )
 
 
 def write_stage(folder: Path, number: int, parameters: Mapping[str, Array]) -> dict[str, str]:
@@ -125,7 +142,9 @@ def describe(folder: str | Path) -> WeightsDescription:
         description = WeightsDescription(**facts)
     kinds = {"model": dict, "dtype": str, "stages": int, "checksums": dict}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()):
-        raise ArgumentError("the weights' description is wrong", found=f"{path}: {description}", remedy=remedy)
+        raise ArgumentError(
+            "the weights' description is wrong", found=f"{path}: {description}", remedy=remedy
+        )
     if written != checksum_of(facts):
         raise ArgumentError(
             "the weights' description is damaged",
@@ -148,13 +167,16 @@ def own_arrays(stages: Sequence[nn.Stage]) -> dict[str, Array]:
 
 
 def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
-    """Set arrays, by their names in the model, however the model was cut when they were saved; only these are read.
+    """Set arrays, by their names in the model, however the model was cut when they were saved; only
+    these are read.
 
-    Raises ArgumentError for a file or parameter that is missing, damaged or of another shape, NonFiniteError for NaN.
+    Raises ArgumentError for a file or parameter that is missing, damaged or of another shape,
+    NonFiniteError for NaN.
     """
     folder = Path(folder)
     description = describe(folder)
-    left, there = dict(parameters), 0
+    left = dict(parameters)
+    there = 0
     for number in range(description.stages):
         path = folder / file_of(number)
         with open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN) as file:
@@ -176,7 +198,9 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
 
 
 def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str]) -> np.ndarray:
-    """Return the values of a parameter, which is to have the shape of `like`, in the dtype of `like`."""
+    """Return the values of a parameter, which is to have the shape of `like`, in the dtype of
+    `like`.
+    """
     entry = file.arrays[name]
     if entry.kind.name not in FLOATS or entry.shape != like.shape:
         raise ArgumentError(
@@ -186,7 +210,8 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
             remedy=REMEDY,
         )
     values = np.empty(entry.shape, entry.kind)
-    checksum, expected = file.read_summed(name, values), checksums.get(name)
+    checksum = file.read_summed(name, values)
+    expected = checksums.get(name)
     if checksum != expected:
         raise ArgumentError(
             f"parameter {name} is damaged: it is not what was saved",
@@ -199,12 +224,18 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
 
 
 def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
-    """Set the parameters of `stages`, which are on the host, to those of others with the same layers on this rank."""
+    """Set the parameters of `stages`, which are on the host, to those of others with the same
+    layers on this rank.
+    """
     for source in trained:
-        for name, values in zip(source.parameters, arrays.download_all(list(source.parameters.values()))):
+        for name, values in zip(
+            source.parameters, arrays.download_all(list(source.parameters.values()))
+        ):
             places = [stage for stage in stages if name in stage.parameters]
             places[0].parameters[name][...] = values
 
 
 def _writing(folder: Path) -> AbstractContextManager[None]:
-    return files.writing("the weights", folder, ArgumentError, remedy="make room, or choose another --out")
+    return files.writing(
+        "the weights", folder, ArgumentError, remedy="make room, or choose another --out"
+    )

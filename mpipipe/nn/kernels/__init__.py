@@ -1,4 +1,5 @@
-"""The arithmetic of layers, losses and optimizers: `interface` states the functions, and four modules hold them.
+"""The arithmetic of layers, losses and optimizers: `interface` states the functions, and four
+modules hold them.
 
 host.any_dtype        numpy arrays of every dtype
 host.full_precision   numpy arrays of float32 and float64, without a look at the dtype in each call
@@ -26,8 +27,12 @@ from mpipipe.nn.kernels.interface import AdamWNumbers, Kernels, Update
 __all__ = ["AdamWNumbers", "Kernels", "Update", "describe", "multiplies", "of", "of_array"]
 
 VARIABLE = "MPIPIPE_HALVES"
-# what a processor has that multiplies halves faster than float32 and sums in float32, as /proc/cpuinfo calls it
-INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16", "bf16"), "float16": ("amx_fp16", "avx512_fp16")}
+# what a processor has that multiplies halves faster than float32 and sums in float32, as
+# /proc/cpuinfo calls it
+INSTRUCTIONS = {
+    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16"),
+    "float16": ("amx_fp16", "avx512_fp16"),
+}
 
 
 # mypy compares each module with the interface here
@@ -45,11 +50,15 @@ def of(device: str, dtype: np.dtype | None = None) -> Kernels:
         return CUDA
     if dtype is None:
         return ANY_DTYPE
-    return _of_halves(dtype, os.environ.get(VARIABLE, "")) if arrays.is_half(dtype) else FULL_PRECISION
+    return (
+        _of_halves(dtype, os.environ.get(VARIABLE, "")) if arrays.is_half(dtype) else FULL_PRECISION
+    )
 
 
 def of_array(array: Array) -> Kernels:
-    """Return the kernels for the device and dtype of an array; raise ArgumentError for anything but an array."""
+    """Return the kernels for the device and dtype of an array; raise ArgumentError for anything but
+    an array.
+    """
     if isinstance(array, np.ndarray):
         return of("cpu", array.dtype) if array.itemsize == 2 else FULL_PRECISION
     return of(arrays.device_of(array))
@@ -58,7 +67,9 @@ def of_array(array: Array) -> Kernels:
 @lru_cache
 def _of_halves(dtype: np.dtype, asked: str) -> Kernels:
     if asked not in ("", "numpy", "torch"):
-        raise ArgumentError(f"environment variable {VARIABLE}", found=repr(asked), expected="numpy or torch")
+        raise ArgumentError(
+            f"environment variable {VARIABLE}", found=repr(asked), expected="numpy or torch"
+        )
     if asked == "numpy" or not (asked or (_instructions(dtype) and find_spec("torch"))):
         return ANY_DTYPE
     try:
@@ -72,7 +83,9 @@ def _of_halves(dtype: np.dtype, asked: str) -> Kernels:
 
 
 def _instructions(dtype: np.dtype) -> str:
-    """Return the name of what this processor multiplies such halves by, empty if there is no such thing."""
+    """Return the name of what this processor multiplies such halves by, empty if there is no such
+    thing.
+    """
     return next((name for name in INSTRUCTIONS[dtype.name] if name in processor.features()), "")
 
 
@@ -87,7 +100,8 @@ def describe() -> str:
 
 
 def _described(dtype: np.dtype) -> str:
-    asked, found = os.environ.get(VARIABLE, ""), _instructions(dtype)
+    asked = os.environ.get(VARIABLE, "")
+    found = _instructions(dtype)
     if asked:
         return f"{dtype.name} by {asked}: {VARIABLE} says so"
     if not found:

@@ -1,8 +1,9 @@
 """The functions that layers, losses and optimizers compute with, whatever the device.
 
-T is the dtype of activations, and A = arrays.accumulator(T) that of statistics, gradients of parameters and, in the
-optimizers, parameters. Every function computes in A, and rounds once what it returns in T. Matrices are (rows, width).
-Arrays are C-contiguous and stay as they are, unless a function says otherwise.
+T is the dtype of activations, and A = arrays.accumulator(T) that of statistics, gradients of
+parameters and, in the optimizers, parameters. Every function computes in A, and rounds once what it
+returns in T. Matrices are (rows, width). Arrays are C-contiguous and stay as they are, unless a
+function says otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import numpy as np
 
 from mpipipe.arrays import Array, DeviceArray
 
-Range: TypeAlias = "tuple[int, int, bool]"  # (start, stop, whether weight decay applies) in flat arrays
+Range: TypeAlias = (
+    "tuple[int, int, bool]"  # (start, stop, whether weight decay applies) in flat arrays
+)
 
 
 class AdamWNumbers(NamedTuple):
@@ -32,9 +35,9 @@ class AdamWNumbers(NamedTuple):
 class Update(NamedTuple):
     """How an optimizer's kernel reads gradients, where weights decay, and what it writes besides.
 
-    Gradients count `g_scale` times. `ranges` follow each other from 0 to the end; None: all decays. `copy`, of the size
-    of the parameters in any dtype, becomes the new parameters, rounded. On a GPU `g_scale` may be there, () of float64.
-    Where it is NaN, all arrays stay as they are.
+    Gradients count `g_scale` times. `ranges` follow each other from 0 to the end; None: all decays.
+    `copy`, of the size of the parameters in any dtype, becomes the new parameters, rounded. On a
+    GPU `g_scale` may be there, () of float64. Where it is NaN, all arrays stay as they are.
     """
 
     g_scale: float | DeviceArray = 1.0
@@ -48,25 +51,36 @@ class Kernels(Protocol):
     # -- products
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """Return y = x weight^T + bias (rows, outputs), of x (rows, inputs), weight (outputs, inputs), all of T."""
+        """Return y = x weight^T + bias (rows, outputs), of x (rows, inputs), weight (outputs,
+        inputs), all of T.
+        """
 
     def linear_backward_input(self, dy: Array, weight: Array) -> Array:
-        """Return dx = dy weight (rows, inputs), of dy (rows, outputs), weight (outputs, inputs), all of T."""
+        """Return dx = dy weight (rows, inputs), of dy (rows, outputs), weight (outputs, inputs),
+        all of T.
+        """
 
     def linear_backward_weight(self, dy: Array, x: Array, grad: Array, add: bool = True) -> None:
-        """Grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of T.
+        """Grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of
+        T.
 
         Without `add` grad is set to that, and what was there is not read.
         """
 
     def products(
-        self, a: Array, b: Array, c: Array, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        add: bool = False,
     ) -> None:
         """C = a b or, with `add`, c += a b, for each of some problems: c (problems, m, n) of A.
 
-        a is (problems, m, k), or (problems, k, m) with `transpose_a`; b (problems, k, n), or (problems, n, k) with
-        `transpose_b`; both of T, with any stride of problems and rows, and no gaps in the last axis. One matrix in
-        place of `problems` is that of all of them.
+        a is (problems, m, k), or (problems, k, m) with `transpose_a`; b (problems, k, n), or
+        (problems, n, k) with `transpose_b`; both of T, with any stride of problems and rows, and no
+        gaps in the last axis. One matrix in place of `problems` is that of all of them.
         """
 
     def sum_rows(self, dy: Array, grad: Array) -> None:
@@ -90,10 +104,13 @@ class Kernels(Protocol):
         """Return x * factor, set in `out` where it is given, which may be x."""
 
     def cast(self, source: Array, target: Array) -> None:
-        """Target = source, of one shape, rounded to nearest even; what is too large becomes infinite."""
+        """Target = source, of one shape, rounded to nearest even; what is too large becomes
+        infinite.
+        """
 
     def copy(self, source: Array, target: Array, add: bool = False) -> None:
-        """Target = source or, with `add`, target += source: of one shape (five axes at most), with any strides.
+        """Target = source or, with `add`, target += source: of one shape (five axes at most), with
+        any strides.
 
         Values are rounded to the dtype of the target.
         """
@@ -108,7 +125,8 @@ class Kernels(Protocol):
         """Return silu(gate) * up (rows, hidden), of both = gate | up (rows, 2 hidden)."""
 
     def swiglu_backward(self, both: Array, dinner: Array) -> tuple[Array, Array]:
-        """Return (gradient of `both`, silu(gate) * up), of both (rows, 2 hidden) and dinner (rows, hidden).
+        """Return (gradient of `both`, silu(gate) * up), of both (rows, 2 hidden) and dinner (rows,
+        hidden).
 
         The second result may be written to `dinner`, whose values are lost.
         """
@@ -116,30 +134,43 @@ class Kernels(Protocol):
     # -- normalisation of rows
 
     def norm(self, x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[Array, Array]:
-        """Return (y, scale): y = gain * (x - mean) * scale + bias; without a bias y = gain * x * scale.
+        """Return (y, scale): y = gain * (x - mean) * scale + bias; without a bias y = gain * x *
+        scale.
 
-        Scale (rows,) of A is 1 / sqrt(variance + eps) or, without a bias, 1 / sqrt(mean(x^2) + eps); gain and bias are
-        (width,).
+        Scale (rows,) of A is 1 / sqrt(variance + eps) or, without a bias, 1 / sqrt(mean(x^2) +
+        eps); gain and bias are (width,).
         """
 
     def norm_backward(
-        self, dy: Array, x: Array, scale: Array, gain: Array, centred: bool, more: Array | None = None
+        self,
+        dy: Array,
+        x: Array,
+        scale: Array,
+        gain: Array,
+        centred: bool,
+        more: Array | None = None,
     ) -> tuple[Array, ...]:
-        """Return (dx, part): dx of T, and a matrix of A from which `add_parts` makes the gradient of the gain.
+        """Return (dx, part): dx of T, and a matrix of A from which `add_parts` makes the gradient
+        of the gain.
 
-        There is a second matrix, for the gradient of the bias, where the rows were `centred`: less their mean. With
-        `more`, of the shape of dx, the first result is more + dx, in the bits of `add`.
+        There is a second matrix, for the gradient of the bias, where the rows were `centred`: less
+        their mean. With `more`, of the shape of dx, the first result is more + dx, in the bits of
+        `add`.
         """
 
     # -- rotary positions
 
     def rope_table(self, angles: np.ndarray, amplitude: float, dtype: np.dtype) -> Array:
-        """Return the factors for `apply_rope` on arrays of `dtype`: amplitude exp(i angle), of (seq, head_dim / 2)."""
+        """Return the factors for `apply_rope` on arrays of `dtype`: amplitude exp(i angle), of
+        (seq, head_dim / 2).
+        """
 
     def apply_rope(self, x: Array, table: Array, target: Array, inverse: bool = False) -> None:
-        """Target = each pair of neighbours of x turned by its factor, or by its conjugate with `inverse`.
+        """Target = each pair of neighbours of x turned by its factor, or by its conjugate with
+        `inverse`.
 
-        x and target (batch, seq, heads, head_dim) of T may have any strides and be the same array; table has seq rows.
+        x and target (batch, seq, heads, head_dim) of T may have any strides and be the same array;
+        table has seq rows.
         """
 
     # -- embedding
@@ -151,17 +182,24 @@ class Kernels(Protocol):
         """
 
     def embed_backward(self, dy: Array, ids: Array, grad: Array) -> None:
-        """Add each row of dy (..., dim) of T to the row of grad (vocab, dim) of A that its id names."""
+        """Add each row of dy (..., dim) of T to the row of grad (vocab, dim) of A that its id
+        names.
+        """
 
     # -- dropout
 
     def dropout(
-        self, x: Array, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
+        self,
+        x: Array,
+        key: np.ndarray,
+        counter: tuple[int, int, int],
+        threshold: int,
+        factor: float,
     ) -> tuple[Array, Array]:
         """Return (y, keep): y = x * factor where `keep`, else 0.
 
-        `keep` has one byte for each element: whether its 16 random bits of (key, counter) reach `threshold`. These bits
-        are defined in nn/random.py.
+        `keep` has one byte for each element: whether its 16 random bits of (key, counter) reach
+        `threshold`. These bits are defined in nn/random.py.
         """
 
     def dropout_backward(self, dy: Array, keep: Array, factor: float) -> Array:
@@ -169,50 +207,77 @@ class Kernels(Protocol):
 
     # -- losses: (value in float64, gradient of T); the value has no axes, and stays on a GPU
 
-    def mean_squared_error(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
-        """Return (mean of (output - target)^2, factor * its gradient), with arrays of one shape and floating dtypes."""
+    def mean_squared_error(
+        self, output: Array, target: Array, factor: float = 1.0
+    ) -> tuple[Any, Array]:
+        """Return (mean of (output - target)^2, factor * its gradient), with arrays of one shape and
+        floating dtypes.
+        """
 
     def softmax_cross_entropy(
         self, logits: Array, ids: Array, factor: float = 1.0, out: Array | None = None
     ) -> tuple[Any, Array]:
         """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient).
 
-        logits are (rows, vocab), ids integers (rows,). An id outside of 0 ... vocab - 1 makes the value NaN on a GPU.
-        The gradient is set in `out` where that is given: logits itself, or an array like it.
+        logits are (rows, vocab), ids integers (rows,). An id outside of 0 ... vocab - 1 makes the
+        value NaN on a GPU. The gradient is set in `out` where that is given: logits itself, or an
+        array like it.
         """
 
     def running_lse(
-        self, logits: Array, ids: Array, columns: tuple[int, int], before: Sequence[Array], after: Sequence[Array]
+        self,
+        logits: Array,
+        ids: Array,
+        columns: tuple[int, int],
+        before: Sequence[Array],
+        after: Sequence[Array],
     ) -> None:
-        """Take some columns of logits into sums: L = log(exp(L before) + sum(exp(logits))), t = t before + logits[id].
+        """Take some columns of logits into sums: L = log(exp(L before) + sum(exp(logits))), t = t
+        before + logits[id].
 
-        logits (rows, width) are the columns from columns[0] on, of columns[1] in all; t changes where id is among them.
-        `before` and `after` are (L, t), each (rows,) of A. An id outside of all columns makes t NaN on a GPU.
+        logits (rows, width) are the columns from columns[0] on, of columns[1] in all; t changes
+        where id is among them. `before` and `after` are (L, t), each (rows,) of A. An id outside of
+        all columns makes t NaN on a GPU.
         """
 
     def running_lse_backward(
         self, logits: Array, ids: Array, first: int, lse: Array, slopes: Sequence[Array], out: Array
     ) -> None:
-        """Out = dL exp(logits - lse), and dt more in column id - first; slopes are (dL, dt), each (rows,) of A.
+        """Out = dL exp(logits - lse), and dt more in column id - first; slopes are (dL, dt), each
+        (rows,) of A.
 
         `lse` is L after. `out` may be logits.
         """
 
     # -- optimizers: flat arrays of one dtype, float32 or float64
 
-    def adamw(self, p: Array, g: Array, m: Array, v: Array, numbers: AdamWNumbers, update: Update = ...) -> None:
-        """P = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW, in place.
+    def adamw(
+        self, p: Array, g: Array, m: Array, v: Array, numbers: AdamWNumbers, update: Update = ...
+    ) -> None:
+        """P = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW,
+        in place.
 
-        Before that m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. `shrink` is 1 where weights do not decay.
+        Before that m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. `shrink` is 1 where weights do
+        not decay.
         """
 
     def sgd(
-        self, p: Array, g: Array, u: Array | None, momentum: float, decay: float, rate: float, update: Update = ...
+        self,
+        p: Array,
+        g: Array,
+        u: Array | None,
+        momentum: float,
+        decay: float,
+        rate: float,
+        update: Update = ...,
     ) -> None:
         """U = momentum u + g + decay p, then p -= rate u, in place; u is None without momentum."""
 
-    def sums_of_squares(self, flat: Array, offsets: Sequence[tuple[int, int]], out: Array | None = None) -> Array:
-        """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of `flat`.
+    def sums_of_squares(
+        self, flat: Array, offsets: Sequence[tuple[int, int]], out: Array | None = None
+    ) -> Array:
+        """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of
+        `flat`.
 
         It is set in `out` where that is given.
         """

@@ -1,9 +1,10 @@
 """Kernels for bfloat16 and float16 on the host by PyTorch, which shares the memory of the arrays.
 
-Its oneDNN multiplies halves by the instructions that some processors have for it, sums in float32 and rounds once. The
-gradient of a weight is the product of one micro-batch, rounded once, added in float32: its error is 2^-9 of that
-product in bfloat16, as PyTorch's own. Gelu reads and writes halves in one pass. All other functions, and all of other
-dtypes, are those of `host.any_dtype`; what these round, PyTorch rounds here, to the same bits in less time.
+Its oneDNN multiplies halves by the instructions that some processors have for it, sums in float32
+and rounds once. The gradient of a weight is the product of one micro-batch, rounded once, added in
+float32: its error is 2^-9 of that product in bfloat16, as PyTorch's own. Gelu reads and writes
+halves in one pass. All other functions, and all of other dtypes, are those of `host.any_dtype`;
+what these round, PyTorch rounds here, to the same bits in less time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from mpipipe.nn.kernels.host import any_dtype
 share_threads()
 P = ParamSpec("P")
 R = TypeVar("R")
-KERNELS = SimpleNamespace(**vars(any_dtype))  # in which the functions below take the place of those of their names
+KERNELS = SimpleNamespace(
+    **vars(any_dtype)
+)  # in which the functions below take the place of those of their names
 
 
 def _of_halves(function: Callable[P, R]) -> Callable[P, R]:
-    """Let KERNELS compute by this function what is of halves, and by that of `any_dtype` with its name all else."""
+    """Let KERNELS compute by this function what is of halves, and by that of `any_dtype` with its
+    name all else.
+    """
     other: Callable[P, R] = getattr(any_dtype, function.__name__)
 
     @wraps(function)
@@ -53,9 +58,12 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 @_of_halves
-def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
+def linear_backward_weight(
+    dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True
+) -> None:
     """As `Kernels.linear_backward_weight`; the product is rounded once."""
-    product, total = torch.mm(tensor_of(dy).t(), tensor_of(x)), tensor_of(grad)
+    product = torch.mm(tensor_of(dy).t(), tensor_of(x))
+    total = tensor_of(grad)
     if add:
         total.add_(product)
     else:

@@ -1,4 +1,6 @@
-"""What SelfAttention attends with: the interface, and an adapter for objects that have only a part of it."""
+"""What SelfAttention attends with: the interface, and an adapter for objects that have only a part
+of it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from mpipipe.nn.layers.layer import Position
 class Attend(Protocol):
     """Attention over one sequence, or over a part of a sequence that is spread over ranks.
 
-    q and `out` are (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); gradients have the shapes
-    of what they belong to. `poll` is called while attention computes, to keep messages moving; SelfAttention sets it.
+    q and `out` are (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim);
+    gradients have the shapes of what they belong to. `poll` is called while attention computes, to
+    keep messages moving; SelfAttention sets it.
     """
 
     poll: Callable[[], object]
-    slice_rows: Sequence[int] | None = None  # here of each slice of a sequence, for an object that attends to slices
+    slice_rows: Sequence[int] | None = (
+        None  # here of each slice of a sequence, for an object that attends to slices
+    )
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let `backward_into` call a `backward` that a class redefines without it."""
@@ -36,7 +41,9 @@ class Attend(Protocol):
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
         """Return the gradients of q, k and v."""
 
-    def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def backward_into(
+        self, dout: Array, saved: Any, room: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
         """Return the gradients of q, k and v, in memory that is given for them, or in other memory.
 
         Parameters
@@ -44,7 +51,8 @@ class Attend(Protocol):
         dout, saved : array, object
             Gradient of `out`, and what `forward` saved.
         room : tuple of array
-            Arrays like q, k and v, with any strides along all axes but the last; what they hold is nothing yet.
+            Arrays like q, k and v, with any strides along all axes but the last; what they hold is
+            nothing yet.
 
         Returns
         -------
@@ -54,15 +62,20 @@ class Attend(Protocol):
         return self.backward(dout, saved)
 
     def positions(self, rows: int) -> np.ndarray | None:
-        """Return the positions of the next rows in the whole sequence, (rows,) integers; None for 0 ... rows - 1."""
+        """Return the positions of the next rows in the whole sequence, (rows,) integers; None for 0
+        ... rows - 1.
+        """
         return None
 
     def advance(self, rows: int) -> None:
-        """Count rows as done, without their keys and values; called by a layer that asks for positions alone."""
+        """Count rows as done, without their keys and values; called by a layer that asks for
+        positions alone.
+        """
         return None
 
     def check_positions(self, positions: np.ndarray) -> None:
-        """Raise ArgumentError where the positions of a layer are not those of the rows here, as far as known.
+        """Raise ArgumentError where the positions of a layer are not those of the rows here, as far
+        as known.
 
         Parameters
         ----------
@@ -72,20 +85,27 @@ class Attend(Protocol):
         return None
 
     def begin(self, position: Position) -> None:
-        """Note step and micro-batch of the next forward, or of a backward; called by the layer before each."""
+        """Note step and micro-batch of the next forward, or of a backward; called by the layer
+        before each.
+        """
         return None
 
     def for_layer(self) -> Attend:
-        """Return what one layer attends with: this object or, if it has a state, another one with its own."""
+        """Return what one layer attends with: this object or, if it has a state, another one with
+        its own.
+        """
         return self
 
     def with_window(self, window: int) -> Attend:
-        """Return what attends as this object does, but with another window; the same object for the same window.
+        """Return what attends as this object does, but with another window; the same object for the
+        same window.
 
-        A query sees itself and the window - 1 positions before it. Raises ArgumentError where there is no such object.
+        A query sees itself and the window - 1 positions before it. Raises ArgumentError where there
+        is no such object.
         """
         raise ArgumentError(
-            f"{type(getattr(self, 'inner', self)).__name__} cannot be given a window for each layer",
+            f"{type(getattr(self, 'inner', self)).__name__} cannot be given a window for each "
+            "layer",
             found=f"window {window}",
             expected="an object that has with_window, such as attention.Local or attention.Ring",
             remedy="give the model a function that makes one for each layer, such as "
@@ -104,7 +124,9 @@ class ForwardAndBackward(Protocol):
 
 
 class AttendAdapter(Attend):
-    """An object with forward and backward, and perhaps positions, advance, begin, with_window or poll."""
+    """An object with forward and backward, and perhaps positions, advance, begin, with_window or
+    poll.
+    """
 
     def __init__(self, inner: ForwardAndBackward) -> None:
         self.inner = inner
@@ -140,4 +162,8 @@ def as_attend(attend: ForwardAndBackward) -> Attend:
 def why_unrecordable(attend: ForwardAndBackward) -> str:
     """Return why CUDA graphs cannot record a layer that attends with this object, or ""."""
     kind = type(attend)
-    return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
+    return (
+        ""
+        if vars(kind).get("recordable", False)
+        else f"{kind.__name__} does not say that it can be recorded"
+    )

@@ -1,4 +1,6 @@
-"""Self-attention: projections, norms of heads, rotary positions, and an attend object that is handed in."""
+"""Self-attention: projections, norms of heads, rotary positions, and an attend object that is
+handed in.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,26 @@ from mpipipe.nn.rope import RopeScaling, checked_coordinates
 class SelfAttention(Layer):
     """Self-attention over x (batch, seq, dim), with rotary positions on queries and keys.
 
-    The parameter `qkv` holds the three projections one above the other, ((heads + 2 kv_heads) head_dim, dim); `out` is
-    (dim, heads head_dim).
+    The parameter `qkv` holds the three projections one above the other, ((heads + 2 kv_heads)
+    head_dim, dim); `out` is (dim, heads head_dim).
 
     Parameters
     ----------
     dim, heads : int
         Size of the last axis of x and y, and number of heads.
     kv_heads : int, optional
-        Number of heads of keys and values, a divisor of heads (grouped-query attention); by default `heads`.
+        Number of heads of keys and values, a divisor of heads (grouped-query attention); by default
+        `heads`.
     attend : object
-        Such as `attention.Local()`. It has `forward(q, k, v) -> (out, saved)` and
-        `backward(dout, saved) -> (dq, dk, dv)` on arrays (batch, seq, heads, head_dim) of the stage's dtype and device.
-        q, k and v are views of one array. On a GPU the results must be C-contiguous. If it has `poll`, that is set to
-        the stage's poll function; if it has `positions`, see there.
+        Such as `attention.Local()`. It has `forward(q, k, v) -> (out, saved)` and `backward(dout,
+        saved) -> (dq, dk, dv)` on arrays (batch, seq, heads, head_dim) of the stage's dtype and
+        device. q, k and v are views of one array. On a GPU the results must be C-contiguous. If it
+        has `poll`, that is set to the stage's poll function; if it has `positions`, see there.
     positions : 1-D integers, optional
-        The position of each row of the sequence in the whole; compared with those of an attention.Ring. By default
-        `attend.positions(seq)` in each forward, where `attend` has that function as attention.KVCache does, and a Ring
-        of several ranks with a Layout, else 0 ... seq - 1.
+        The position of each row of the sequence in the whole; compared with those of an
+        attention.Ring. By default `attend.positions(seq)` in each forward, where `attend` has that
+        function as attention.KVCache does, and a Ring of several ranks with a Layout, else 0 ...
+        seq - 1.
     rope_base : float or None
         Base of the rotary frequencies; None: nothing is turned.
     gain : float
@@ -47,15 +51,17 @@ class SelfAttention(Layer):
     rope_scaling : RopeScaling, optional
         Scaling of the rotary frequencies, such as `nn.Llama3Scaling`.
     coordinates : array_like, optional
-        Numbers (positions of the whole sequence, axes), the same on all ranks: queries and keys are turned by row p of
-        them, in place of p itself, at position p. Each axis turns its share of a head, head_dim / axes wide, with the
-        frequencies of a head of that width; scores depend on differences along each axis alone.
+        Numbers (positions of the whole sequence, axes), the same on all ranks: queries and keys are
+        turned by row p of them, in place of p itself, at position p. Each axis turns its share of a
+        head, head_dim / axes wide, with the frequencies of a head of that width; scores depend on
+        differences along each axis alone.
     qkv_bias, out_bias : bool
-        Whether there are parameters `qkv_bias` ((heads + 2 kv_heads) head_dim,) and `out_bias` (dim,), of zeros at the
-        start.
+        Whether there are parameters `qkv_bias` ((heads + 2 kv_heads) head_dim,) and `out_bias`
+        (dim,), of zeros at the start.
     qk_norm, eps : bool, float
-        Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned, and the epsilon
-        of these norms; the parameters `q_norm` and `k_norm`, (head_dim,), are their gains.
+        Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is
+        turned, and the epsilon of these norms; the parameters `q_norm` and `k_norm`, (head_dim,),
+        are their gains.
     """
 
     takes_integers = False
@@ -89,35 +95,52 @@ class SelfAttention(Layer):
         eps: float = 1e-6,
     ):
         kv_heads = heads if kv_heads is None else kv_heads
-        check_positive(dim=dim, heads=heads, kv_heads=kv_heads, head_dim=1 if head_dim is None else head_dim)
+        check_positive(
+            dim=dim, heads=heads, kv_heads=kv_heads, head_dim=1 if head_dim is None else head_dim
+        )
         fits = heads % kv_heads == 0 and (head_dim is not None or dim % heads == 0)
         head_dim = dim // heads if head_dim is None else head_dim
         if not fits or (rope_base is not None and head_dim % 2):
             raise ArgumentError(
                 "the heads of SelfAttention do not fit",
                 found=f"dim={dim}, heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}",
-                expected="heads a multiple of kv_heads, and dim one of heads unless head_dim is given; head_dim even, "
+                expected="heads a multiple of kv_heads, and dim one of heads unless head_dim is "
+                "given; head_dim even, "
                 "since rotary positions turn pairs of elements",
                 remedy="choose other sizes, or rope_base=None",
             )
         if attend is None:
             raise ArgumentError(
-                "SelfAttention was given nothing to attend with", remedy="pass attend=mpipipe.attention.Local()"
+                "SelfAttention was given nothing to attend with",
+                remedy="pass attend=mpipipe.attention.Local()",
             )
-        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.attend, self.mixes_positions = attend, as_attend(attend).slice_rows is None
+        self.dim = dim
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.attend = attend
+        self.mixes_positions = as_attend(attend).slice_rows is None
         self.positions = None if positions is None else np.asarray(positions)
         if self.positions is not None:
             as_attend(attend).check_positions(self.positions)
         self.rope_base = None if rope_base is None else float(rope_base)
-        self.rope_scaling, self.eps = rope_scaling, eps
+        self.rope_scaling = rope_scaling
+        self.eps = eps
         self.coordinates: np.ndarray | None = None
         if coordinates is not None:
             if rope_base is None:
-                raise ArgumentError("coordinates turn nothing where rope_base is None", remedy="leave one of them out")
-            self.coordinates = checked_coordinates(coordinates, head_dim, getattr(attend, "seq_len", None))
+                raise ArgumentError(
+                    "coordinates turn nothing where rope_base is None",
+                    remedy="leave one of them out",
+                )
+            self.coordinates = checked_coordinates(
+                coordinates, head_dim, getattr(attend, "seq_len", None)
+            )
         self._width = (heads + 2 * kv_heads) * head_dim
-        self.declared = {"qkv": matrix(self._width, dim), "out": matrix(dim, heads * head_dim, gain)}
+        self.declared = {
+            "qkv": matrix(self._width, dim),
+            "out": matrix(dim, heads * head_dim, gain),
+        }
         if qkv_bias:
             self.declared["qkv_bias"] = vector(self._width)
         if out_bias:
@@ -129,7 +152,8 @@ class SelfAttention(Layer):
         return why_unrecordable(self.attend)
 
     def projections(self) -> dict[str, Projection]:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         found = stacked_projections("qkv", {"q_proj": queries, "k_proj": keys, "v_proj": keys})
         out = Projection("out", 0, self.dim)
         return {**found, "o_proj": out, "c_attn": Projection("qkv", 0, self._width), "c_proj": out}
@@ -139,7 +163,8 @@ class SelfAttention(Layer):
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         check_sequence(self, x, self.dim, self.positions)
-        kernels, flat = self.stage.kernels, rows(x)
+        kernels = self.stage.kernels
+        flat = rows(x)
         qkv = kernels.linear(flat, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
         position = Position(*self.stage.position)
         self._begin(position if self.has_backward else position._replace(keeps=False))
@@ -153,12 +178,20 @@ class SelfAttention(Layer):
             self._attend.check_positions(self.positions)
         y, saved = self._attend.forward(q, k, v)
         y = y.reshape(len(flat), self.heads * self.head_dim)
-        return kernels.linear(y, self.out, self.out_bias).reshape(x.shape), (flat, y, saved, plain, position)
+        return kernels.linear(y, self.out, self.out_bias).reshape(x.shape), (
+            flat,
+            y,
+            saved,
+            plain,
+            position,
+        )
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         kernels, (x, y, kept, plain, position) = self.stage.kernels, saved
         dflat = rows(dy)
-        dout = kernels.linear_backward_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
+        dout = kernels.linear_backward_input(dflat, self.out).reshape(
+            *dy.shape[:2], self.heads, self.head_dim
+        )
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
         dq, dk, dv = self._split(dqkv)
@@ -191,7 +224,9 @@ class SelfAttention(Layer):
             self._add(name, self.stage.kernels.add_parts, part)
 
     def _normalise(self, heads: Array, gain: Array | None, table: Array | None) -> Any:
-        """Normalise and turn heads in place; return what they were, as rows, and the scales of the rows."""
+        """Normalise and turn heads in place; return what they were, as rows, and the scales of the
+        rows.
+        """
         if gain is None:
             return None
         kernels = self.stage.kernels
@@ -201,8 +236,12 @@ class SelfAttention(Layer):
         self._turn(normal.reshape(heads.shape), table, heads)
         return rows(plain), scale
 
-    def _normalise_backward(self, given: Array, room: Array, plain: Any, gain: Array, table: Array | None) -> Array:
-        """Set `room` to the gradient of heads from that of what attention saw; return the part of the gain."""
+    def _normalise_backward(
+        self, given: Array, room: Array, plain: Any, gain: Array, table: Array | None
+    ) -> Array:
+        """Set `room` to the gradient of heads from that of what attention saw; return the part of
+        the gain.
+        """
         kernels, (x, scale) = self.stage.kernels, plain
         turned = arrays.empty(given.shape, given.dtype, self.stage.device)
         self._turn(given, table, turned, inverse=True)
@@ -218,13 +257,16 @@ class SelfAttention(Layer):
             self.stage.kernels.copy(x, target)
 
     def _begin(self, position: Position) -> None:
-        """Let the attend object know of a micro-batch, and keep messages moving between its tiles: it may take long."""
+        """Let the attend object know of a micro-batch, and keep messages moving between its tiles:
+        it may take long.
+        """
         self._attend.begin(position)
         if self.stage.poll is not None:
             self._attend.poll = self.stage.poll
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        first, second = self.heads, self.heads + self.kv_heads
+        first = self.heads
+        second = self.heads + self.kv_heads
         return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]
 
     def _rope_table(self, seq: int) -> Array | None:
@@ -236,10 +278,15 @@ class SelfAttention(Layer):
         if self.coordinates is not None:
             positions = self._coordinates_of(self.coordinates, positions, seq)
         return self.stage.tables.of(
-            seq if positions is None else positions, self.head_dim, self.rope_base, self.rope_scaling
+            seq if positions is None else positions,
+            self.head_dim,
+            self.rope_base,
+            self.rope_scaling,
         )
 
-    def _coordinates_of(self, whole: np.ndarray, positions: np.ndarray | None, seq: int) -> np.ndarray:
+    def _coordinates_of(
+        self, whole: np.ndarray, positions: np.ndarray | None, seq: int
+    ) -> np.ndarray:
         own = np.arange(seq) if positions is None else positions
         outside = own.size > 0 and not 0 <= own.min() <= own.max() < len(whole)
         if outside or (positions is None and seq != len(whole)):
@@ -247,6 +294,7 @@ class SelfAttention(Layer):
                 f"layer {self.name} (SelfAttention): the sequence is not that of the coordinates",
                 found=f"{seq} rows, at positions {own.min()} to {own.max()}",
                 expected=f"{len(whole)} positions, a row of coordinates for each",
-                remedy="hand in coordinates of the whole sequence, and attend=Ring(..., layout=Layout(...)) for shards",
+                remedy="hand in coordinates of the whole sequence, and attend=Ring(..., "
+                "layout=Layout(...)) for shards",
             )
         return whole[own]

@@ -29,15 +29,19 @@ class Sequential(Layer):
 
     recordable = True
     mixes_positions = False
-    lowest = 0  # set by the stage: layers before it have no backward, for nobody asks for a gradient there
-    on_layer_done: Callable[[Layer], object] | None = None  # called with each layer that has added to its gradients
+    # Set by the stage: layers before it have no backward, for nobody asks for a gradient there.
+    lowest = 0
+    on_layer_done: Callable[[Layer], object] | None = (
+        None  # called with each layer that has added to its gradients
+    )
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        poll, lowest = self.stage.poll, self.lowest
+        poll = self.stage.poll
+        lowest = self.lowest
         saved: list[Any] = []
         for place, layer in enumerate(self.layers):
             if place and poll is not None:
@@ -58,7 +62,8 @@ class Sequential(Layer):
         return None if self.lowest else dy, pending
 
     def backward_weight(self, pending: Any) -> None:
-        poll, done = self.stage.poll, self.on_layer_done
+        poll = self.stage.poll
+        done = self.on_layer_done
         last = len(self.layers) - 1
         for number, waiting in enumerate(pending):
             if number and poll is not None:
@@ -70,13 +75,18 @@ class Sequential(Layer):
                 done(layer)
 
     def backward(self, dy: Array, saved: Any) -> Any:
-        poll, done = self.stage.poll, self.on_layer_done
+        poll = self.stage.poll
+        done = self.on_layer_done
         last = len(self.layers) - 1
         for place in range(last, self.lowest - 1, -1):
             if place < last and poll is not None:
                 poll()
             layer = self.layers[place]
-            dy = layer.backward_input(dy, saved[place])[0] if layer.frozen else layer.backward(dy, saved[place])
+            dy = (
+                layer.backward_input(dy, saved[place])[0]
+                if layer.frozen
+                else layer.backward(dy, saved[place])
+            )
             if done is not None:
                 done(layer)
         return None if self.lowest else dy
@@ -116,8 +126,8 @@ class Residual(Layer):
 class PreNormResidual(Layer):
     """y = x + f(norm(x)), where f is layers one after the other.
 
-    In the backward one kernel normalises and adds. The bits are those of `Residual`. Parameters are named as those of
-    ``Residual(Sequential([norm, *layers]))``, such as "3.layer.0.gain".
+    In the backward one kernel normalises and adds. The bits are those of `Residual`. Parameters are
+    named as those of ``Residual(Sequential([norm, *layers]))``, such as "3.layer.0.gain".
 
     Parameters
     ----------
@@ -131,8 +141,11 @@ class PreNormResidual(Layer):
     mixes_positions = False
 
     def __init__(self, norm: Layer, *layers: Layer):
-        self.norm, self.f = norm, Sequential(layers)
-        self._fused: Any = norm if type(norm) in (RMSNorm, LayerNorm) else None  # not a class that is derived from one
+        self.norm = norm
+        self.f = Sequential(layers)
+        self._fused: Any = (
+            norm if type(norm) in (RMSNorm, LayerNorm) else None
+        )  # not a class that is derived from one
         self.children = {f"layer.{place}": layer for place, layer in enumerate((norm, *layers))}
 
     def bound(self) -> None:
@@ -164,14 +177,19 @@ class PreNormResidual(Layer):
 
     def backward(self, dy: Array, saved: Any) -> Array:
         of_norm, of_f = saved
-        dnormal, norm = self.f.backward(dy, of_f), self.norm
+        dnormal = self.f.backward(dy, of_f)
+        norm = self.norm
         self._poll()
         if self._fused is not None:
             dx, pending = self._fused.backward_input(dnormal, of_norm, dy)
             if not norm.frozen:
                 norm.backward_weight(pending)
             return dx
-        through = norm.backward_input(dnormal, of_norm)[0] if norm.frozen else norm.backward(dnormal, of_norm)
+        through = (
+            norm.backward_input(dnormal, of_norm)[0]
+            if norm.frozen
+            else norm.backward(dnormal, of_norm)
+        )
         return self.stage.kernels.add(dy, through)
 
     def _poll(self) -> None:
@@ -179,13 +197,15 @@ class PreNormResidual(Layer):
             self.stage.poll()
 
 
-# -- Trading time for memory (Chen et al., "Training deep nets with sublinear memory cost", 2016) ---------------------
+# -- Trading time for memory (Chen et al., "Training deep nets with sublinear memory cost", 2016) --
 
 
 class Recompute(Layer):
-    """The layer it is given, keeping only the input: the backward runs the forward again, with the same dropout masks.
+    """The layer it is given, keeping only the input: the backward runs the forward again, with the
+    same dropout masks.
 
-    It adds nothing to names, so parameters, their initial values and masks are those of the layer without it.
+    It adds nothing to names, so parameters, their initial values and masks are those of the layer
+    without it.
 
     Parameters
     ----------
@@ -218,7 +238,8 @@ class Recompute(Layer):
 
     def _again(self, x: Array, position: Position) -> Any:
         """Return what the layer saves at the position of the first forward."""
-        stage, now = self.stage, self.stage.position
+        stage = self.stage
+        now = self.stage.position
         stage.position = position
         try:
             return self.layer.forward(x)[1]

@@ -1,7 +1,8 @@
-"""Convolution of fields, arrays (batch, *space, channels) with one to three axes of space, as products of matrices.
+"""Convolution of fields, arrays (batch, *space, channels) with one to three axes of space, as
+products of matrices.
 
-A product has a row for each point of the output: the window of the input that the point sees. Rows are gathered for
-some points at a time, so that they stay in a core's cache.
+A product has a row for each point of the output: the window of the input that the point sees. Rows
+are gathered for some points at a time, so that they stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class _Shape(NamedTuple):
 
 
 class Conv(Layer):
-    """y[o] = sum over k of W[k] x[stride * o + k - before], where `before` = (width - 1) // 2, or 0 with "valid".
+    """y[o] = sum over k of W[k] x[stride * o + k - before], where `before` = (width - 1) // 2, or 0
+    with "valid".
 
     x is ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``. The parameter `weight` is
-    ``(outputs, *width, inputs / groups)``. With "same" and "periodic" padding an axis of n points has ceil(n / stride)
-    in y; beyond the edges x is 0, or goes on at the other edge. With "valid" it has (n - width) // stride + 1, and no
-    window leaves the field. For an odd width "same" is the padding width // 2 of other libraries.
+    ``(outputs, *width, inputs / groups)``. With "same" and "periodic" padding an axis of n points
+    has ceil(n / stride) in y; beyond the edges x is 0, or goes on at the other edge. With "valid"
+    it has (n - width) // stride + 1, and no window leaves the field. For an odd width "same" is the
+    padding width // 2 of other libraries.
 
     Parameters
     ----------
@@ -50,15 +53,16 @@ class Conv(Layer):
     stride : int
         Points of x from one window to the next; a divisor of the points of a periodic axis.
     groups : int
-        Number of groups that channels are divided into, in order, a divisor of `inputs` and `outputs`; a group of y
-        sees its group of x alone.
+        Number of groups that channels are divided into, in order, a divisor of `inputs` and
+        `outputs`; a group of y sees its group of x alone.
     padding : {"same", "periodic", "valid"}, or a tuple with one for each axis
         What lies beyond the edges: ``("same", "periodic")`` is a grid of latitudes and longitudes.
     bias : bool
         Whether there is a parameter `bias` (outputs,), of zeros at the start.
     gain : float
-        The weight starts normal with standard deviation gain / sqrt(terms of a sum), as in LeCun et al., "Efficient
-        backprop" (1998). With 2**0.5 it is that of He et al., "Delving deep into rectifiers" (2015).
+        The weight starts normal with standard deviation gain / sqrt(terms of a sum), as in LeCun et
+        al., "Efficient backprop" (1998). With 2**0.5 it is that of He et al., "Delving deep into
+        rectifiers" (2015).
     """
 
     takes_integers = False
@@ -85,17 +89,25 @@ class Conv(Layer):
         check_axes("width", width)
         if inputs % groups or outputs % groups:
             raise ArgumentError(
-                "groups must divide the channels", found=f"{inputs} inputs, {outputs} outputs, {groups} groups"
+                "groups must divide the channels",
+                found=f"{inputs} inputs, {outputs} outputs, {groups} groups",
             )
         self.padding = (padding,) * len(width) if isinstance(padding, str) else tuple(padding)
         if len(self.padding) != len(width) or not set(self.padding) <= set(PADDINGS):
             raise ArgumentError(
                 "unknown padding",
                 found=repr(padding),
-                expected=f"{', '.join(map(repr, PADDINGS))}, or a tuple of them with one for each axis of space",
+                expected=f"{', '.join(map(repr, PADDINGS))}, or a tuple of them with one for each "
+                "axis of space",
             )
-        self.inputs, self.outputs, self.width, self.stride, self.groups = inputs, outputs, width, stride, groups
-        self.before = tuple(0 if kind == "valid" else (size - 1) // 2 for kind, size in zip(self.padding, width))
+        self.inputs = inputs
+        self.outputs = outputs
+        self.width = width
+        self.stride = stride
+        self.groups = groups
+        self.before = tuple(
+            0 if kind == "valid" else (size - 1) // 2 for kind, size in zip(self.padding, width)
+        )
         terms = math.prod(width) * inputs // groups
         self.declared = {"weight": normal((outputs, *width, inputs // groups), gain * terms**-0.5)}
         if bias:
@@ -104,16 +116,23 @@ class Conv(Layer):
     def _sizes(self, x: Array) -> tuple[int, ...]:
         """Return the points of y along each axis of space."""
         check_field(self, x, len(self.width), self.inputs)
-        sizes, wrong = [], False
+        sizes = []
+        wrong = False
         for points, width, padding in zip(x.shape[1:-1], self.width, self.padding):
             wrong |= padding != "same" and points < width
             wrong |= padding == "periodic" and points % self.stride > 0
-            sizes.append((points - width) // self.stride + 1 if padding == "valid" else -(-points // self.stride))
+            sizes.append(
+                (points - width) // self.stride + 1
+                if padding == "valid"
+                else -(-points // self.stride)
+            )
         if wrong:
             raise ArgumentError(
                 f"layer {self.name} (Conv): the window or the stride does not fit the field",
-                found=f"shape {x.shape}, width {self.width}, stride {self.stride}, padding {self.padding}",
-                expected="a whole window along each axis without zeros; a stride that divides each periodic axis",
+                found=f"shape {x.shape}, width {self.width}, stride {self.stride}, padding "
+                f"{self.padding}",
+                expected="a whole window along each axis without zeros; a stride that divides "
+                "each periodic axis",
                 remedy='a finer field, a smaller window, or padding="same"',
             )
         return tuple(sizes)
@@ -121,7 +140,8 @@ class Conv(Layer):
     def forward(self, x: Array) -> tuple[Array, Any]:
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
         y = arrays.empty((len(x), *shape.sizes, self.outputs), x.dtype, self.stage.device)
-        kernels, weight = self.stage.kernels, self._matrices(self.weight)
+        kernels = self.stage.kernels
+        weight = self._matrices(self.weight)
         for windows, group, place in self._windows(x, shape, self.outputs):
             bias = None if self.bias is None else self.bias[place[-1]]
             points = kernels.linear(windows, weight[group], bias)
@@ -131,9 +151,10 @@ class Conv(Layer):
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
         if self.ends:
             return None, (dy, saved)
-        # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: with zeros between
-        # the points of dy it is a convolution with every k, turned round
-        kernels, space = self.stage.kernels, saved.shape[1:-1]
+        # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number:
+        # with zeros between the points of dy it is a convolution with every k, turned round
+        kernels = self.stage.kernels
+        space = saved.shape[1:-1]
         spread = dy
         if self.stride > 1:
             spread = arrays.zeros((len(dy), *space, self.outputs), dy.dtype, self.stage.device)
@@ -157,7 +178,9 @@ class Conv(Layer):
         shape = _Shape(self.width, self.before, self.stride, dy.shape[1:-1])
         sums = self._matrices(grad)
         for windows, group, place in self._windows(x, shape, self.outputs):
-            self.stage.kernels.linear_backward_weight(rows(arrays.copied(dy[place])), windows, sums[group])
+            self.stage.kernels.linear_backward_weight(
+                rows(arrays.copied(dy[place])), windows, sums[group]
+            )
 
     def _sum_points(self, dy: Array, grad: Array) -> None:
         """Add up whole lines first, for rows of few channels are slow to add."""
@@ -166,30 +189,43 @@ class Conv(Layer):
         self.stage.kernels.add_parts(sums, grad)
 
     def _matrices(self, weight: Array) -> Array:
-        """View weights as a matrix for each group, (groups, outputs of a group, points of a window x inputs)."""
+        """View weights as a matrix for each group, (groups, outputs of a group, points of a window
+        x inputs).
+        """
         return weight.reshape(self.groups, self.outputs // self.groups, -1)
 
     def _turned_matrices(self) -> Array:
-        """Return the matrices (groups, points x outputs of a group, inputs of a group), the points turned round."""
+        """Return the matrices (groups, points x outputs of a group, inputs of a group), the points
+        turned round.
+        """
         outputs, *width, inputs = self.weight.shape
-        points = self._matrices(self.weight).reshape(self.groups, outputs // self.groups, math.prod(width), inputs)
-        turned = arrays.empty((self.groups, *points.shape[2:0:-1], inputs), points.dtype, self.stage.device)
+        points = self._matrices(self.weight).reshape(
+            self.groups, outputs // self.groups, math.prod(width), inputs
+        )
+        turned = arrays.empty(
+            (self.groups, *points.shape[2:0:-1], inputs), points.dtype, self.stage.device
+        )
         self.stage.kernels.copy(points[:, :, ::-1].swapaxes(1, 2), turned)
         return turned.reshape(self.groups, -1, inputs)
 
     # -- windows
 
-    def _windows(self, x: Array, shape: _Shape, outputs: int) -> Iterator[tuple[Array, int, tuple[slice, ...]]]:
-        """Yield windows (points, numbers of a window), their group, and their places in `outputs` channels.
+    def _windows(
+        self, x: Array, shape: _Shape, outputs: int
+    ) -> Iterator[tuple[Array, int, tuple[slice, ...]]]:
+        """Yield windows (points, numbers of a window), their group, and their places in `outputs`
+        channels.
 
         All points come, some at a time. The memory of the windows is used again for the next ones.
         """
         width, before, stride, sizes = shape
         taps = list(product(*map(range, width)))
-        channels, own = x.shape[-1] // self.groups, outputs // self.groups
+        channels = x.shape[-1] // self.groups
+        own = outputs // self.groups
         line = math.prod(sizes[1:]) * len(taps) * x.shape[-1]
         most = max(1, GATHERED[self.stage.device] // line)
-        height, deep = _even(sizes[0], most), _even(len(x), max(1, most // sizes[0]))
+        height = _even(sizes[0], most)
+        deep = _even(len(x), max(1, most // sizes[0]))
         memory = arrays.zeros((deep * height * line,), x.dtype, self.stage.device)
         for first, top in product(range(0, len(x), deep), range(0, sizes[0], height)):
             batch = slice(first, min(first + deep, len(x)))
@@ -211,8 +247,8 @@ class Conv(Layer):
     def _gather(self, x: Array, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
         """Copy points (start, count, step) along each axis.
 
-        Places beyond an edge get 0 along the first axis. Along the others they are the same for all windows: they have
-        been 0 from the beginning.
+        Places beyond an edge get 0 along the first axis. Along the others they are the same for all
+        windows: they have been 0 from the beginning.
         """
         copy = self.stage.kernels.copy
         pieces = [
@@ -232,12 +268,17 @@ class Conv(Layer):
 
 
 def _even(count: int, most: int) -> int:
-    """Return the size of pieces, of `most` or less, that cut `count` into equal ones but for the last."""
+    """Return the size of pieces, of `most` or less, that cut `count` into equal ones but for the
+    last.
+    """
     return -(-count // -(-count // min(count, most))) if count else 1
 
 
-def _pieces(start: int, count: int, step: int, points: int, periodic: bool) -> Iterator[tuple[slice, slice | None]]:
-    """Cut the places start, start + step, ... into pieces within an axis: (of the places, of the axis).
+def _pieces(
+    start: int, count: int, step: int, points: int, periodic: bool
+) -> Iterator[tuple[slice, slice | None]]:
+    """Cut the places start, start + step, ... into pieces within an axis: (of the places, of the
+    axis).
 
     Places beyond its edges are at its other end where it is periodic, else nowhere: None.
     """

@@ -20,24 +20,27 @@ from mpipipe.nn.parameters import matrix, row_slices
 
 
 class Embedding(Layer):
-    """Row x of a (vocab, dim) table for each integer x: (...) to (..., dim). There is no gradient of x.
+    """Row x of a (vocab, dim) table for each integer x: (...) to (..., dim). There is no gradient
+    of x.
 
-    Integers on the host are checked before they are uploaded to a stage on a GPU. Nothing waits for integers that come
-    from the GPU: there an id outside the table gives a row of NaN.
+    Integers on the host are checked before they are uploaded to a stage on a GPU. Nothing waits for
+    integers that come from the GPU: there an id outside the table gives a row of NaN.
 
     Parameters
     ----------
     vocab, dim : int
         Sizes of the table, the parameter `weight`.
     tie : str, optional
-        Key of `Parameter.tie`. A `Linear(dim, vocab, bias=False)` with the same key is the matching head.
+        Key of `Parameter.tie`. A `Linear(dim, vocab, bias=False)` with the same key is the matching
+        head.
     gain : float
-        The table starts normal with standard deviation gain / sqrt(dim), as the weight of that Linear does.
+        The table starts normal with standard deviation gain / sqrt(dim), as the weight of that
+        Linear does.
     scale : float
         Factor on the rows that come out.
     slices : int
-        Number of parameters that make up the table: `weight` alone, or `weight_0`, `weight_1`, ..., each tied with the
-        `HeadSlice` of its number. They start as the whole table does.
+        Number of parameters that make up the table: `weight` alone, or `weight_0`, `weight_1`, ...,
+        each tied with the `HeadSlice` of its number. They start as the whole table does.
     """
 
     uploads_integers = True
@@ -47,14 +50,25 @@ class Embedding(Layer):
     weight: np.ndarray
 
     def __init__(
-        self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0, scale: float = 1.0, slices: int = 1
+        self,
+        vocab: int,
+        dim: int,
+        tie: str | None = None,
+        gain: float = 1.0,
+        scale: float = 1.0,
+        slices: int = 1,
     ):
         check_positive(vocab=vocab, dim=dim, slices=slices)
         check_slice_count(slices, vocab)
-        self.vocab, self.dim, self.scale = vocab, dim, scale
-        self.declared, self.starts = {"weight": matrix(vocab, dim, gain, tie)}, dict[str, int]()
+        self.vocab = vocab
+        self.dim = dim
+        self.scale = scale
+        self.declared = {"weight": matrix(vocab, dim, gain, tie)}
+        self.starts = dict[str, int]()
         if slices > 1:
-            self.starts = {f"weight_{k}": rows.start for k, rows in enumerate(even_split(vocab, slices))}
+            self.starts = {
+                f"weight_{k}": rows.start for k, rows in enumerate(even_split(vocab, slices))
+            }
             self.declared = dict(zip(self.starts, row_slices(self.declared["weight"], slices)))
 
     def unrecordable(self) -> str:
@@ -83,14 +97,19 @@ class Embedding(Layer):
             self._add("weight", kernels.embed_backward, dy, x)
             return
         order, parts = x
-        dy, start = kernels.embed(dy.reshape(-1, self.dim), order), 0
+        dy = kernels.embed(dy.reshape(-1, self.dim), order)
+        start = 0
         for name, ids in zip(self.starts, parts):
             self._add(name, kernels.embed_backward, dy[start : start + len(ids)], ids)
             start += len(ids)
 
     def _of_slices(self, x: Array) -> tuple[Array, Any]:
-        """Return the rows (..., dim), and what the backward needs: the order of rows by slices, and the ids in each."""
-        kernels, device, starts = self.stage.kernels, self.stage.device, list(self.starts.values())
+        """Return the rows (..., dim), and what the backward needs: the order of rows by slices, and
+        the ids in each.
+        """
+        kernels = self.stage.kernels
+        device = self.stage.device
+        starts = list(self.starts.values())
         ids = self.upload(arrays.download(x)).reshape(-1).astype(np.int64)
         slices = np.searchsorted(starts, ids, side="right") - 1
         order = np.argsort(slices, kind="stable")
@@ -109,17 +128,21 @@ NUMBERS = 64  # arrays of row numbers that a layer keeps at most, each for its o
 
 
 class LearnedPositions(Layer):
-    """y = x + rows of a table, for x (batch, seq, dim): the row of its position for each place of a sequence.
+    """y = x + rows of a table, for x (batch, seq, dim): the row of its position for each place of a
+    sequence.
 
     Parameters
     ----------
     count, dim : int
-        Number of positions, and size of the last axis of x and y: the parameter `weight` is (count, dim).
+        Number of positions, and size of the last axis of x and y: the parameter `weight` is (count,
+        dim).
     attend : object, optional
-        What other layers attend with, if that knows positions as attention.KVCache does: `attend.positions(seq)` is
-        asked in each forward, and `attend.advance(seq)` is called after it.
+        What other layers attend with, if that knows positions as attention.KVCache does:
+        `attend.positions(seq)` is asked in each forward, and `attend.advance(seq)` is called after
+        it.
     positions : 1-D integers, optional
-        The position of each place in the whole sequence; `attend` is not asked then. By default 0 ... seq - 1.
+        The position of each place in the whole sequence; `attend` is not asked then. By default 0
+        ... seq - 1.
     gain : float
         The table starts normal with standard deviation gain / sqrt(dim).
     """
@@ -139,7 +162,9 @@ class LearnedPositions(Layer):
         gain: float = 1.0,
     ):
         check_positive(count=count, dim=dim)
-        self.count, self.dim, self.attend = count, dim, attend
+        self.count = count
+        self.dim = dim
+        self.attend = attend
         self.positions = None if positions is None else np.asarray(positions)
         if attend is not None and self.positions is not None:
             as_attend(attend).check_positions(self.positions)
@@ -147,10 +172,18 @@ class LearnedPositions(Layer):
         self.declared = {"weight": matrix(count, dim, gain)}
 
     def unrecordable(self) -> str:
-        return "" if self.attend is None or self.positions is not None else why_unrecordable(self.attend)
+        return (
+            ""
+            if self.attend is None or self.positions is not None
+            else why_unrecordable(self.attend)
+        )
 
     def bound(self) -> None:
-        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend).for_layer()
+        self._attend = (
+            None
+            if self.attend is None or self.positions is not None
+            else as_attend(self.attend).for_layer()
+        )
         self._kept = lru_cache(maxsize=NUMBERS)(self._made)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -177,7 +210,9 @@ class LearnedPositions(Layer):
         return self.stage.kernels.embed(self.weight, numbers), numbers
 
     def _made(self, batch: int, known: int | bytes) -> Array:
-        """Return the numbers (batch, seq) of the first positions, or of those whose int64 values these bytes are."""
+        """Return the numbers (batch, seq) of the first positions, or of those whose int64 values
+        these bytes are.
+        """
         numbers = np.arange(known) if isinstance(known, int) else np.frombuffer(known, np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.count):
             raise ArgumentError(
@@ -191,11 +226,12 @@ class LearnedPositions(Layer):
 
 
 class Head(Linear):
-    """Logits = x W^T over the last axis of x, without a bias: a `Linear`, whose product a loss can make itself.
+    """Logits = x W^T over the last axis of x, without a bias: a `Linear`, whose product a loss can
+    make itself.
 
-    It is the last layer of a model. A `HeadCrossEntropy` that was made for its stage takes over the product in the
-    calls of a pipeline that have a loss: there the layer passes x on as it is, and the gradient of x comes back.
-    Everywhere else it gives logits.
+    It is the last layer of a model. A `HeadCrossEntropy` that was made for its stage takes over the
+    product in the calls of a pipeline that have a loss: there the layer passes x on as it is, and
+    the gradient of x comes back. Everywhere else it gives logits.
 
     Parameters
     ----------

@@ -1,4 +1,6 @@
-"""Fields, arrays (batch, *space, channels) with one to three axes of space, as sequences of patches."""
+"""Fields, arrays (batch, *space, channels) with one to three axes of space, as sequences of
+patches.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from mpipipe.nn.layers.layer import Layer
 
 
 class Patches(Layer):
-    """A field ``(batch, *space, channels)`` as a sequence ``(batch, patches, points * channels)`` of patches, or back.
+    """A field ``(batch, *space, channels)`` as a sequence ``(batch, patches, points * channels)``
+    of patches, or back.
 
-    Patches are in the order of C, as are the points in one. A Linear after it is the embedding of a vision transformer
-    (Dosovitskiy et al., "An image is worth 16x16 words", 2020).
+    Patches are in the order of C, as are the points in one. A Linear after it is the embedding of a
+    vision transformer (Dosovitskiy et al., "An image is worth 16x16 words", 2020).
 
     Parameters
     ----------
@@ -47,13 +50,18 @@ class Patches(Layer):
         check_axes("size", size)
         check_axes("grid", grid)
         if len(size) != len(grid):
-            raise ArgumentError("a patch has as many axes as the grid", found=f"size {size}, grid {grid}")
-        self.size, self.grid, self.back = size, grid, back
+            raise ArgumentError(
+                "a patch has as many axes as the grid", found=f"size {size}, grid {grid}"
+            )
+        self.size = size
+        self.grid = grid
+        self.back = back
         self.space = tuple(points * count for points, count in zip(size, grid))
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         if self.back:
-            points, patches = math.prod(self.size), math.prod(self.grid)
+            points = math.prod(self.size)
+            patches = math.prod(self.grid)
             fits = x.ndim == 3 and x.shape[1] == patches and x.shape[2] % points == 0
             expected = f"(batch, {patches}, {points} * channels)"
         else:
@@ -61,7 +69,9 @@ class Patches(Layer):
             expected = f"(batch, {', '.join(map(str, self.space))}, channels)"
         if not fits:
             raise ArgumentError(
-                f"layer {self.name} (Patches): the input has the wrong shape", found=str(x.shape), expected=expected
+                f"layer {self.name} (Patches): the input has the wrong shape",
+                found=str(x.shape),
+                expected=expected,
             )
         return self._move(x, self.back), None
 
@@ -70,7 +80,9 @@ class Patches(Layer):
 
     def _move(self, x: Array, back: bool) -> Array:
         """Return the field of a sequence of patches, or the sequence of a field."""
-        points, patches, batch = math.prod(self.size), math.prod(self.grid), len(x)
+        points = math.prod(self.size)
+        patches = math.prod(self.grid)
+        batch = len(x)
         channels = x.shape[-1] // points if back else x.shape[-1]
         shape = (batch, *self.space, channels) if back else (batch, patches, points * channels)
         y = arrays.empty(shape, x.dtype, self.stage.device)

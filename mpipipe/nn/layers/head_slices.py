@@ -1,17 +1,20 @@
-"""The head and its loss, cut into slices of the vocabulary: ordinary layers, which stages divide among themselves.
+"""The head and its loss, cut into slices of the vocabulary: ordinary layers, which stages divide
+among themselves.
 
     labels  ---------.-------------------.-------------------.
                      v                   v                   v
-    h --> norm --> slice 0 -- h, L, t -> slice 1 -- h, L, t -> slice 2 --> L - t, the loss of each position
+    h --> norm --> slice 0 -- h, L, t -> slice 1 -- h, L, t -> slice 2 --> L - t, the loss of each
+    position
 
-L is the log-sum-exp of the logits so far, L_after = log(exp(L_before) + sum_v exp(l_v)), and t the logit of the label
-once its slice has come. With the gradients dL and dt of what a slice hands on,
+L is the log-sum-exp of the logits so far, L_after = log(exp(L_before) + sum_v exp(l_v)), and t the
+logit of the label once its slice has come. With the gradients dL and dt of what a slice hands on,
 
     dl_v = dL exp(l_v - L_after) + dt [v is the label]     dL_before = dL exp(L_before - L_after)     dt_before = dt
 
-The gradient of h is the sum of those of all slices, which comes together on the way back. Messages carry two numbers a
-position besides h. No slice knows the L of all when it computes its logits. So where these are too large to be kept,
-the backward computes them again: four products, or five in a split backward, in place of three.
+The gradient of h is the sum of those of all slices, which comes together on the way back. Messages
+carry two numbers a position besides h. No slice knows the L of all when it computes its logits. So
+where these are too large to be kept, the backward computes them again: four products, or five in a
+split backward, in place of three.
 """
 
 from __future__ import annotations
@@ -32,16 +35,23 @@ from mpipipe.nn.parameters import matrix, row_slices
 
 LABELS = "labels"  # their name among the inputs
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits that are computed at a time
-KEPT_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}  # of all logits of a micro-batch, up to which slices keep theirs
+KEPT_BYTES = {
+    "cpu": 512 << 20,
+    "cuda": 4 << 30,
+}  # of all logits of a micro-batch, up to which slices keep theirs
 
 
 def tile_rows(vocab: int, itemsize: int, device: str) -> int:
-    """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1; nn/loss.py has its costs."""
+    """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1; nn/loss.py has
+    its costs.
+    """
     return max(1, TILE_BYTES[device] // (vocab * itemsize))
 
 
 def tiles(stage: StageOfLayer, count: int, step: int) -> Iterator[slice]:
-    """Yield `step` of `count` rows at a time, whose logits are computed together; between them messages advance."""
+    """Yield `step` of `count` rows at a time, whose logits are computed together; between them
+    messages advance.
+    """
     for start in range(0, count, step):
         if start and stage.poll is not None:
             stage.poll()
@@ -49,18 +59,21 @@ def tiles(stage: StageOfLayer, count: int, step: int) -> Iterator[slice]:
 
 
 class HeadSlice(Layer):
-    """Slice `number` of a head that is cut into `of` slices of the vocabulary; all of them follow each other.
+    """Slice `number` of a head that is cut into `of` slices of the vocabulary; all of them follow
+    each other.
 
-    Without labels it gives logits: the first slice takes h (..., inputs), each but the last one gives (h, its logits
-    after those of the slices before), and the last one all logits (..., vocab). With labels, integers (...) that the
-    inputs have under the name "labels" (mpipipe.Branches), it never holds more logits than its own: each slice but the
-    last one gives (h, L, t), and the last one the losses L - t (...), in nats, for `nn.mean_of_losses`. L is the
+    Without labels it gives logits: the first slice takes h (..., inputs), each but the last one
+    gives (h, its logits after those of the slices before), and the last one all logits (...,
+    vocab). With labels, integers (...) that the inputs have under the name "labels"
+    (mpipipe.Branches), it never holds more logits than its own: each slice but the last one gives
+    (h, L, t), and the last one the losses L - t (...), in nats, for `nn.mean_of_losses`. L is the
     log-sum-exp of the logits so far, t the logit of the label; both have the dtype of parameters.
 
     Parameters
     ----------
     inputs, vocab : int
-        Width of the model, and size of the whole vocabulary. The parameter `weight` is (its rows, inputs).
+        Width of the model, and size of the whole vocabulary. The parameter `weight` is (its rows,
+        inputs).
     number, of : int
         Which slice it is, from 0, and how many there are. Their sizes differ by one row at most.
     tie : str, optional
@@ -70,7 +83,8 @@ class HeadSlice(Layer):
     labels : bool
         Whether it takes labels.
     stream : str, optional
-        Name of the parameter of the whole head, with whose initial values the slices start where there is no tie.
+        Name of the parameter of the whole head, with whose initial values the slices start where
+        there is no tie.
 
     Examples
     --------
@@ -102,9 +116,15 @@ class HeadSlice(Layer):
         check_positive(inputs=inputs, vocab=vocab, of=of)
         check_slice_count(of, vocab)
         if not isinstance(number, int) or not 0 <= number < of:
-            raise ArgumentError("number of a slice of the head", found=repr(number), expected=f"0 ... {of - 1}")
-        self.inputs, self.vocab, self.number, self.of = inputs, vocab, number, of
-        self.first, self.last = even_split(vocab, of)[number].start, number == of - 1
+            raise ArgumentError(
+                "number of a slice of the head", found=repr(number), expected=f"0 ... {of - 1}"
+            )
+        self.inputs = inputs
+        self.vocab = vocab
+        self.number = number
+        self.of = of
+        self.first = even_split(vocab, of)[number].start
+        self.last = number == of - 1
         self.declared = {"weight": row_slices(matrix(vocab, inputs, gain, tie), of, stream)[number]}
         self.takes = (LABELS,) if labels else ()
 
@@ -112,7 +132,8 @@ class HeadSlice(Layer):
         parts = x if isinstance(x, tuple) else (x,)
         if len(parts) - 1 != (2 * (self.number > 0) if self.takes else self.number):
             raise ArgumentError(
-                f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take what comes to it",
+                f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take "
+                "what comes to it",
                 found=f"a tuple of {len(parts)}" if isinstance(x, tuple) else "one array",
                 expected=f"what slice {self.number - 1} gives" if self.number else "one array",
                 remedy="put all slices of a head after one another, with labels or without",
@@ -136,12 +157,21 @@ class HeadSlice(Layer):
         flat = rows(h)
         mine = self.stage.kernels.linear(flat, self.weight).reshape(*h.shape[:-1], len(self.weight))
         logits = *before, mine
-        return arrays.concatenate(logits, h.ndim - 1) if self.last else (h, *logits), (h.shape, flat)
+        return arrays.concatenate(logits, h.ndim - 1) if self.last else (h, *logits), (
+            h.shape,
+            flat,
+        )
 
     def _back_from_logits(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
         (shape, flat), kernels = saved, self.stage.kernels
         if self.last:
-            dy = None, *(arrays.copied(dy[..., part.start : part.stop]) for part in even_split(self.vocab, self.of))
+            dy = (
+                None,
+                *(
+                    arrays.copied(dy[..., part.start : part.stop])
+                    for part in even_split(self.vocab, self.of)
+                ),
+            )
         dh, *dlogits = dy
         mine = rows(dlogits.pop())
         if of_weight:
@@ -155,7 +185,9 @@ class HeadSlice(Layer):
     # -- losses
 
     def _losses(self, h: Array, *carried: Array) -> tuple[Any, Any]:
-        stage, flat, shape = self.stage, rows(h), h.shape[:-1]
+        stage = self.stage
+        flat = rows(h)
+        shape = h.shape[:-1]
         labels: Any = stage.taken(LABELS)
         if not arrays.is_array(labels) or labels.shape != shape:
             raise ArgumentError(
@@ -163,33 +195,52 @@ class HeadSlice(Layer):
                 found=f"labels {getattr(labels, 'shape', type(labels).__name__)}, input {h.shape}",
                 expected="labels (...) for an input (..., dim)",
             )
-        ids = checked_ids(labels, self.vocab, f"layer {self.name} (HeadSlice): the labels", stage.device).reshape(-1)
+        ids = checked_ids(
+            labels, self.vocab, f"layer {self.name} (HeadSlice): the labels", stage.device
+        ).reshape(-1)
         kind = arrays.accumulator(stage.dtype)
         if not self.number:
-            carried = arrays.empty(shape, kind, stage.device), arrays.zeros(shape, kind, stage.device)
+            carried = (
+                arrays.empty(shape, kind, stage.device),
+                arrays.zeros(shape, kind, stage.device),
+            )
             arrays.fill(carried[0], -np.inf)
         before = [each.reshape(-1) for each in carried]
-        after, kept = [arrays.empty((len(flat),), kind, stage.device) for _ in before], list[Array]()
-        keeps = stage.position.training and len(flat) * self.vocab * flat.dtype.itemsize <= KEPT_BYTES[stage.device]
+        after = [arrays.empty((len(flat),), kind, stage.device) for _ in before]
+        kept = list[Array]()
+        keeps = (
+            stage.position.training
+            and len(flat) * self.vocab * flat.dtype.itemsize <= KEPT_BYTES[stage.device]
+        )
         for at in tiles(stage, len(flat), self._tile):
             logits = stage.kernels.linear(flat[at], self.weight)
-            columns, now = (self.first, self.vocab), [each[at] for each in after]
+            columns = (self.first, self.vocab)
+            now = [each[at] for each in after]
             stage.kernels.running_lse(logits, ids[at], columns, [each[at] for each in before], now)
             if keeps:
                 kept.append(logits)
             del logits
         saved = h.shape, flat, ids, before[0], after[0], kept
         if self.last:
-            return stage.kernels.add(after[0], stage.kernels.scale(after[1], -1.0)).reshape(shape), saved
+            return stage.kernels.add(after[0], stage.kernels.scale(after[1], -1.0)).reshape(
+                shape
+            ), saved
         return (h, *(each.reshape(shape) for each in after)), saved
 
     def _back(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
-        """Return the gradient of the input, if it is asked for, and add to that of the weight, if that is."""
+        """Return the gradient of the input, if it is asked for, and add to that of the weight, if
+        that is.
+        """
         if not self.takes:
             return self._back_from_logits(dy, saved, of_input, of_weight)
-        (shape, flat, ids, before, lse, kept), kernels, device = saved, self.stage.kernels, self.stage.device
+        (shape, flat, ids, before, lse, kept), kernels, device = (
+            saved,
+            self.stage.kernels,
+            self.stage.device,
+        )
         dh, *slopes = (None, dy, kernels.scale(dy, -1.0)) if self.last else dy
-        dh, slopes = None if dh is None else rows(dh), [each.reshape(-1) for each in slopes]
+        dh = None if dh is None else rows(dh)
+        slopes = [each.reshape(-1) for each in slopes]
         dx = arrays.empty(flat.shape, flat.dtype, device) if of_input else None
         for number, at in enumerate(tiles(self.stage, len(flat), self._tile)):
             logits = kept[number] if kept else kernels.linear(flat[at], self.weight)
@@ -203,7 +254,9 @@ class HeadSlice(Layer):
                 kernels.copy(part if dh is None else kernels.add(dh[at], part), dx[at])
         if dx is None or not self.number:
             return None if dx is None else dx.reshape(shape)
-        dbefore = arrays.empty((len(flat), 1), before.dtype, device)  # L before is one more logit, of no label
+        dbefore = arrays.empty(
+            (len(flat), 1), before.dtype, device
+        )  # L before is one more logit, of no label
         kernels.running_lse_backward(before.reshape(-1, 1), ids, self.vocab, lse, slopes, dbefore)
         return dx.reshape(shape), dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
 
@@ -213,18 +266,34 @@ class HeadSlice(Layer):
 
 
 def check_slices(entries: Sequence[Any]) -> None:
-    """Raise ArgumentError unless the slices of a head, if there are any, are the last layers of a model, in order."""
-    walked = ((k, each) for k, top in enumerate(entries) if isinstance(top, Layer) for _, each in top.walk(""))
+    """Raise ArgumentError unless the slices of a head, if there are any, are the last layers of a
+    model, in order.
+    """
+    walked = (
+        (k, each)
+        for k, top in enumerate(entries)
+        if isinstance(top, Layer)
+        for _, each in top.walk("")
+    )
     found = [(place, layer) for place, layer in walked if isinstance(layer, HeadSlice)]
     if not found:
         return
-    of, ends = found[0][1].of, isinstance(entries[-1], Layer) and leaf(entries[-1], -1) is found[-1][1]
+    of = found[0][1].of
+    ends = isinstance(entries[-1], Layer) and leaf(entries[-1], -1) is found[-1][1]
     apart = any(after - before > 1 for (before, _), (after, _) in pairwise(found))
-    if apart or not ends or [(layer.number, layer.of) for _, layer in found] != [(number, of) for number in range(of)]:
+    if (
+        apart
+        or not ends
+        or [(layer.number, layer.of) for _, layer in found]
+        != [(number, of) for number in range(of)]
+    ):
         raise ArgumentError(
             "the slices of a head are not the last layers of the model, one after the other",
-            found=", ".join(f"slice {layer.number} of {layer.of} in layers[{place}]" for place, layer in found)
+            found=", ".join(
+                f"slice {layer.number} of {layer.of} in layers[{place}]" for place, layer in found
+            )
             + f", and {len(entries)} layers",
             expected=f"slices 0 to {of - 1}, of which slice {of - 1} is the last layer",
-            remedy="put them at the end, in their order; or take nn.Head, which other layers may follow",
+            remedy="put them at the end, in their order; or take nn.Head, which other layers may "
+            "follow",
         )

@@ -1,4 +1,6 @@
-"""A layer: a pair of array functions, whose backward can be split in two, and how it adds to its gradients."""
+"""A layer: a pair of array functions, whose backward can be split in two, and how it adds to its
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,16 @@ class Position(NamedTuple):
     Parameters
     ----------
     step, microbatch, replica : int
-        Numbers of the training step, of the micro-batch in it (or of the unit, where sequences come in slices), and of
-        the replica.
+        Numbers of the training step, of the micro-batch in it (or of the unit, where sequences come
+        in slices), and of the replica.
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
     keeps : bool
-        Whether a backward of this micro-batch follows on its stage, for which slices of a sequence are kept.
+        Whether a backward of this micro-batch follows on its stage, for which slices of a sequence
+        are kept.
     recompute : str
-        "later" for a forward that is run again for its backward, "now" for the second run, "" for all others. Whoever
-        has a state finds in the second run that of the first.
+        "later" for a forward that is run again for its backward, "now" for the second run, "" for
+        all others. Whoever has a state finds in the second run that of the first.
     """
 
     step: int = 0
@@ -66,14 +69,17 @@ class StageOfLayer(Protocol):
     def compute(self) -> FlatBuffer: ...
 
 
-# -- Projections, which are rows of a matrix, and their low-rank adapters (nn/lora.py) --------------------------------
+# -- Projections, which are rows of a matrix, and their low-rank adapters (nn/lora.py) -------------
 
 
-LORA_A, LORA_B = "lora_A", "lora_B"
+LORA_A = "lora_A"
+LORA_B = "lora_B"
 
 
 class Projection(NamedTuple):
-    """Rows of a matrix that are a projection of their own: from `start` to before `stop` of the parameter `key`."""
+    """Rows of a matrix that are a projection of their own: from `start` to before `stop` of the
+    parameter `key`.
+    """
 
     key: str
     start: int
@@ -81,7 +87,9 @@ class Projection(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank adapter of some rows of a matrix; see nn.LoRA. Its parameters are `<target>.lora_A` and `.lora_B`."""
+    """A low-rank adapter of some rows of a matrix; see nn.LoRA. Its parameters are
+    `<target>.lora_A` and `.lora_B`.
+    """
 
     target: str
     start: int
@@ -91,7 +99,8 @@ class Adapter(NamedTuple):
 
 def stacked_projections(key: str, rows: Mapping[str, int]) -> dict[str, Projection]:
     """Return projections that lie one above the other in a matrix, from their numbers of rows."""
-    stacked, start = {}, 0
+    stacked = {}
+    start = 0
     for name, count in rows.items():
         stacked[name] = Projection(key, start, start + count)
         start += count
@@ -99,11 +108,14 @@ def stacked_projections(key: str, rows: Mapping[str, int]) -> dict[str, Projecti
 
 
 class Differentiable(ABC):
-    """A function of arrays, and its backward, which can be split in two: what a layer and a stage are."""
+    """A function of arrays, and its backward, which can be split in two: what a layer and a stage
+    are.
+    """
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """Compute the output of one micro-batch, from an input of the stage's dtype and device, or of integers.
+        """Compute the output of one micro-batch, from an input of the stage's dtype and device, or
+        of integers.
 
         Returns
         -------
@@ -115,7 +127,8 @@ class Differentiable(ABC):
 
     @abstractmethod
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        """Compute the gradient of the input of one micro-batch, from that of the output and what `forward` saved.
+        """Compute the gradient of the input of one micro-batch, from that of the output and what
+        `forward` saved.
 
         Returns
         -------
@@ -126,7 +139,9 @@ class Differentiable(ABC):
         """
 
     def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
-        """Add this micro-batch's part to the gradients of the parameters, from what `backward_input` returned."""
+        """Add this micro-batch's part to the gradients of the parameters, from what
+        `backward_input` returned.
+        """
 
     def backward(self, dy: Array, saved: Any) -> Any:
         """Do `backward_input` and `backward_weight` at once.
@@ -144,19 +159,22 @@ class Differentiable(ABC):
 class Layer(Differentiable):
     """Arrays in, arrays out. A layer holds parameters, but nothing of any micro-batch.
 
-    A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` and which layers it
-    contains in `children`. Binding gives it an attribute for each declared name (`self.weight`, in the dtype of
-    activations) and one for its gradient (`self.weight_grad`, in the dtype of parameters): views of the stage's flat
-    buffers. It also sets `stage` and `name`, and then calls `bound`.
+    A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared`
+    and which layers it contains in `children`. Binding gives it an attribute for each declared name
+    (`self.weight`, in the dtype of activations) and one for its gradient (`self.weight_grad`, in
+    the dtype of parameters): views of the stage's flat buffers. It also sets `stage` and `name`,
+    and then calls `bound`.
 
-    A layer that computes with the functions of `stage.kernels` alone works in every dtype and on every device.
+    A layer that computes with the functions of `stage.kernels` alone works in every dtype and on
+    every device.
 
     The contract of `forward` and the backward functions:
 
     - `forward` never writes x. The backward functions never write dy, x or what forward saved.
     - Results may be views of arguments.
     - Gradients are added to `*_grad`. An x of integers has no gradient: dx is None.
-    - Equal inputs give equal bits, and `backward` gives the bits of `backward_input` and `backward_weight` together.
+    - Equal inputs give equal bits, and `backward` gives the bits of `backward_input` and
+      `backward_weight` together.
 
     Attributes
     ----------
@@ -165,7 +183,8 @@ class Layer(Differentiable):
     stage, name : Stage, str
         The stage that bound it, and its name in the model, such as `"3"` or `"3.layer"`.
     takes, gives : tuple of str
-        Names of values that it asks the stage for by `taken`, and of those that it hands over by `give`; see nn.Stage.
+        Names of values that it asks the stage for by `taken`, and of those that it hands over by
+        `give`; see nn.Stage.
     takes_any : bool
         Whether it takes arrays of any dtype, trees of them, and numbers that have no gradient.
     takes_integers : bool
@@ -173,23 +192,27 @@ class Layer(Differentiable):
     uploads_integers : bool
         Whether it looks at integers on the host, and copies them to the GPU by itself.
     freezes_parts : bool
-        Whether the layer can do with some of its parameters frozen: it leaves out a gradient that is None. Subclasses
-        do not inherit it. A layer whose parameters are all frozen is never asked for `backward_weight`.
+        Whether the layer can do with some of its parameters frozen: it leaves out a gradient that
+        is None. Subclasses do not inherit it. A layer whose parameters are all frozen is never
+        asked for `backward_weight`.
     frozen : bool
         Whether all parameters in it are frozen, set when it is bound.
     adapters : mapping of str to list of Adapter
         Low-rank adapters, by the name of their matrix.
     recordable : bool
-        Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
-        and never lets the host wait for the device. Subclasses do not inherit it either.
+        Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same
+        device work each time, and never lets the host wait for the device. Subclasses do not
+        inherit it either.
     mixes_positions : bool
-        Whether y at a position, along axis 1, depends on x at others, and the layer needs whole sequences for that. A
-        class says False where positions stand for themselves; subclasses do not inherit that.
+        Whether y at a position, along axis 1, depends on x at others, and the layer needs whole
+        sequences for that. A class says False where positions stand for themselves; subclasses do
+        not inherit that.
     has_backward : bool
         False in a stage whose backwards end before they come to this layer, set by the stage.
     ends : bool
-        Whether nobody asks for the gradient of its input, so that dx may be None. Set by the stage of a first layer
-        whose own class has the attribute; without parameters such a layer then has no backward at all.
+        Whether nobody asks for the gradient of its input, so that dx may be None. Set by the stage
+        of a first layer whose own class has the attribute; without parameters such a layer then has
+        no backward at all.
 
     Examples
     --------
@@ -227,7 +250,9 @@ class Layer(Differentiable):
     takes_any = False
     has_backward = True
     ends = False
-    changes: ClassVar[int] = 0  # of attributes of layers in this process: CUDA graphs have read them
+    changes: ClassVar[int] = (
+        0  # of attributes of layers in this process: CUDA graphs have read them
+    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_gradient = name.endswith("_grad") and name[:-5] in self.declared
@@ -237,16 +262,22 @@ class Layer(Differentiable):
         super().__setattr__(name, value)
 
     def upload(self, x: Array) -> Array:
-        """Bring an input of `forward` from the host to the device of the stage; asked of the first layer."""
+        """Bring an input of `forward` from the host to the device of the stage; asked of the first
+        layer.
+        """
         return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
 
     def unrecordable(self) -> str:
-        """Return why CUDA graphs cannot record this layer, where its class says that they can; "" if they can."""
+        """Return why CUDA graphs cannot record this layer, where its class says that they can; ""
+        if they can.
+        """
         return ""
 
     @property
     def state(self) -> Mapping[str, Array]:
-        """Arrays that belong into checkpoints, and are not parameters, by their names within the layer."""
+        """Arrays that belong into checkpoints, and are not parameters, by their names within the
+        layer.
+        """
         return {}
 
     def begin_call(self) -> None:
@@ -265,18 +296,22 @@ class Layer(Differentiable):
     def bound(self) -> None:
         """Prepare what needs the stage or the arrays.
 
-        Called by `bind`, when they are there, and again where a pipeline lets a tied parameter share the storage of
-        another place: then `self.<name>` is another array.
+        Called by `bind`, when they are there, and again where a pipeline lets a tied parameter
+        share the storage of another place: then `self.<name>` is another array.
         """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
-        """Become part of a stage, of one alone, which calls this with the name of the layer in the model."""
+        """Become part of a stage, of one alone, which calls this with the name of the layer in the
+        model.
+        """
         if self.stage is not None:
             raise ArgumentError(
                 f"layer {name} ({type(self).__name__}) already belongs to a stage, as {self.name}",
-                remedy="make one layer object for each place; Parameter(tie=...) shares values between places",
+                remedy="make one layer object for each place; Parameter(tie=...) shares values "
+                "between places",
             )
-        self.stage, self.name = stage, name
+        self.stage = stage
+        self.name = name
         for key in self.declared:
             setattr(self, key, stage.compute[full_name(name, key)])
             setattr(self, f"{key}_grad", stage.gradients.get(full_name(name, key)))
@@ -297,22 +332,29 @@ class Layer(Differentiable):
     # -- how layers of the package add to their gradients: whether these are trained, frozen, or have adapters
 
     def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:
-        """Add to a gradient by a kernel that takes it last, unless it is frozen or there is no such parameter."""
+        """Add to a gradient by a kernel that takes it last, unless it is frozen or there is no such
+        parameter.
+        """
         gradient = self.__dict__.get(f"{key}_grad")  # where `bind` has put it
         if gradient is not None:
             kernel(*parts, gradient)
 
     def _add_product(self, key: str, dy: Array, x: Array) -> None:
-        """Add dy^T x to the gradient of a matrix (outputs, inputs), or to those of its adapters, unless it is frozen.
+        """Add dy^T x to the gradient of a matrix (outputs, inputs), or to those of its adapters,
+        unless it is frozen.
 
-        Of an adapter: dB = scale dy^T (x A^T), dA = scale (dy B)^T x, with the columns of dy that it stands for.
+        Of an adapter: dB = scale dy^T (x A^T), dA = scale (dy B)^T x, with the columns of dy that
+        it stands for.
         """
-        kernels, gradient = self.stage.kernels, self.__dict__[f"{key}_grad"]
+        kernels = self.stage.kernels
+        gradient = self.__dict__[f"{key}_grad"]
         if gradient is not None:
             kernels.linear_backward_weight(dy, x, gradient)
         for target, start, stop, scale in self.adapters.get(key, ()):
             a, b, da, db = (
-                getattr(self, f"{target}.{part}{grad}") for grad in ("", "_grad") for part in (LORA_A, LORA_B)
+                getattr(self, f"{target}.{part}{grad}")
+                for grad in ("", "_grad")
+                for part in (LORA_A, LORA_B)
             )
             columns = dy if stop - start == dy.shape[1] else dy[:, start:stop]
             if columns is not dy and arrays.is_device(dy):  # whose products take whole rows alone
@@ -329,12 +371,16 @@ def full_name(name: str, key: str) -> str:
 
 
 def mixes(layer: Layer) -> bool:
-    """Whether y at a position may depend on x at others: unless the class of the layer says that it does not."""
+    """Whether y at a position may depend on x at others: unless the class of the layer says that it
+    does not.
+    """
     return "mixes_positions" not in vars(type(layer)) or layer.mixes_positions
 
 
 def leaf(layer: Layer, place: int) -> Layer:
-    """Return the layer within this one that is called first (0) or last (-1) and has none within itself."""
+    """Return the layer within this one that is called first (0) or last (-1) and has none within
+    itself.
+    """
     while layer.children:
         layer = list(layer.children.values())[place]
     return layer

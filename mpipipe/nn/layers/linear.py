@@ -1,4 +1,6 @@
-"""Matrix products: the linear layer, and feed-forward layers of two products with an activation between them."""
+"""Matrix products: the linear layer, and feed-forward layers of two products with an activation
+between them.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,17 @@ class Linear(Layer):
     weight: np.ndarray
     bias: np.ndarray | None = None
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = True, tie: str | None = None, gain: float = 1.0):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        tie: str | None = None,
+        gain: float = 1.0,
+    ):
         check_positive(inputs=inputs, outputs=outputs)
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs = inputs
+        self.outputs = outputs
         self.declared = {"weight": matrix(outputs, inputs, gain, tie)}
         if bias:
             self.declared["bias"] = vector(outputs)
@@ -68,8 +78,12 @@ class Linear(Layer):
         if self.ends:
             return None, (rows(dy), saved)
         if dy.ndim != 2:
-            shape, dy = (*dy.shape[:-1], self.inputs), dy.reshape(-1, self.outputs)
-            return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (dy, saved)
+            shape = (*dy.shape[:-1], self.inputs)
+            dy = dy.reshape(-1, self.outputs)
+            return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (
+                dy,
+                saved,
+            )
         return self.stage.kernels.linear_backward_input(dy, self.weight), (dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
@@ -79,7 +93,9 @@ class Linear(Layer):
 
 
 class _TwoProducts(Layer):
-    """y = f(x U^T + u) D^T + d over the last axis of x: `first` is the name of U, (width, dim), a subclass has f."""
+    """y = f(x U^T + u) D^T + d over the last axis of x: `first` is the name of U, (width, dim), a
+    subclass has f.
+    """
 
     takes_integers = False
 
@@ -88,22 +104,32 @@ class _TwoProducts(Layer):
 
     def __init__(self, dim: int, hidden: int, first: str, width: int, bias: bool, gain: float):
         check_positive(dim=dim, hidden=hidden)
-        self.dim, self.hidden, self._first, self._first_bias = dim, hidden, first, f"{first}_bias"
+        self.dim = dim
+        self.hidden = hidden
+        self._first = first
+        self._first_bias = f"{first}_bias"
         self.declared = {first: matrix(width, dim), "down": matrix(dim, hidden, gain)}
         if bias:
             self.declared |= {self._first_bias: vector(width), "down_bias": vector(dim)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         check_features(self, x, self.dim)
-        linear, flat = self.stage.kernels.linear, rows(x)
+        linear = self.stage.kernels.linear
+        flat = rows(x)
         inner = linear(flat, getattr(self, self._first), getattr(self, self._first_bias))
         return linear(self._f(inner), self.down, self.down_bias).reshape(x.shape), (flat, inner)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         x, inner = saved
-        dflat, backward = rows(dy), self.stage.kernels.linear_backward_input
+        dflat = rows(dy)
+        backward = self.stage.kernels.linear_backward_input
         dinner, kept = self._f_backward(backward(dflat, self.down), inner)
-        return backward(dinner, getattr(self, self._first)).reshape(dy.shape), (x, dinner, dflat, kept)
+        return backward(dinner, getattr(self, self._first)).reshape(dy.shape), (
+            x,
+            dinner,
+            dflat,
+            kept,
+        )
 
     def backward_weight(self, pending: Any) -> None:
         x, dinner, dy, kept = pending
@@ -126,17 +152,19 @@ class _TwoProducts(Layer):
 
 
 class FeedForward(_TwoProducts):
-    """y = gelu(x U^T + u) D^T + d over the last axis of x, with the gelu of `nn.Gelu`: the feed-forward layer of GPT-2.
+    """y = gelu(x U^T + u) D^T + d over the last axis of x, with the gelu of `nn.Gelu`: the
+    feed-forward layer of GPT-2.
 
-    The parameter `up` is U, (hidden, dim), and `down` is D, (dim, hidden). What is kept for the backward inside is the
-    input of gelu alone: its output is computed again.
+    The parameter `up` is U, (hidden, dim), and `down` is D, (dim, hidden). What is kept for the
+    backward inside is the input of gelu alone: its output is computed again.
 
     Parameters
     ----------
     dim, hidden : int
         Size of the last axis of x and y, and inner width.
     bias : bool
-        Whether there are parameters `up_bias` (hidden,) and `down_bias` (dim,), of zeros at the start.
+        Whether there are parameters `up_bias` (hidden,) and `down_bias` (dim,), of zeros at the
+        start.
     gain : float
         `down` starts normal with standard deviation gain / sqrt(hidden).
     """
@@ -166,8 +194,9 @@ class FeedForward(_TwoProducts):
 class SwiGLU(_TwoProducts):
     """The gated feed-forward layer: y = (silu(x G^T) * (x U^T)) D^T over the last axis of x.
 
-    silu(g) = g * sigmoid(g) (Shazeer, "GLU variants improve transformer", 2020). The parameter `gate_up` is G above U,
-    (2 * hidden, dim), so that both are one product; `down` is D, (dim, hidden).
+    silu(g) = g * sigmoid(g) (Shazeer, "GLU variants improve transformer", 2020). The parameter
+    `gate_up` is G above U, (2 * hidden, dim), so that both are one product; `down` is D, (dim,
+    hidden).
 
     Parameters
     ----------
@@ -176,7 +205,8 @@ class SwiGLU(_TwoProducts):
     gain : float
         `down` starts normal with standard deviation gain / sqrt(hidden).
     bias : bool
-        Whether there are parameters `gate_up_bias` (2 * hidden,) and `down_bias` (dim,), of zeros at the start.
+        Whether there are parameters `gate_up_bias` (2 * hidden,) and `down_bias` (dim,), of zeros
+        at the start.
     """
 
     recordable = True
@@ -201,10 +231,11 @@ class SwiGLU(_TwoProducts):
 
 
 class Gelu(Layer):
-    """y = x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), element by element, for x of any shape.
+    """y = x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), element by element, for x of
+    any shape.
 
-    The tanh form of Hendrycks and Gimpel, "Gaussian error linear units" (2016); it differs from the exact
-    x * Phi(x) by at most 5e-4.
+    The tanh form of Hendrycks and Gimpel, "Gaussian error linear units" (2016); it differs from the
+    exact x * Phi(x) by at most 5e-4.
     """
 
     takes_integers = False

@@ -1,13 +1,15 @@
-"""Named values of a micro-batch: what one layer, or the input, gives under a name, and later layers take.
+"""Named values of a micro-batch: what one layer, or the input, gives under a name, and later layers
+take.
 
     input     x --> Linear --> Keep("arm") --> ... --> Join("arm") --> AdaptiveNorm(..., "time") --> y
               time        arm  `--------------------->'                      ^
                 `------------------------------------------------------------'
 
-A layer says in `takes` and `gives` which names it has to do with. In its forward it calls `stage.taken(name)` and
-`stage.give(name, tree)`, in its backward `stage.add_gradient(name, tree)` and `stage.gradient_of(name)`. Between stages
-names are skips of the schedule. The values stand with the position of the forward under way, so that `Recompute`, which
-goes back to that, finds them again.
+A layer says in `takes` and `gives` which names it has to do with. In its forward it calls
+`stage.taken(name)` and `stage.give(name, tree)`, in its backward `stage.add_gradient(name, tree)`
+and `stage.gradient_of(name)`. Between stages names are skips of the schedule. The values stand with
+the position of the forward under way, so that `Recompute`, which goes back to that, finds them
+again.
 """
 
 from __future__ import annotations
@@ -31,28 +33,36 @@ from mpipipe.nn.parameters import zeros
 
 
 def names_within(outer: Layer) -> Iterator[tuple[str, bool]]:
-    """Yield each name in the order in which a layer meets it, and whether it is given there; else it is taken."""
+    """Yield each name in the order in which a layer meets it, and whether it is given there; else
+    it is taken.
+    """
     for _, layer in outer.walk(""):
         yield from ((name, False) for name in layer.takes)
         yield from ((name, True) for name in layer.gives)
 
 
 def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the names that layers take from outside, those that they give, and those given that no layer takes.
+    """Return the names that layers take from outside, those that they give, and those given that no
+    layer takes.
 
     Raises what `ends_of_names` does.
     """
-    ends = ends_of_names((place, *each) for place, layer in enumerate(layers) for each in names_within(layer))
+    ends = ends_of_names(
+        (place, *each) for place, layer in enumerate(layers) for each in names_within(layer)
+    )
     given = {name: takers for name, (giver, takers) in ends.items() if giver is not None}
     outside = tuple(name for name in ends if name not in given)
     return outside, tuple(given), tuple(name for name, takers in given.items() if not takers)
 
 
-def ends_of_names(names: Iterable[tuple[int, str, bool]]) -> dict[str, tuple[int | None, list[int]]]:
-    """Return for each name the place of the layer that gives it, None for the input, and those of all that take it.
+def ends_of_names(
+    names: Iterable[tuple[int, str, bool]],
+) -> dict[str, tuple[int | None, list[int]]]:
+    """Return for each name the place of the layer that gives it, None for the input, and those of
+    all that take it.
 
-    `names` are (place, name, whether it is given there). Raises ArgumentError where a name is given twice, or by a
-    layer after one that takes it.
+    `names` are (place, name, whether it is given there). Raises ArgumentError where a name is given
+    twice, or by a layer after one that takes it.
     """
     ends: dict[str, tuple[int | None, list[int]]] = {}
     for place, name, gives in names:
@@ -63,7 +73,8 @@ def ends_of_names(names: Iterable[tuple[int, str, bool]]) -> dict[str, tuple[int
             raise ArgumentError(
                 f"layers[{place}] gives the name {name!r} "
                 + (f"after layers[{takers[0]}] has taken it" if giver is None else "a second time"),
-                found=f"given by layers[{place}]" + ("" if giver is None else f" and layers[{giver}]"),
+                found=f"given by layers[{place}]"
+                + ("" if giver is None else f" and layers[{giver}]"),
                 expected="one layer, or the input, that gives it before all layers that take it",
             )
         else:
@@ -72,18 +83,24 @@ def ends_of_names(names: Iterable[tuple[int, str, bool]]) -> dict[str, tuple[int
 
 
 def sum_of(some: Tree, more: Tree) -> Tree:
-    """Return the sum of two gradients of one tree; what has none, such as integers, is None in both."""
+    """Return the sum of two gradients of one tree; what has none, such as integers, is None in
+    both.
+    """
     if some is None or more is None:
         return more if some is None else some
     (left, structure), (right, _) = arrays.flatten(some), arrays.flatten(more)
     pairs = zip(left, right)
-    return arrays.unflatten([a if b is None else kernels.of_array(a).add(a, b) for a, b in pairs], structure)
+    return arrays.unflatten(
+        [a if b is None else kernels.of_array(a).add(a, b) for a, b in pairs], structure
+    )
 
 
 def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
-    """Return an input with what stands under these names, for layers that are run one after the other.
+    """Return an input with what stands under these names, for layers that are run one after the
+    other.
 
-    What x has under names goes to `values`, where it is found later. Raises ArgumentError where a name is not there.
+    What x has under names goes to `values`, where it is found later. Raises ArgumentError where a
+    name is not there.
     """
     if isinstance(x, Branches):
         values.update(x.skips)
@@ -98,19 +115,28 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
     return Branches(x, **{name: values[name] for name in names}) if names else x
 
 
-def check_links(chain: NamedChain | None, number: int, takes: Collection[str], gives: Collection[str]) -> None:
-    """Raise ArgumentError unless the skips that end and begin at a stage are those of the names of its layers.
+def check_links(
+    chain: NamedChain | None, number: int, takes: Collection[str], gives: Collection[str]
+) -> None:
+    """Raise ArgumentError unless the skips that end and begin at a stage are those of the names of
+    its layers.
 
     The first stage takes its names from the inputs, and hands on others that are there.
     """
-    taken, given, unclaimed = ((), (), ()) if chain is None else (chain.takes, chain.given, chain.unclaimed)
+    taken, given, unclaimed = (
+        ((), (), ()) if chain is None else (chain.takes, chain.given, chain.unclaimed)
+    )
     missing = {*unclaimed} - {*gives} | ({*taken} - {*takes} if number else set())
     unknown = {*takes} - {*taken} | ({*gives} - {*given} if number else set())
     if missing or unknown:
         raise ArgumentError(
             "the skips of the schedule are not those of the names that layers take and give",
-            found=", ".join([f"no skip {name}" for name in sorted(missing)] + [f"skip {name}" for name in unknown]),
-            expected="for each name a skip from the stage that gives it to each other one that takes it",
+            found=", ".join(
+                [f"no skip {name}" for name in sorted(missing)]
+                + [f"skip {name}" for name in unknown]
+            ),
+            expected="for each name a skip from the stage that gives it to each other one that "
+            "takes it",
             remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
         )
 
@@ -122,22 +148,27 @@ class PositionOfNames(Position):
 
 
 class NamedChain(Sequential):
-    """The layers of a stage with names: its input and output are Branches where names come in and go out.
+    """The layers of a stage with names: its input and output are Branches where names come in and
+    go out.
 
-    `comes_in` are the names that the stage is handed, `goes_out` those that it hands on, for which it may have been
-    handed some that its layers do not take.
+    `comes_in` are the names that the stage is handed, `goes_out` those that it hands on, for which
+    it may have been handed some that its layers do not take.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__(layers)
         self.takes, self.given, self.unclaimed = names_of(layers)
-        self.comes_in, self.goes_out = self.takes, self.unclaimed
+        self.comes_in = self.takes
+        self.goes_out = self.unclaimed
         self.gradients: dict[str, Tree] | None = None  # of the backward under way
 
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
         self.goes_out = tuple(names)
-        self.comes_in = (*self.takes, *(name for name in names if name not in (*self.given, *self.takes)))
+        self.comes_in = (
+            *self.takes,
+            *(name for name in names if name not in (*self.given, *self.takes)),
+        )
 
     def forward(self, x: Any) -> tuple[Any, Any]:
         main, handed = (x.main, x.skips) if type(x) is Branches else (x, {})
@@ -158,8 +189,12 @@ class NamedChain(Sequential):
             self.stage.position = before  # a backward finds no values of another micro-batch
         missing = [name for name in self.goes_out if name not in values]
         if missing:
-            raise ArgumentError(f"a layer gives {missing[0]!r} by its attribute `gives`, and its forward did not")
-        return (Branches(y, **{name: values[name] for name in self.goes_out}) if self.goes_out else y), (saved, handed)
+            raise ArgumentError(
+                f"a layer gives {missing[0]!r} by its attribute `gives`, and its forward did not"
+            )
+        return (
+            Branches(y, **{name: values[name] for name in self.goes_out}) if self.goes_out else y
+        ), (saved, handed)
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
         kept, handed = saved
@@ -171,12 +206,17 @@ class NamedChain(Sequential):
         return self._with_gradients(super().backward(self._begin(dy), kept), handed)
 
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
-        """Return the gradients of the backward under way; raises ArgumentError outside of one, and for other names."""
+        """Return the gradients of the backward under way; raises ArgumentError outside of one, and
+        for other names.
+        """
         if self.gradients is None or name not in names:
             raise ArgumentError(
                 f"a layer asks for the gradient of {name!r}, or adds to it",
-                found="no backward_input under way" if self.gradients is None else f"a name that is not in `{which}`",
-                expected=f"a call in backward_input, for a name of {', '.join(names) or 'which there is none'}",
+                found="no backward_input under way"
+                if self.gradients is None
+                else f"a name that is not in `{which}`",
+                expected="a call in backward_input, for a name of "
+                f"{', '.join(names) or 'which there is none'}",
             )
         return self.gradients
 
@@ -186,12 +226,19 @@ class NamedChain(Sequential):
         return main
 
     def _with_gradients(self, dx: Any, handed: dict[str, Tree]) -> Any:
-        """Return the gradient of the input with those of what the stage was handed; None where backwards end early."""
-        found, self.gradients = self.gradients or {}, None
+        """Return the gradient of the input with those of what the stage was handed; None where
+        backwards end early.
+        """
+        found = self.gradients or {}
+        self.gradients = None
         if not handed:
             return dx
         return Branches(
-            dx, **{name: None if self.lowest else or_zeros(found.get(name), value) for name, value in handed.items()}
+            dx,
+            **{
+                name: None if self.lowest else or_zeros(found.get(name), value)
+                for name, value in handed.items()
+            },
         )
 
 
@@ -199,10 +246,12 @@ def or_zeros(gradient: Tree | None, value: Tree) -> Tree:
     """Return a gradient, or zeros where no layer has added one."""
     if gradient is not None:
         return gradient
-    return arrays.mapped(lambda leaf: arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None, value)
+    return arrays.mapped(
+        lambda leaf: arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None, value
+    )
 
 
-# -- Layers that give and take ----------------------------------------------------------------------------------------
+# -- Layers that give and take ---------------------------------------------------------------------
 
 
 class Keep(Layer):
@@ -241,29 +290,42 @@ class Join(Layer):
     Parameters
     ----------
     name : str
-        What `Keep` or another layer has given, or what the inputs have besides the main array (mpipipe.Branches).
+        What `Keep` or another layer has given, or what the inputs have besides the main array
+        (mpipipe.Branches).
     axis : int or None
-        The axis along which both are put together, by default the last one; not 0, the rows. None adds them.
+        The axis along which both are put together, by default the last one; not 0, the rows. None
+        adds them.
     """
 
     mixes_positions = True
 
     def __init__(self, name: str, axis: int | None = -1):
-        self.takes, self.axis = (checked_name(name),), axis
+        self.takes = (checked_name(name),)
+        self.axis = axis
         self.mixes_positions = axis not in (None, -1)
         if axis == 0 or isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):
-            raise ArgumentError("axis of Join", found=repr(axis), expected="an axis after the first one, or None")
+            raise ArgumentError(
+                "axis of Join", found=repr(axis), expected="an axis after the first one, or None"
+            )
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         other: Any = self.stage.taken(self.takes[0])
-        axis = x.ndim if self.axis is None else self.axis % x.ndim  # the first of those that may differ
+        axis = (
+            x.ndim if self.axis is None else self.axis % x.ndim
+        )  # the first of those that may differ
         fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
-        fits = fits and all(one == two for place, (one, two) in enumerate(zip(x.shape, other.shape)) if place != axis)
+        fits = fits and all(
+            one == two
+            for place, (one, two) in enumerate(zip(x.shape, other.shape))
+            if place != axis
+        )
         if not axis or not fits:
             raise ArgumentError(
-                f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its input",
+                f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its "
+                "input",
                 found=_described(other),
-                expected=f"{x.dtype}{list(x.shape)}" + ("" if self.axis is None else f", but for axis {self.axis}"),
+                expected=f"{x.dtype}{list(x.shape)}"
+                + ("" if self.axis is None else f", but for axis {self.axis}"),
             )
         if self.axis is None:
             return self.stage.kernels.add(x, other), None
@@ -272,7 +334,8 @@ class Join(Layer):
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         dx = dother = dy
         if saved is not None:
-            axis, parts = (self.axis or 0) % dy.ndim, (slice(saved), slice(saved, None))
+            axis = (self.axis or 0) % dy.ndim
+            parts = (slice(saved), slice(saved, None))
             dx, dother = (arrays.copied(dy[(slice(None),) * axis + (part,)]) for part in parts)
         self.stage.add_gradient(self.takes[0], dother)
         return dx, None
@@ -283,18 +346,21 @@ def _described(value: Any) -> str:
 
 
 class AdaptiveNorm(Layer):
-    """y = (1 + scale) * (x - mean) / sqrt(variance + eps) + shift, where scale and shift depend on a named condition.
+    """y = (1 + scale) * (x - mean) / sqrt(variance + eps) + shift, where scale and shift depend on
+    a named condition.
 
-    The norm is over the last axis. Scale and shift are linear in the condition of a row, the same at all its positions.
-    The parameters are those of a `Linear`: `modulation.weight` (2 size, condition_size), of zeros at the start, and
-    `modulation.bias`, whose first half, 1 + scale without a condition, starts with ones.
+    The norm is over the last axis. Scale and shift are linear in the condition of a row, the same
+    at all its positions. The parameters are those of a `Linear`: `modulation.weight` (2 size,
+    condition_size), of zeros at the start, and `modulation.bias`, whose first half, 1 + scale
+    without a condition, starts with ones.
 
     Peebles and Xie, "Scalable diffusion models with transformers" (2023), section 3.2.
 
     Parameters
     ----------
     size, condition_size : int
-        Sizes of the last axis of x, (rows, ..., size), and of the condition, (rows, condition_size).
+        Sizes of the last axis of x, (rows, ..., size), and of the condition, (rows,
+        condition_size).
     name : str
         The name of the condition.
     eps : float
@@ -305,7 +371,10 @@ class AdaptiveNorm(Layer):
 
     def __init__(self, size: int, condition_size: int, name: str = "condition", eps: float = 1e-5):
         check_positive(size=size, condition_size=condition_size)
-        self.size, self.condition_size, self.eps, self.takes = size, condition_size, eps, (checked_name(name),)
+        self.size = size
+        self.condition_size = condition_size
+        self.eps = eps
+        self.takes = (checked_name(name),)
         self.modulation = Linear(condition_size, 2 * size)
         declared = self.modulation.declared
         self.modulation.declared = {
@@ -320,22 +389,34 @@ class AdaptiveNorm(Layer):
         shape = (len(x), self.condition_size)
         if not arrays.is_array(condition) or condition.shape != shape or condition.dtype != x.dtype:
             raise ArgumentError(
-                f"layer {self.name} (AdaptiveNorm): what it takes as {self.takes[0]!r} is no condition of its rows",
+                f"layer {self.name} (AdaptiveNorm): what it takes as {self.takes[0]!r} is no "
+                "condition of its rows",
                 found=_described(condition),
                 expected=f"{x.dtype}{list(shape)}",
             )
-        (both, of_linear), points, scales = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
-        y, kernels = arrays.empty(points.shape, x.dtype, self.stage.device), self.stage.kernels
+        (both, of_linear), points, scales = (
+            self.modulation.forward(condition),
+            x.reshape(len(x), -1, self.size),
+            [],
+        )
+        y = arrays.empty(points.shape, x.dtype, self.stage.device)
+        kernels = self.stage.kernels
         for row in range(len(x)):
-            gain, shift = both[row, : self.size], both[row, self.size :]
+            gain = both[row, : self.size]
+            shift = both[row, self.size :]
             normal, scale = kernels.norm(points[row], gain, shift, self.eps)
             kernels.copy(normal, y[row])
             scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        (points, both, scales, of_linear), device, kernels = saved, self.stage.device, self.stage.kernels
-        dpoints, dx = dy.reshape(points.shape), arrays.empty(points.shape, dy.dtype, device)
+        (points, both, scales, of_linear), device, kernels = (
+            saved,
+            self.stage.device,
+            self.stage.kernels,
+        )
+        dpoints = dy.reshape(points.shape)
+        dx = arrays.empty(points.shape, dy.dtype, device)
         total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
         for row, scale in enumerate(scales):
             gain = both[row, : self.size]
@@ -357,7 +438,11 @@ def _ones_and_zeros(_generator: np.random.Generator, shape: arrays.Shape) -> np.
 
 
 def checked_name(name: Any) -> str:
-    """Return the name that a layer takes or gives; raises ArgumentError unless it is an identifier of Python."""
+    """Return the name that a layer takes or gives; raises ArgumentError unless it is an identifier
+    of Python.
+    """
     if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
-        raise ArgumentError("the name of a value", found=repr(name), expected="an identifier, as in 'residual'")
+        raise ArgumentError(
+            "the name of a value", found=repr(name), expected="an identifier, as in 'residual'"
+        )
     return name

@@ -24,7 +24,8 @@ class _Norm(Layer):
 
     def __init__(self, dim: int, eps: float):
         check_positive(dim=dim)
-        self.dim, self.eps = dim, eps
+        self.dim = dim
+        self.eps = eps
         self.declared = {"gain": vector(dim, ones)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -34,7 +35,9 @@ class _Norm(Layer):
 
     def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
         (x, scale), added = saved, None if more is None else rows(more)
-        dx, *parts = self.stage.kernels.norm_backward(rows(dy), x, scale, self.gain, self.bias is not None, added)
+        dx, *parts = self.stage.kernels.norm_backward(
+            rows(dy), x, scale, self.gain, self.bias is not None, added
+        )
         return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
@@ -45,8 +48,9 @@ class _Norm(Layer):
 class RMSNorm(_Norm):
     """y = gain * x / sqrt(mean(x^2) + eps) over the last axis of x.
 
-    Zhang and Sennrich, "Root mean square layer normalization" (2019). With n = x * r, r = 1 / sqrt(mean(x^2) + eps):
-    dgain = sum over rows of dy * n, and dx = r * (gain * dy - n * mean(gain * dy * n)).
+    Zhang and Sennrich, "Root mean square layer normalization" (2019). With n = x * r, r = 1 /
+    sqrt(mean(x^2) + eps): dgain = sum over rows of dy * n, and dx = r * (gain * dy - n * mean(gain
+    * dy * n)).
 
     Parameters
     ----------
@@ -74,8 +78,8 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """y = gain * (x - mean) / sqrt(variance + eps) + bias over the last axis of x.
 
-    Ba, Kiros and Hinton, "Layer normalization" (2016). The backward is that of RMSNorm with n = (x - mean) * r, and
-    r * mean(gain * dy) taken off as well.
+    Ba, Kiros and Hinton, "Layer normalization" (2016). The backward is that of RMSNorm with n = (x
+    - mean) * r, and r * mean(gain * dy) taken off as well.
 
     Parameters
     ----------
@@ -92,14 +96,16 @@ class LayerNorm(_Norm):
         self.declared = {**self.declared, "bias": vector(dim)}
 
 
-# -- Dropout whose masks do not depend on where or how often they are drawn -------------------------------------------
+# -- Dropout whose masks do not depend on where or how often they are drawn ------------------------
 
 
 class Dropout(Layer):
-    """While training, zero each element with the given probability and scale the others so that the mean stays.
+    """While training, zero each element with the given probability and scale the others so that the
+    mean stays.
 
-    The mask is drawn by a counter-based generator for (seed, layer name, step, replica, micro-batch), so recomputation
-    draws it again, and so does any other split of the model over ranks. Otherwise the layer is the identity.
+    The mask is drawn by a counter-based generator for (seed, layer name, step, replica,
+    micro-batch), so recomputation draws it again, and so does any other split of the model over
+    ranks. Otherwise the layer is the identity.
 
     Parameters
     ----------
@@ -127,8 +133,14 @@ class Dropout(Layer):
 
     def __init__(self, probability: float):
         if not 0 <= probability < 1:
-            raise ArgumentError("wrong dropout probability", found=repr(probability), expected="0 <= probability < 1")
-        self.threshold = round(probability * 65536)  # an element lives where 16 random bits reach it
+            raise ArgumentError(
+                "wrong dropout probability",
+                found=repr(probability),
+                expected="0 <= probability < 1",
+            )
+        self.threshold = round(
+            probability * 65536
+        )  # an element lives where 16 random bits reach it
         self.scale = 65536 / (65536 - self.threshold) if self.threshold < 65536 else 0.0
 
     def unrecordable(self) -> str:
@@ -145,4 +157,6 @@ class Dropout(Layer):
         return self.stage.kernels.dropout(x, self._stream, counter, self.threshold, self.scale)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        return (dy if saved is None else self.stage.kernels.dropout_backward(dy, saved, self.scale)), None
+        return (
+            dy if saved is None else self.stage.kernels.dropout_backward(dy, saved, self.scale)
+        ), None

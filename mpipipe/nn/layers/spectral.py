@@ -1,4 +1,6 @@
-"""Convolution over the whole field by its low frequencies, the layer of Fourier neural operators."""
+"""Convolution over the whole field by its low frequencies, the layer of Fourier neural
+operators.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,26 @@ from mpipipe.nn.parameters import normal
 
 
 class SpectralConv(Layer):
-    """y = F^-1(W_k F(x)_k): each low frequency k of x is multiplied with a complex matrix of its own, the others go.
+    """y = F^-1(W_k F(x)_k): each low frequency k of x is multiplied with a complex matrix of its
+    own, the others go.
 
-    Li et al., "Fourier neural operator for parametric partial differential equations" (2021), section 4. x is
-    ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``, both real. `modes` m keep the frequencies
-    0 ... m - 1 of the last axis, and -m ... m - 1 of all others. The parameter `weight` is
-    ``(*frequencies, inputs, outputs, 2)`` with frequencies (2 m, ..., m), real and imaginary parts on the last axis,
-    and the negative frequencies of an axis after the others. The result is that of ``irfftn`` of numpy.
+    Li et al., "Fourier neural operator for parametric partial differential equations" (2021),
+    section 4. x is ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``, both real.
+    `modes` m keep the frequencies 0 ... m - 1 of the last axis, and -m ... m - 1 of all others. The
+    parameter `weight` is ``(*frequencies, inputs, outputs, 2)`` with frequencies (2 m, ..., m),
+    real and imaginary parts on the last axis, and the negative frequencies of an axis after the
+    others. The result is that of ``irfftn`` of numpy.
 
-    The transforms are products with matrices of cosines and sines: few frequencies of some hundred points are a small
-    matrix, and products are what a processor does best.
+    The transforms are products with matrices of cosines and sines: few frequencies of some hundred
+    points are a small matrix, and products are what a processor does best.
 
     Parameters
     ----------
     inputs, outputs : int
         Channels of x and of y.
     modes : tuple of int
-        Frequencies to keep along each axis of space: one, two or three numbers. An axis has at least 2 m points, or
-        2 m - 2 on the last.
+        Frequencies to keep along each axis of space: one, two or three numbers. An axis has at
+        least 2 m points, or 2 m - 2 on the last.
     gain : float
         The parts of the weight start normal with standard deviation gain / sqrt(2 * inputs).
     """
@@ -46,21 +50,25 @@ class SpectralConv(Layer):
     def __init__(self, inputs: int, outputs: int, modes: tuple[int, ...], gain: float = 1.0):
         check_positive(inputs=inputs, outputs=outputs)
         check_axes("modes", modes)
-        self.inputs, self.outputs, self.modes = inputs, outputs, modes
+        self.inputs = inputs
+        self.outputs = outputs
+        self.modes = modes
         self.kept = (*(2 * count for count in modes[:-1]), modes[-1])
         shape = (*self.kept, inputs, outputs, 2)
         self.declared = {"weight": normal(shape, gain * (2 * inputs) ** -0.5)}
         self._matrices: dict[Any, Any] = {}
 
-    # Shapes, with K the frequencies of all axes, P the problems, and (re, im) or (n, re) for pairs of axes in one:
-    # x (batch, n1, n2, inputs) -> (P, (re, m2), inputs) -> low (batch, (re, k1), m2 * inputs) = (2 batch, K, inputs)
-    # -> products (K, (batch, re'), (outputs, re)) -> (batch, (re', re, k1), m2 * outputs) -> (P, (n1, re), ...) -> y
-    # In `products` the rows of the real and the imaginary parts of low, A and B, have met W alone: the first matrix
-    # on the way back takes A + iB.
+    # Shapes, with K the frequencies of all axes, P the problems, and (re, im) or (n, re) for pairs
+    # of axes in one: x (batch, n1, n2, inputs) -> (P, (re, m2), inputs) -> low (batch, (re, k1), m2
+    # * inputs) = (2 batch, K, inputs) -> products (K, (batch, re'), (outputs, re)) -> (batch, (re',
+    # re, k1), m2 * outputs) -> (P, (n1, re), ...) -> y In `products` the rows of the real and the
+    # imaginary parts of low, A and B, have met W alone: the first matrix on the way back takes A +
+    # iB.
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         check_field(self, x, len(self.modes), self.inputs)
-        space, kernels = x.shape[1:-1], self.stage.kernels
+        space = x.shape[1:-1]
+        kernels = self.stage.kernels
         there, back = self._transforms(space, x.dtype)
         low = self._apply(arrays.cast(x, there[0].dtype), space, there, range(len(space))[::-1])
         low = low.reshape(2 * len(x), -1, self.inputs).swapaxes(0, 1)
@@ -75,14 +83,26 @@ class SpectralConv(Layer):
         low, space = saved
         kernels, (frequencies, rows, _) = self.stage.kernels, low.shape
         there, back = self._transforms(space, dy.dtype)
-        ready = self._apply(arrays.cast(dy, low.dtype), space, back, range(len(space))[::-1], transpose=True)
-        dproducts = arrays.empty((frequencies, rows, 2 * self.outputs), low.dtype, self.stage.device)
-        kernels.copy(ready.reshape(len(dy), 2, 2, frequencies, self.outputs), self._parts(dproducts))
+        ready = self._apply(
+            arrays.cast(dy, low.dtype), space, back, range(len(space))[::-1], transpose=True
+        )
+        dproducts = arrays.empty(
+            (frequencies, rows, 2 * self.outputs), low.dtype, self.stage.device
+        )
+        kernels.copy(
+            ready.reshape(len(dy), 2, 2, frequencies, self.outputs), self._parts(dproducts)
+        )
         dlow = arrays.empty(low.shape, low.dtype, self.stage.device)
         kernels.products(dproducts, self._weight(low.dtype), dlow, transpose_b=True)
         turned = arrays.empty((rows, frequencies, self.inputs), low.dtype, self.stage.device)
         kernels.copy(dlow.swapaxes(0, 1), turned)
-        dx = self._apply(turned.reshape(len(dy), -1, self.inputs), space, there, range(len(space)), transpose=True)
+        dx = self._apply(
+            turned.reshape(len(dy), -1, self.inputs),
+            space,
+            there,
+            range(len(space)),
+            transpose=True,
+        )
         return arrays.cast(dx, dy.dtype).reshape(*dy.shape[:-1], self.inputs), (low, dproducts)
 
     def backward_weight(self, pending: Any) -> None:
@@ -99,7 +119,9 @@ class SpectralConv(Layer):
         """View products (K, (batch, re'), (outputs, re)) as (batch, re', re, K, outputs)."""
         return products.reshape(len(products), -1, 2, self.outputs, 2).transpose(1, 2, 4, 0, 3)
 
-    def _apply(self, x: Array, space: Any, matrices: Any, axes: Any, transpose: bool = False) -> Array:
+    def _apply(
+        self, x: Array, space: Any, matrices: Any, axes: Any, transpose: bool = False
+    ) -> Array:
         """Multiply the axes of space with their matrices, one after the other."""
         batch = len(x)
         for axis in axes:
@@ -112,12 +134,18 @@ class SpectralConv(Layer):
         return x
 
     def _transforms(self, space: Any, dtype: np.dtype) -> tuple[list[Array], list[Array]]:
-        """Return the matrices to the frequencies and back for each axis, on the device of the stage."""
+        """Return the matrices to the frequencies and back for each axis, on the device of the
+        stage.
+        """
         kind = arrays.accumulator(dtype)
         if (space, kind) not in self._matrices:
-            if any(points < count for points, count in zip((*space[:-1], space[-1] // 2 + 1), self.kept)):
+            if any(
+                points < count
+                for points, count in zip((*space[:-1], space[-1] // 2 + 1), self.kept)
+            ):
                 raise ArgumentError(
-                    f"layer {self.name} (SpectralConv): an axis has too few points for its frequencies",
+                    f"layer {self.name} (SpectralConv): an axis has too few points for its "
+                    "frequencies",
                     found=f"{space} points, modes {self.modes}",
                     expected="2 * modes points on each axis, and 2 * modes - 2 on the last",
                     remedy="lower modes, or take a finer field",
@@ -135,18 +163,22 @@ class SpectralConv(Layer):
 def _transform(points: int, modes: int, first: bool, last: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the matrix to the frequencies of an axis, and the one back.
 
-    Rows and columns are as `SpectralConv` has its axes: (re, frequency) and (point, re), or points alone on the last
-    axis, which is real.
+    Rows and columns are as `SpectralConv` has its axes: (re, frequency) and (point, re), or points
+    alone on the last axis, which is real.
     """
     frequencies = np.arange(modes) if last else np.r_[0:modes, -modes:0]
     angle = 2 * np.pi * np.outer(frequencies, np.arange(points)) / points
-    cos, sin = np.cos(angle), np.sin(angle)
+    cos = np.cos(angle)
+    sin = np.sin(angle)
     if last:
         there = np.concatenate([cos, -sin])
         weight = np.where((frequencies == 0) | (2 * frequencies == points), 1, 2)[:, None] / points
-        of_re, of_im = (weight * cos).T, (-weight * sin).T
+        of_re = (weight * cos).T
+        of_im = (-weight * sin).T
     else:
-        there = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(2 * len(cos), -1)
+        there = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(
+            2 * len(cos), -1
+        )
         of_re = np.stack([cos, sin], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
         of_im = np.stack([-sin, cos], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
     return there, np.concatenate([of_re, of_im, of_im, -of_re] if first else [of_re, of_im], 1)

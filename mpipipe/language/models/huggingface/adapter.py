@@ -1,8 +1,10 @@
-"""Low-rank adapters as the library PEFT keeps them: what is in the folder, and which of our parameters each tensor is.
+"""Low-rank adapters as the library PEFT keeps them: what is in the folder, and which of our
+parameters each tensor is.
 
-adapter_model.safetensors has base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight (r, inputs) and such of
-lora_B (outputs, r). The rows of B are those of the matrix that it is added to, so for queries and keys they are turned
-as in `names`. Options of adapter_config.json that change the result are refused.
+adapter_model.safetensors has base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight (r,
+inputs) and such of lora_B (outputs, r). The rows of B are those of the matrix that it is added to,
+so for queries and keys they are turned as in `names`. Options of adapter_config.json that change
+the result are refused.
 """
 
 from __future__ import annotations
@@ -28,12 +30,19 @@ from mpipipe.language.models.huggingface.folder import Origin, opened
 from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
-from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_jointly, write_json
+from mpipipe.language.models.huggingface.writing import (
+    METADATA,
+    converted,
+    explained,
+    write_jointly,
+    write_json,
+)
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.planning import declared
 from mpipipe.text import counted
 
-ADAPTER_CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # what says where an adapter comes from, how it was trained, or how often; not what it computes
 WITHOUT_EFFECT = (
@@ -64,13 +73,18 @@ def open_adapter(path: Path) -> AdapterFolder:
     options = Options(read_json(place, "name the folder of an adapter that PEFT has saved"), place)
     options.only("peft_type", "LORA")
     options.only("task_type", "CAUSAL_LM", None)
-    rank, alpha = options.count("r"), options.number("lora_alpha")
+    rank = options.count("r")
+    alpha = options.number("lora_alpha")
     targets = options.take("target_modules")
-    known = isinstance(targets, list) and all(type(name) is str and "." not in name for name in targets)
+    known = isinstance(targets, list) and all(
+        type(name) is str and "." not in name for name in targets
+    )
     if not targets or not known:
         raise options.error("target_modules", "a list of names of modules, such as q_proj")
     options.only("bias", "none")
-    options.only("init_lora_weights", True, False, "gaussian", None)  # others change the matrices of the model
+    options.only(
+        "init_lora_weights", True, False, "gaussian", None
+    )  # others change the matrices of the model
     for keys, allowed in ((NONE, [None]), (OFF, [False]), (EMPTY, [{}, None])):
         for key in keys:
             options.only(key, *allowed)
@@ -100,11 +114,13 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]
 
 
 def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape]:
-    """Return PEFT's tensors of an adapter of this model, each with its shape, which is that of our parameter.
+    """Return PEFT's tensors of an adapter of this model, each with its shape, which is that of our
+    parameter.
 
     Raises ConfigError for a target that the family does not have.
     """
-    parameters, missing = declared(lora.apply(model.build(Local()))), set(lora.targets)
+    parameters = declared(lora.apply(model.build(Local())))
+    missing = set(lora.targets)
     found: dict[Part, Shape] = {}
     for theirs, matrix, tensor in parts_of(family.table, model):
         module, _, kind = theirs.rpartition(".")
@@ -126,7 +142,9 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape
     return found
 
 
-def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
+def read_adapter(
+    folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]
+) -> None:
     """Set those of these parameters that belong to the adapter, on the host or on a GPU."""
     parts = adapter_parts(folder.lora, family, model)
     with opened(folder.path / TENSORS) as file:
@@ -135,7 +153,8 @@ def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: 
             raise ArgumentError(
                 f"the adapter has a tensor {strange[0]} that does not belong to the model",
                 found=f"{len(strange)} such tensors in {file.path}",
-                expected=f"those of {family.architecture} with {counted(model.layers, 'layer')}, for the targets of "
+                expected=f"those of {family.architecture} with {counted(model.layers, 'layer')}, "
+                "for the targets of "
                 "its config",
                 remedy=REMEDY,
             )
@@ -157,22 +176,33 @@ def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: 
 
 
 def save_adapter(
-    target: Path, lora: nn.LoRA, model: GPT, parameters: Mapping[str, Array], mesh: Mesh, origin: Origin
+    target: Path,
+    lora: nn.LoRA,
+    model: GPT,
+    parameters: Mapping[str, Array],
+    mesh: Mesh,
+    origin: Origin,
 ) -> None:
-    """Write the folder of an adapter, from the parameters that the ranks hold; collective over the mesh.
+    """Write the folder of an adapter, from the parameters that the ranks hold; collective over the
+    mesh.
 
-    Where each tensor lies in the file follows from the model alone, so each rank of the first replica writes its own
-    into the one file. A folder that is there goes when the new one is whole.
+    Where each tensor lies in the file follows from the model alone, so each rank of the first
+    replica writes its own into the one file. A folder that is there goes when the new one is whole.
     """
     group = group_of(mesh.comm)
     with group.raise_together("saving an adapter: its parts"):
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
         dtype = next(array.dtype for array in parameters.values())
-        planned = {part.theirs: Planned(dtype, shape, lambda: np.empty(0)) for part, shape in parts.items()}
+        planned = {
+            part.theirs: Planned(dtype, shape, lambda: np.empty(0)) for part, shape in parts.items()
+        }
         header, entries = header_of(planned, METADATA)
     own = [part for part in parts if part.ours in parameters] if mesh.replicas.rank == 0 else []
-    pieces = {entries[part.theirs].start: partial(converted, part, parameters[part.ours], dtype, model) for part in own}
+    pieces = {
+        entries[part.theirs].start: partial(converted, part, parameters[part.ours], dtype, model)
+        for part in own
+    }
     with replacing(target, group, explained) as unnamed:
         write_jointly(unnamed / TENSORS, header, mesh, pieces)
         with group.raise_together("saving an adapter: its description"), explained(target):

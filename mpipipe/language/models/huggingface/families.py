@@ -1,4 +1,6 @@
-"""The families of models that are read and written: how each one's config.json becomes a description, and back."""
+"""The families of models that are read and written: how each one's config.json becomes a
+description, and back.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 class Family:
     """One family; `name` and `architecture` are `model_type` and class in config.json.
 
-    prefix : of their names, which files of the bare decoder leave out
-    table, buffers : names of their tensors; ends of names of arrays that are no parameters, which some files have
-    read, write : fields of models.GPT from options, and back; see `expressed`
+    prefix : of their names, which files of the bare decoder leave out table, buffers : names of
+    their tensors; ends of names of arrays that are no parameters, which some files have read, write
+    : fields of models.GPT from options, and back; see `expressed`
     """
 
     name: str
@@ -48,15 +50,21 @@ GPT2_SIZES = {
 
 
 def _decoder(options: Options, *required: str) -> dict[str, Any]:
-    """Read what all families but GPT-2 have in common; the library has defaults of its own for `required` options."""
-    dim, heads = options.count("hidden_size"), options.count("num_attention_heads")
+    """Read what all families but GPT-2 have in common; the library has defaults of its own for
+    `required` options.
+    """
+    dim = options.count("hidden_size")
+    heads = options.count("num_attention_heads")
     defaults = {"num_key_value_heads": heads, "head_dim": dim // heads}
     for key in required:
         del defaults[key]
     base, scaling = read_rotary(options, options.count("max_position_embeddings"))
     options.only("hidden_act", "silu", "swish")  # two names of one function
     return {
-        **{ours: options.count(theirs, defaults.get(theirs, REQUIRED)) for theirs, ours in SIZES.items()},
+        **{
+            ours: options.count(theirs, defaults.get(theirs, REQUIRED))
+            for theirs, ours in SIZES.items()
+        },
         "tied": options.flag("tie_word_embeddings", False),
         "eps": options.number("rms_norm_eps", 1e-6),
         "rope_base": base,
@@ -75,19 +83,25 @@ def _decoder_options(model: GPT, **more: Any) -> dict[str, Any]:
         "hidden_act": "silu",
         THETA: model.rope_base,
         SCALING: scaling
-        and {names.get(name, name): value for name, value in asdict(scaling).items() if value is not None},
+        and {
+            names.get(name, name): value
+            for name, value in asdict(scaling).items()
+            if value is not None
+        },
         **more,
     }
 
 
 def _read_llama(options: Options) -> dict[str, Any]:
-    bias, mlp_bias = options.flag("attention_bias", False), options.flag("mlp_bias", False)
+    bias = options.flag("attention_bias", False)
+    mlp_bias = options.flag("mlp_bias", False)
     options.only("sliding_window", None)
     return {**_decoder(options), "qkv_bias": bias, "out_bias": bias, "feed_forward_bias": mlp_bias}
 
 
 def _read_mistral(options: Options) -> dict[str, Any]:
-    common, window = _decoder(options, "num_key_value_heads"), _window(options)
+    common = _decoder(options, "num_key_value_heads")
+    window = _window(options)
     return {**common, "windows": None if window is None else (window,) * common["layers"]}
 
 
@@ -95,12 +109,15 @@ def _read_qwen2(options: Options) -> dict[str, Any]:
     options.only("use_mrope", False, None)
     common = _decoder(options, "num_key_value_heads")
     if common["head_dim"] * common["heads"] != common["dim"]:
-        raise options.error("head_dim", "hidden_size / num_attention_heads, which is what all libraries read")
+        raise options.error(
+            "head_dim", "hidden_size / num_attention_heads, which is what all libraries read"
+        )
     return {**common, "qkv_bias": True, "windows": read_layer_windows(options, common["layers"])}
 
 
 def _read_qwen3(options: Options) -> dict[str, Any]:
-    bias, common = options.flag("attention_bias", False), _decoder(options, "num_key_value_heads", "head_dim")
+    bias = options.flag("attention_bias", False)
+    common = _decoder(options, "num_key_value_heads", "head_dim")
     windows = read_layer_windows(options, common["layers"])
     return {**common, "qk_norm": True, "qkv_bias": bias, "out_bias": bias, "windows": windows}
 
@@ -111,7 +128,10 @@ def _read_gpt2(options: Options) -> dict[str, Any]:
     options.only("scale_attn_by_inverse_layer_idx", False)
     options.only("reorder_and_upcast_attn", False)
     defaults = {"n_inner": 4 * options.count("n_embd")}
-    sizes = {ours: options.count(theirs, defaults.get(theirs, REQUIRED)) for theirs, ours in GPT2_SIZES.items()}
+    sizes = {
+        ours: options.count(theirs, defaults.get(theirs, REQUIRED))
+        for theirs, ours in GPT2_SIZES.items()
+    }
     return {
         **sizes,
         "seq": sizes["max_positions"],
@@ -158,8 +178,9 @@ FAMILIES = {
 def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str, Any]]:
     """Return the family that can express a model, and its options; `first` where that one can.
 
-    A family can where its options, read again, describe the same model; but for `seq`, a number that no family has
-    where positions are learned, and dropout and slices of the head, which belong to a training.
+    A family can where its options, read again, describe the same model; but for `seq`, a number
+    that no family has where positions are learned, and dropout and slices of the head, which belong
+    to a training.
     """
     for family in dict.fromkeys(([] if first is None else [first]) + list(FAMILIES.values())):
         try:
@@ -167,18 +188,24 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
             again = GPT(**family.read(Options(options, Path("config.json"))))
         except (ArgumentError, AttributeError):  # the latter of a model that is no GPT
             continue
-        if replace(again, seq=model.seq, dropout=model.dropout, head_slices=model.head_slices) == model:
+        if (
+            replace(again, seq=model.seq, dropout=model.dropout, head_slices=model.head_slices)
+            == model
+        ):
             return family, options
     raise ConfigError(
         "no family of Hugging Face models here can express this model",
         found=repr(model),
-        expected=f"a model as one of {', '.join(FAMILIES)} has it; docs/model-folders.md has a table",
+        expected=f"a model as one of {', '.join(FAMILIES)} has it; docs/model-folders.md has a "
+        "table",
         remedy="keep the weights that a training leaves",
     )
 
 
 def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, Any]]:
-    """Return the family of a config.json, and the fields of models.GPT. Raises ConfigError, which names the option."""
+    """Return the family of a config.json, and the fields of models.GPT. Raises ConfigError, which
+    names the option.
+    """
     options = Options(values, path)
     name = options.take("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -197,15 +224,18 @@ def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, A
     return family, fields
 
 
-# -- Rotary positions in config.json: the base and the scaling, in the old form and the new one -----------------------
+# -- Rotary positions in config.json: the base and the scaling, in the old form and the new one ----
 #
 #     old    "rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}      (or "type")
 #     new    "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}   (transformers 5)
 #
-# Both are read. The old one is written: transformers 5 reads it, and earlier versions know no other.
+# Both are read. The old one is written: transformers 5 reads it, and earlier versions know no
+# other.
 
 
-SCALING, PARAMETERS, THETA = "rope_scaling", "rope_parameters", "rope_theta"
+SCALING = "rope_scaling"
+PARAMETERS = "rope_parameters"
+THETA = "rope_theta"
 ORIGINAL = "original_max_position_embeddings"
 BASE = 10000.0  # where no option says another one, in all families
 
@@ -215,9 +245,12 @@ def read_rotary(options: Options, positions: int) -> tuple[float, Any]:
     options.only("partial_rotary_factor", None, 1.0, 1)
     options.only("rope_interleaved", False, None)
     base = options.number(THETA, None, above=1.0)
-    old, new = _object(options, SCALING), _object(options, PARAMETERS)
+    old = _object(options, SCALING)
+    new = _object(options, PARAMETERS)
     if old is not None and new is not None and old != new:
-        raise options.error(SCALING, f"that, or {PARAMETERS}, or the same in both", "contradicts another one")
+        raise options.error(
+            SCALING, f"that, or {PARAMETERS}, or the same in both", "contradicts another one"
+        )
     key = SCALING if old is not None else PARAMETERS
     values = {} if old is None and new is None else options.values[key]
     inner = Options(values, options.path, key)
@@ -257,7 +290,9 @@ def _scaling(options: Options, positions: int) -> Any:
 
 
 def _llama3(options: Options, positions: int) -> Any:
-    factors = {name: options.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    factors = {
+        name: options.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    }
     return nn.Llama3Scaling(**factors, original_positions=options.count(ORIGINAL, positions))
 
 
@@ -265,7 +300,8 @@ def _yarn(options: Options, positions: int) -> Any:
     options.only("truncate", True, None)
     factor = options.number("factor")
     attention = options.number("attention_factor", None)
-    one, all_dim = options.number("mscale", None), options.number("mscale_all_dim", None)
+    one = options.number("mscale", None)
+    all_dim = options.number("mscale_all_dim", None)
     if attention is None and one is not None and all_dim is not None:
         attention = _growth(factor, one) / _growth(factor, all_dim)
     return nn.YarnScaling(
@@ -278,7 +314,9 @@ def _yarn(options: Options, positions: int) -> Any:
 
 
 def _growth(factor: float, scale: float) -> float:
-    """Growth of cosine and sine: Peng et al., "YaRN" (2023), section 3.4, with a scale as in the library."""
+    """Growth of cosine and sine: Peng et al., "YaRN" (2023), section 3.4, with a scale as in the
+    library.
+    """
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -290,7 +328,7 @@ READERS: dict[str, Callable[[Options, int], Any]] = {
 }
 
 
-# -- Which layers have a sliding window, and how wide it is: from config.json, and back -------------------------------
+# -- Which layers have a sliding window, and how wide it is: from config.json, and back ------------
 #
 # A window of w positions ends with the query's own, in their convention as in ours.
 
@@ -305,7 +343,9 @@ def _window(options: Options) -> int | None:
 
 
 def read_layer_windows(options: Options, layers: int) -> Windows:
-    """Read the windows of families that choose them by layer, with `layer_types` or `max_window_layers`."""
+    """Read the windows of families that choose them by layer, with `layer_types` or
+    `max_window_layers`.
+    """
     used = options.flag("use_sliding_window", False)
     window = _window(options)
     first = options.take("max_window_layers")
@@ -313,14 +353,18 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
         raise options.error("max_window_layers", "an integer of at least 0")
     types = options.take("layer_types")
     if types is not None:
-        known = isinstance(types, list) and all(isinstance(kind, str) and kind in KINDS for kind in types)
+        known = isinstance(types, list) and all(
+            isinstance(kind, str) and kind in KINDS for kind in types
+        )
         if not known or len(types) != layers:
             raise options.error("layer_types", f"a list of {layers} of {' and '.join(KINDS)}")
         slides = [KINDS[kind] for kind in types]
     else:
         slides = [layer >= (28 if first is None else first) for layer in range(layers)]
     if types is not None and any(slides) and (not used or window is None):
-        raise options.error("layer_types", "full_attention alone, where use_sliding_window is false")
+        raise options.error(
+            "layer_types", "full_attention alone, where use_sliding_window is false"
+        )
     if not used or window is None or not any(slides):
         return None
     return tuple(window if slide else None for slide in slides)
@@ -336,15 +380,17 @@ def layer_window_options(windows: Windows) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": widths.pop(),
-        "max_window_layers": next(place for place, width in enumerate(windows) if width is not None),
+        "max_window_layers": next(
+            place for place, width in enumerate(windows) if width is not None
+        ),
         "layer_types": [names[width is not None] for width in windows],
     }
 
 
 # -- Options of config.json that change nothing in what a model computes, so they are passed over, and kept for writing
 #
-# They say how text is generated, what a model was started with, what is dropped at random in a training there, how
-# labels are called, or with which version a file was written.
+# They say how text is generated, what a model was started with, what is dropped at random in a
+# training there, how labels are called, or with which version a file was written.
 
 
 # of text: which ids are special, and how tokens are chosen

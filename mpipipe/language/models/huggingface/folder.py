@@ -1,7 +1,8 @@
 """A folder with a model, as the library `transformers` leaves one, opened for reading.
 
-config.json has the architecture; model.safetensors the tensors, or model.safetensors.index.json names the file of each.
-Opening compares their names with those that the model has. No tensor is read, and pickled objects (.bin, .pt) never.
+config.json has the architecture; model.safetensors the tensors, or model.safetensors.index.json
+names the file of each. Opening compares their names with those that the model has. No tensor is
+read, and pickled objects (.bin, .pt) never.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from mpipipe.language.models.huggingface.names import parts_of
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.text import counted
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 COPY_AGAIN = "copy or download the folder again, from where it is whole"
-NOT_THESE = "take the folder of a model with this architecture, or the weights that belong to this config.json"
+NOT_THESE = (
+    "take the folder of a model with this architecture, or the weights that belong to "
+    "this config.json"
+)
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,13 @@ class Folder:
 def open_folder(path: str | Path) -> Folder:
     """Open a folder: read its config.json and the names in its files of tensors, but no tensor.
 
-    Raises ConfigError for an option of config.json that is not supported, and ArgumentError for a file or tensor that
-    is missing, damaged or unknown.
+    Raises ConfigError for an option of config.json that is not supported, and ArgumentError for a
+    file or tensor that is missing, damaged or unknown.
     """
     folder = Path(path)
-    config = read_json(folder / CONFIG, "a model folder has a config.json beside its tensors; " + COPY_AGAIN)
+    config = read_json(
+        folder / CONFIG, "a model folder has a config.json beside its tensors; " + COPY_AGAIN
+    )
     family, fields = read_config(config, folder / CONFIG)
     try:
         model = GPT(**fields)
@@ -85,7 +92,8 @@ def _stored(folder: Path) -> dict[str, str]:
         pickled = [name for name in PICKLES if (folder / name).exists()]
         raise ArgumentError(
             "the model folder has no tensors that can be read",
-            found=f"{', '.join(pickled)} in {folder}: pickled objects, which run code when they are read"
+            found=f"{', '.join(pickled)} in {folder}: pickled objects, which run code when they "
+            "are read"
             if pickled
             else f"neither {SINGLE} nor {INDEX} in {folder}",
             expected=f"{SINGLE}, or {INDEX} with its files",
@@ -102,9 +110,15 @@ def _indexed(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     places = read_json(path, COPY_AGAIN).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ConfigError(f"{INDEX} of a model folder has no weight_map", found=str(path), remedy=COPY_AGAIN)
+        raise ConfigError(
+            f"{INDEX} of a model folder has no weight_map", found=str(path), remedy=COPY_AGAIN
+        )
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
             raise ConfigError(
                 f"{INDEX} of a model folder names a file that cannot be one of its own",
                 found=f"{name} in {file!r:.100}, in {path}",
@@ -125,17 +139,23 @@ def _indexed(folder: Path) -> dict[str, str]:
     return places
 
 
-def _known(family: Family, model: GPT, stored: dict[str, str], folder: Path) -> dict[str, tuple[str, str]]:
+def _known(
+    family: Family, model: GPT, stored: dict[str, str], folder: Path
+) -> dict[str, tuple[str, str]]:
     """Find the tensors of the model among those that are stored."""
-    bare = not any(name.startswith(family.prefix) for name in stored)  # files of the decoder without a head
-    left, known = dict(stored), {}
+    bare = not any(
+        name.startswith(family.prefix) for name in stored
+    )  # files of the decoder without a head
+    left = dict(stored)
+    known = {}
     for part in parts_of(family.table, model):
         name = part.theirs.removeprefix(family.prefix) if bare else part.theirs
         if name not in left:
             raise ArgumentError(
                 f"the model folder has no tensor {name}",
                 found=f"{len(stored)} others in {folder}",
-                expected=f"all tensors of {family.architecture} with {counted(model.layers, 'layer')}",
+                expected=f"all tensors of {family.architecture} with "
+                f"{counted(model.layers, 'layer')}",
                 remedy=NOT_THESE,
             )
         known[part.theirs] = (left.pop(name), name)
@@ -156,7 +176,9 @@ def opened(path: Path) -> AbstractContextManager[TensorFile]:
 
 
 def count_not_finite(values: np.ndarray) -> int:
-    """Return how many values are NaN or infinite. NaN is both the least and the largest, so finite ones pass fast."""
+    """Return how many values are NaN or infinite. NaN is both the least and the largest, so finite
+    ones pass fast.
+    """
     if not values.size or (np.isfinite(values.min()) and np.isfinite(values.max())):
         return 0
     return int(np.count_nonzero(~np.isfinite(values)))
@@ -176,8 +198,9 @@ def check_finite(values: np.ndarray, what: str, place: Path, remedy: str) -> Non
 # -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is
 # written
 #
-# These are the tokenizer's files, and the options of config.json that change nothing in what the model computes. A
-# folder of weights of this package keeps that config.json as huggingface_config.json, so that it can be written again.
+# These are the tokenizer's files, and the options of config.json that change nothing in what the
+# model computes. A folder of weights of this package keeps that config.json as
+# huggingface_config.json, so that it can be written again.
 
 
 KEPT_CONFIG = "huggingface_config.json"
@@ -204,10 +227,17 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Origin:
-        """Look into a folder, of Hugging Face or of this package. Raises ConfigError for a config.json that is none."""
+        """Look into a folder, of Hugging Face or of this package. Raises ConfigError for a
+        config.json that is none.
+        """
         for name in (CONFIG, KEPT_CONFIG):
             if (path / name).exists():
-                return cls(path, read_json(path / name, "remove it, if the model was not made from a model folder"))
+                return cls(
+                    path,
+                    read_json(
+                        path / name, "remove it, if the model was not made from a model folder"
+                    ),
+                )
         return cls(path)
 
     @property
@@ -221,7 +251,8 @@ class Origin:
         return {name: self.config[name] for name in families.CARRIED if name in self.config}
 
     def copy(self, target: Path, keep_config: bool = False) -> None:
-        """Copy what belongs to the model into a folder: the files of its tokenizer, and settings of generation.
+        """Copy what belongs to the model into a folder: the files of its tokenizer, and settings of
+        generation.
 
         To keep config.json is to copy it too, under a name of its own. Raises OSError.
         """
@@ -232,5 +263,7 @@ class Origin:
                 files.check_regular(self.path / name)
                 shutil.copyfile(self.path / name, target / name)
         if keep_config and self.config:
-            source = next(self.path / name for name in (CONFIG, KEPT_CONFIG) if (self.path / name).exists())
+            source = next(
+                self.path / name for name in (CONFIG, KEPT_CONFIG) if (self.path / name).exists()
+            )
             shutil.copyfile(source, target / KEPT_CONFIG)

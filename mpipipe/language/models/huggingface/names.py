@@ -7,10 +7,12 @@
     model.layers.i.mlp.gate_proj.weight        the upper half of gate_up
     transformer.h.i.attn.c_attn.weight         qkv, transposed
 
-*Turned*: a rotary position turns pairs of elements of a head. Theirs are (j, j + head_dim / 2), halves of the head.
-Ours are neighbours (2j, 2j + 1). So row (half, j) of a head is our row (j, half), for matrices, biases and gains alike.
+*Turned*: a rotary position turns pairs of elements of a head. Theirs are (j, j + head_dim / 2),
+halves of the head. Ours are neighbours (2j, 2j + 1). So row (half, j) of a head is our row (j,
+half), for matrices, biases and gains alike.
 
-`view` gives the part of our array in the order of their tensor, without a copy. Reading sets it, writing copies it.
+`view` gives the part of our array in the order of their tensor, without a copy. Reading sets it,
+writing copies it.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ FIRST = (EMBEDDING, POSITIONS)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; which flag has it.
+    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`;
+    which flag has it.
 
-    Of a slice of the head, or of an embedding that is tied with slices: its first row among theirs, and how many these
-    are.
+    Of a slice of the head, or of an embedding that is tied with slices: its first row among theirs,
+    and how many these are.
     """
 
     theirs: str
@@ -61,8 +64,22 @@ LLAMA = (
     Tensor(f"{_BLOCK}.self_attn.q_proj.weight", ATTENTION, "qkv", rows="q", form="turned"),
     Tensor(f"{_BLOCK}.self_attn.k_proj.weight", ATTENTION, "qkv", rows="k", form="turned"),
     Tensor(f"{_BLOCK}.self_attn.v_proj.weight", ATTENTION, "qkv", rows="v"),
-    Tensor(f"{_BLOCK}.self_attn.q_proj.bias", ATTENTION, "qkv_bias", rows="q", form="turned", when="qkv_bias"),
-    Tensor(f"{_BLOCK}.self_attn.k_proj.bias", ATTENTION, "qkv_bias", rows="k", form="turned", when="qkv_bias"),
+    Tensor(
+        f"{_BLOCK}.self_attn.q_proj.bias",
+        ATTENTION,
+        "qkv_bias",
+        rows="q",
+        form="turned",
+        when="qkv_bias",
+    ),
+    Tensor(
+        f"{_BLOCK}.self_attn.k_proj.bias",
+        ATTENTION,
+        "qkv_bias",
+        rows="k",
+        form="turned",
+        when="qkv_bias",
+    ),
     Tensor(f"{_BLOCK}.self_attn.v_proj.bias", ATTENTION, "qkv_bias", rows="v", when="qkv_bias"),
     Tensor(f"{_BLOCK}.self_attn.q_norm.weight", ATTENTION, "q_norm", form="turned", when="qk_norm"),
     Tensor(f"{_BLOCK}.self_attn.k_norm.weight", ATTENTION, "k_norm", form="turned", when="qk_norm"),
@@ -72,7 +89,9 @@ LLAMA = (
     Tensor(f"{_BLOCK}.mlp.gate_proj.weight", FEED, "gate_up", rows="gate"),
     Tensor(f"{_BLOCK}.mlp.up_proj.weight", FEED, "gate_up", rows="up"),
     Tensor(f"{_BLOCK}.mlp.down_proj.weight", FEED, "down"),
-    Tensor(f"{_BLOCK}.mlp.gate_proj.bias", FEED, "gate_up_bias", rows="gate", when="feed_forward_bias"),
+    Tensor(
+        f"{_BLOCK}.mlp.gate_proj.bias", FEED, "gate_up_bias", rows="gate", when="feed_forward_bias"
+    ),
     Tensor(f"{_BLOCK}.mlp.up_proj.bias", FEED, "gate_up_bias", rows="up", when="feed_forward_bias"),
     Tensor(f"{_BLOCK}.mlp.down_proj.bias", FEED, "down_bias", when="feed_forward_bias"),
     Tensor("model.norm.weight", LAST_NORM, "gain"),
@@ -106,11 +125,22 @@ def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
 
     A head that is the embedding is not stored.
     """
-    stored = [t for t in table if (not t.when or getattr(model, t.when)) and not (t.place == HEAD and model.tied)]
-    yield from (part for tensor in stored if tensor.place in FIRST for part in _parts(tensor, model))
+    stored = [
+        t
+        for t in table
+        if (not t.when or getattr(model, t.when)) and not (t.place == HEAD and model.tied)
+    ]
+    yield from (
+        part for tensor in stored if tensor.place in FIRST for part in _parts(tensor, model)
+    )
     for block in range(model.layers):
         yield from (_part(tensor, model, block) for tensor in stored if "{i}" in tensor.theirs)
-    yield from (part for tensor in stored if tensor.place in (LAST_NORM, HEAD) for part in _parts(tensor, model))
+    yield from (
+        part
+        for tensor in stored
+        if tensor.place in (LAST_NORM, HEAD)
+        for part in _parts(tensor, model)
+    )
 
 
 def _parts(tensor: Tensor, model: GPT) -> Iterator[Part]:
@@ -124,7 +154,11 @@ def _parts(tensor: Tensor, model: GPT) -> Iterator[Part]:
 
 
 def _part(tensor: Tensor, model: GPT, block: int) -> Part:
-    return Part(tensor.theirs.replace("{i}", str(block)), f"{_layer(tensor.place, block, model)}.{tensor.ours}", tensor)
+    return Part(
+        tensor.theirs.replace("{i}", str(block)),
+        f"{_layer(tensor.place, block, model)}.{tensor.ours}",
+        tensor,
+    )
 
 
 def _layer(place: int, block: int, model: GPT) -> str:
@@ -145,22 +179,30 @@ def _layer(place: int, block: int, model: GPT) -> str:
 def heads_of(model: GPT) -> list[str]:
     """Return the names of our parameters of the head: of its slices, if it has some."""
     first = 2 * model.layers + 1
-    return [f"{_layer(HEAD, 0, model)}.weight", *(f"{first + k}.weight" for k in range(1, model.head_slices))]
+    return [
+        f"{_layer(HEAD, 0, model)}.weight",
+        *(f"{first + k}.weight" for k in range(1, model.head_slices)),
+    ]
 
 
 def embeddings_of(model: GPT) -> list[str]:
     """Return the names of our parameters of the embedding, which has the slices of a tied head."""
-    name, count = f"{_layer(EMBEDDING, 0, model)}.weight", model.head_slices if model.tied else 1
+    name = f"{_layer(EMBEDDING, 0, model)}.weight"
+    count = model.head_slices if model.tied else 1
     return [name] if count == 1 else [f"{name}_{k}" for k in range(count)]
 
 
 def tied_to(name: str, model: GPT) -> str:
-    """Return the parameter under which the table has this one: where head and embedding are one, the embedding's."""
+    """Return the parameter under which the table has this one: where head and embedding are one,
+    the embedding's.
+    """
     return dict(zip(heads_of(model), embeddings_of(model))).get(name, name) if model.tied else name
 
 
 def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:
-    """Return what a tensor is of our array, in the order of their elements; more axes than theirs where turned."""
+    """Return what a tensor is of our array, in the order of their elements; more axes than theirs
+    where turned.
+    """
     first, stop = _rows(tensor.rows, model, len(array))
     part = array[first:stop]
     if tensor.form == "transposed":
@@ -180,7 +222,9 @@ def shape_of(tensor: Tensor, ours: tuple[int, ...], model: GPT) -> tuple[int, ..
 
 
 def _rows(rows: str, model: GPT, count: int) -> tuple[int, int]:
-    """Return which rows of a parameter with `count` of them these are, from the first to before the last."""
+    """Return which rows of a parameter with `count` of them these are, from the first to before the
+    last.
+    """
     queries = model.heads * model.head_dim
     keys = queries + model.kv_heads * model.head_dim
     return {

@@ -1,4 +1,6 @@
-"""The options of a config.json: each one is read, known to have no effect, or refused by its name."""
+"""The options of a config.json: each one is read, known to have no effect, or refused by its
+name.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +17,42 @@ CONFIG = "config.json"
 MOST_BYTES = 16 << 20  # of it
 REQUIRED = object()
 REMEDY = (
-    "docs/model-folders.md lists what is read of a model, and docs/finetuning.md of an adapter; one with other options "
+    "docs/model-folders.md lists what is read of a model, and docs/finetuning.md of an adapter; "
+    "one with other options "
     "needs the library that it was made for"
 )
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ConfigError, which names the file, where it is missing or is none."""
+    """Read a JSON object. Raises ConfigError, which names the file, where it is missing or is
+    none.
+    """
     try:
         with files.reading(f"{path.name} of a model folder", path, ConfigError, remedy=remedy):
             found = json.loads(files.read_text(path, MOST_BYTES))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} of a model folder is no JSON: {error}"[:300], found=str(path)) from error
+        raise ConfigError(
+            f"{path.name} of a model folder is no JSON: {error}"[:300], found=str(path)
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path.name} of a model folder is no JSON object", found=str(path))
     return found
 
 
 class Options:
-    """What a config.json, or the object `inside` it, says; every option has to be asked for, or `finish` refuses it."""
+    """What a config.json, or the object `inside` it, says; every option has to be asked for, or
+    `finish` refuses it.
+    """
 
     def __init__(self, values: dict[str, Any], path: Path, inside: str = "") -> None:
-        self.values, self.path, self.inside = values, path, inside
+        self.values = values
+        self.path = path
+        self.inside = inside
         self.left = dict(values)
 
-    def error(self, key: str, expected: str, message: str = "has a value that cannot be used") -> ConfigError:
+    def error(
+        self, key: str, expected: str, message: str = "has a value that cannot be used"
+    ) -> ConfigError:
         """Make the error for an option."""
         name = f"{self.inside}.{key}" if self.inside else key
         found = f"{name} = {self.values[key]!r:.120}" if key in self.values else f"no {name}"
@@ -58,7 +71,9 @@ class Options:
         return self.values.get(key, default)
 
     def count(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return an integer of at least 1; `default` where the option is missing or, unless required, null."""
+        """Return an integer of at least 1; `default` where the option is missing or, unless
+        required, null.
+        """
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
             return default
@@ -67,7 +82,9 @@ class Options:
         return value
 
     def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
-        """Return a finite number greater than `above`; `default` where the option is missing or null."""
+        """Return a finite number greater than `above`; `default` where the option is missing or
+        null.
+        """
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
             return default
@@ -87,7 +104,9 @@ class Options:
         value = self.take(key, allowed[0])
         if not any(type(value) is type(other) and value == other for other in allowed):
             words = " or ".join(json.dumps(other) for other in allowed)
-            raise self.error(key, words, "has a value that changes the result and that is not supported")
+            raise self.error(
+                key, words, "has a value that changes the result and that is not supported"
+            )
 
     def ignore(self, keys: Iterable[str]) -> None:
         """Pass over options without effect."""

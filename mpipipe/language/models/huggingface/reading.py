@@ -1,4 +1,6 @@
-"""The tensors of a folder read into our arrays: each rank reads those that its own parameters are made of, once."""
+"""The tensors of a folder read into our arrays: each rank reads those that its own parameters are
+made of, once.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,39 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError
 from mpipipe.language.models.gpt import GPT
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, check_finite, opened
+from mpipipe.language.models.huggingface.folder import (
+    COPY_AGAIN,
+    NOT_THESE,
+    Folder,
+    check_finite,
+    opened,
+)
 from mpipipe.language.models.huggingface.names import Tensor, parts_of, shape_of, tied_to, view
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
-    """Set parameters of a model from the tensors that they are made of; return how many bytes were read.
+    """Set parameters of a model from the tensors that they are made of; return how many bytes were
+    read.
 
     Parameters
     ----------
     folder : Folder
         What `open_folder` returns.
     parameters : mapping of str to array
-        Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU, of any dtype.
+        Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU, of
+        any dtype.
 
     Raises
     ------
     ArgumentError, NonFiniteError
-        For a tensor of another shape or dtype, a damaged file, and an unknown parameter; for NaN and infinity.
+        For a tensor of another shape or dtype, a damaged file, and an unknown parameter; for NaN
+        and infinity.
     """
-    names: dict[str, list[str]] = {}  # by the name that the table has: an embedding may be a head, too
+    names: dict[
+        str, list[str]
+    ] = {}  # by the name that the table has: an embedding may be a head, too
     for name in parameters:
         names.setdefault(tied_to(name, folder.model), []).append(name)
     wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in names]
@@ -47,7 +60,9 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
             remedy="build the model from the description in the folder",
         )
     done = 0
-    on_host: dict[str, list[np.ndarray]] = {}  # what is being read; an array of a GPU is uploaded when it is whole
+    on_host: dict[
+        str, list[np.ndarray]
+    ] = {}  # what is being read; an array of a GPU is uploaded when it is whole
     for place in dict.fromkeys(folder.places[part.theirs][0] for part in wanted):
         with opened(folder.path / place) as file:
             for part in wanted:
@@ -56,9 +71,17 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
                 targets = [parameters[name] for name in names[part.ours]]
                 if part.ours not in on_host:
                     on_host[part.ours] = list(map(host_for, targets))
-                read_part(file, folder.places[part.theirs][1], part.tensor, on_host[part.ours], folder.model)
+                read_part(
+                    file,
+                    folder.places[part.theirs][1],
+                    part.tensor,
+                    on_host[part.ours],
+                    folder.model,
+                )
                 left[part.ours] -= 1
-                for target, host in zip(targets, on_host.pop(part.ours)) if not left[part.ours] else ():
+                for target, host in (
+                    zip(targets, on_host.pop(part.ours)) if not left[part.ours] else ()
+                ):
                     if host is not target:
                         arrays.upload(host, out=target)
             done += file.bytes_read
@@ -66,12 +89,18 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
 
 
 def host_for(target: Array) -> np.ndarray:
-    """Return the array itself on the host; for one of a GPU a new one, to be uploaded when it is set."""
+    """Return the array itself on the host; for one of a GPU a new one, to be uploaded when it is
+    set.
+    """
     return np.empty(target.shape, target.dtype) if arrays.is_device(target) else target
 
 
-def read_part(file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT) -> None:
-    """Set what the tensor of this name is of host arrays of ours. Raises ArgumentError and NonFiniteError."""
+def read_part(
+    file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT
+) -> None:
+    """Set what the tensor of this name is of host arrays of ours. Raises ArgumentError and
+    NonFiniteError.
+    """
     entry = _entry(file, name)
     expected = shape_of(tensor, ours[0].shape, model)
     if entry.kind.name not in FLOATS or entry.shape != expected:
@@ -99,8 +128,12 @@ def _entry(file: TensorFile, name: str) -> TensorEntry:
     return file.arrays[name]
 
 
-def _values(file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0) -> np.ndarray:
-    """Return a tensor of this shape, or its rows from `skip` on, of `total` in all; halves as float32."""
+def _values(
+    file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0
+) -> np.ndarray:
+    """Return a tensor of this shape, or its rows from `skip` on, of `total` in all; halves as
+    float32.
+    """
     entry = file.arrays[name]
     row = entry.nbytes // max(1, total or shape[0])
     values = np.empty(shape, entry.kind)

@@ -1,7 +1,8 @@
 """A model written as a folder that `transformers` opens, by one process.
 
-A file has a group of parameters, model-00001-of-00003.safetensors and so on, and model.safetensors.index.json says
-which tensors; a single file is called model.safetensors and has no index. The folder gets its name when it is whole.
+A file has a group of parameters, model-00001-of-00003.safetensors and so on, and
+model.safetensors.index.json says which tensors; a single file is called model.safetensors and has
+no index. The folder gets its name when it is whole.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ from mpipipe.language.models.huggingface.options import CONFIG
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 SHARD_BYTES = 5_000_000_000
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library takes ids of its own
+NO_TOKENS = dict.fromkeys(
+    ("bos_token_id", "eos_token_id", "pad_token_id")
+)  # else the library takes ids of its own
 METADATA = {"format": "pt"}  # without it `transformers` does not open a file
 TensorPlaces: TypeAlias = "dict[str, tuple[str, int]]"  # the file that has a tensor, and its bytes
 ReadGroup: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, Array]]"
-DROPOUT = {"gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}}  # where their default is another one than 0
+DROPOUT = {
+    "gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}
+}  # where their default is another one than 0
 
 
 def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str, Any]]:
-    """Return a family that can express a model, and its config.json; `origin` has options without effect.
+    """Return a family that can express a model, and its config.json; `origin` has options without
+    effect.
 
     Raises ConfigError where no family can.
     """
@@ -61,9 +67,16 @@ def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str,
 
 
 def save(
-    target: Path, model: GPT, groups: Sequence[Mapping[str, Any]], read: ReadGroup, *, dtype: str, origin: Origin
+    target: Path,
+    model: GPT,
+    groups: Sequence[Mapping[str, Any]],
+    read: ReadGroup,
+    *,
+    dtype: str,
+    origin: Origin,
 ) -> None:
-    """Write a folder, each group of parameters into a file of its own; no more than one group is held at once.
+    """Write a folder, each group of parameters into a file of its own; no more than one group is
+    held at once.
 
     Parameters
     ----------
@@ -83,8 +96,8 @@ def save(
     Raises
     ------
     ArgumentError, NonFiniteError, StorageError
-        The target is not empty, or no family can express the model; a value is not finite in the dtype; files cannot be
-        written. Nothing is left after an error.
+        The target is not empty, or no family can express the model; a value is not finite in the
+        dtype; files cannot be written. Nothing is left after an error.
 
     Examples
     --------
@@ -138,17 +151,25 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _file_name(number: int, total: int) -> str:
-    return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+    return (
+        "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+    )
 
 
-def _write_file(folder: Path, number: int, total: int, tensors: Mapping[str, Planned]) -> TensorPlaces:
-    """Write one file of `total`, counted from 0, tensor by tensor: no more than one is held twice."""
+def _write_file(
+    folder: Path, number: int, total: int, tensors: Mapping[str, Planned]
+) -> TensorPlaces:
+    """Write one file of `total`, counted from 0, tensor by tensor: no more than one is held
+    twice.
+    """
     name = _file_name(number, total)
     write_tensors(folder / name, tensors, metadata=METADATA)
     return {theirs: (name, _size_of(tensor)) for theirs, tensor in tensors.items()}
 
 
-def write_jointly(path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Callable[[], np.ndarray]]) -> None:
+def write_jointly(
+    path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Callable[[], np.ndarray]]
+) -> None:
     """Write a file from the pieces that each rank has, by where they begin in bytes; collective."""
     group = group_of(mesh.comm)
     with group.raise_together("saving tensors of several ranks: their file"), explained(path):
@@ -165,8 +186,12 @@ def write_jointly(path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Ca
                 os.fsync(file.fileno())
 
 
-def outgoing(family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dtype) -> dict[str, Planned]:
-    """Return the tensors of a folder that these parameters are, by their names; each is made when it is written."""
+def outgoing(
+    family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dtype
+) -> dict[str, Planned]:
+    """Return the tensors of a folder that these parameters are, by their names; each is made when
+    it is written.
+    """
     parts: dict[str, list[Part]] = {}
     for part in parts_of(family.table, model):
         parts.setdefault(part.theirs, []).append(part)
@@ -176,7 +201,9 @@ def outgoing(family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dty
         return made[0] if len(made) == 1 else np.concatenate(made)
 
     return {
-        theirs: Planned(dtype, shape_of(some[0].tensor, own[some[0].ours].shape, model), partial(make, some))
+        theirs: Planned(
+            dtype, shape_of(some[0].tensor, own[some[0].ours].shape, model), partial(make, some)
+        )
         for theirs, some in parts.items()
         if some[0].ours in own
     }

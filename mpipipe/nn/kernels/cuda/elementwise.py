@@ -11,13 +11,17 @@ from mpipipe import arrays
 from mpipipe.arrays import BLOCK, DeviceArray, Launch, Packed, grid, over, scalar_type, vector_width
 from mpipipe.errors import ArgumentError
 
-ELEMENTWISE, SWIGLU, CAST = (Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast"))
+ELEMENTWISE, SWIGLU, CAST = (
+    Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast")
+)
 
 
 def _pack_elements(x: DeviceArray, *rest: Any) -> Launch | None:
     *others, name = rest
     check_alike(name, x, *others)
-    return over(ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, *others))
+    return over(
+        ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, *others)
+    )
 
 
 def _pack_swiglu(both: DeviceArray, inner: DeviceArray, *fresh: DeviceArray) -> Launch | None:
@@ -30,11 +34,14 @@ def _pack_swiglu(both: DeviceArray, inner: DeviceArray, *fresh: DeviceArray) -> 
 
 def _pack_cast(source: DeviceArray, target: DeviceArray) -> Launch | None:
     check_contiguous("cast", source, target)
-    numbers, width = (np.int64(source.size),), vector_width(source, target)
+    numbers = (np.int64(source.size),)
+    width = vector_width(source, target)
     return over(CAST, "cast", source.size, numbers, S=source.dtype, T=target.dtype, V=width)
 
 
-_elements, _swiglu, _cast = Packed(_pack_elements), Packed(_pack_swiglu), Packed(_pack_cast)
+_elements = Packed(_pack_elements)
+_swiglu = Packed(_pack_swiglu)
+_cast = Packed(_pack_cast)
 
 
 def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
@@ -46,7 +53,8 @@ def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
 
 def accumulate(grad: DeviceArray, part: DeviceArray) -> None:
     """Grad += part."""
-    grad, part = arrays.as_reals(grad), arrays.as_reals(part)
+    grad = arrays.as_reals(grad)
+    part = arrays.as_reals(part)
     _elements((grad, part), (grad,), ("add",))
 
 
@@ -96,7 +104,7 @@ def cast(source: DeviceArray, target: DeviceArray) -> None:
     _cast((source, target))
 
 
-# -- Dropout on a GPU, with the masks of nn/random.py -----------------------------------------------------------------
+# -- Dropout on a GPU, with the masks of nn/random.py ----------------------------------------------
 
 
 DROPOUT = Path(__file__).with_name("dropout.cu")
@@ -107,8 +115,11 @@ SEGMENT = 512  # elements that a warp takes at a time
 def dropout(
     x: DeviceArray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
 ) -> tuple[DeviceArray, DeviceArray]:
-    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
-    y, keep = arrays.empty_like(x), arrays.empty_like(x, BYTE)
+    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach
+    `threshold`; else 0.
+    """
+    y = arrays.empty_like(x)
+    keep = arrays.empty_like(x, BYTE)
     words = map(np.uint64, (*key, *counter))
     _dropout((x,), (y, keep), (), (*words, np.int32(threshold), scalar_type(x.dtype)(factor)))
     return y, keep
@@ -128,7 +139,8 @@ def _pack_backward(dy: DeviceArray, keep: DeviceArray, dx: DeviceArray) -> Launc
     return over(DROPOUT, "dropout_backward", dy.size, (np.int64(dy.size),), T=dy.dtype, V=width)
 
 
-_dropout, _backward = Packed(_pack_dropout), Packed(_pack_backward)
+_dropout = Packed(_pack_dropout)
+_backward = Packed(_pack_backward)
 
 
 def dropout_backward(dy: DeviceArray, keep: DeviceArray, factor: float) -> DeviceArray:
@@ -138,7 +150,7 @@ def dropout_backward(dy: DeviceArray, keep: DeviceArray, factor: float) -> Devic
     return dx
 
 
-# -- What the functions on a GPU ask of their arrays ------------------------------------------------------------------
+# -- What the functions on a GPU ask of their arrays -----------------------------------------------
 
 
 def check_contiguous(name: str, *given: DeviceArray) -> None:
@@ -160,15 +172,22 @@ def check_alike(name: str, first: DeviceArray, *others: DeviceArray) -> None:
             raise _unequal(name, first, array, "one shape and one dtype")
 
 
-def check_matrices(name: str, first: DeviceArray, axis: int, other: DeviceArray, axis_of_other: int) -> None:
-    """Raise ArgumentError unless both are C-contiguous matrices of one dtype, of equal extents along these axes."""
+def check_matrices(
+    name: str, first: DeviceArray, axis: int, other: DeviceArray, axis_of_other: int
+) -> None:
+    """Raise ArgumentError unless both are C-contiguous matrices of one dtype, of equal extents
+    along these axes.
+    """
     check_contiguous(name, first, other)
     if (
         not first.ndim == other.ndim == 2
         or first.dtype != other.dtype
         or first.shape[axis] != other.shape[axis_of_other]
     ):
-        expected = f"matrices of one dtype, axis {axis} of the first as long as axis {axis_of_other} of the other"
+        expected = (
+            f"matrices of one dtype, axis {axis} of the first as long as axis "
+            f"{axis_of_other} of the other"
+        )
         raise _unequal(name, first, other, expected)
 
 
@@ -176,10 +195,15 @@ def check_ids(ids: DeviceArray) -> None:
     """Raise ArgumentError unless device ids are of a dtype that the kernels read."""
     if ids.dtype.name not in ("int32", "int64"):
         raise ArgumentError(
-            "ids on a GPU have the wrong dtype", found=ids.dtype.name, expected="int32 or int64", remedy="convert them"
+            "ids on a GPU have the wrong dtype",
+            found=ids.dtype.name,
+            expected="int32 or int64",
+            remedy="convert them",
         )
 
 
 def _unequal(name: str, first: DeviceArray, other: DeviceArray, expected: str) -> ArgumentError:
     found = " and ".join(f"{array.dtype.name} {array.shape}" for array in (first, other))
-    return ArgumentError(f"kernels.{name} was given arrays that do not fit", found=found, expected=expected)
+    return ArgumentError(
+        f"kernels.{name} was given arrays that do not fit", found=found, expected=expected
+    )

@@ -10,11 +10,20 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Launch, Packed, over, scalar_type, vector_width
-from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
+from mpipipe.nn.kernels.cuda.elementwise import (
+    check_alike,
+    check_contiguous,
+    check_ids,
+    check_matrices,
+)
 
 LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
-STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one below and one next to the other
-COLUMNS, PART_STRIPES = 8, 32  # the same for add_parts: few columns, so that a GPU has a block for each multiprocessor
+# threads of a block for sum_rows, one below and one next to the other
+STRIPES = 8
+LANES = 32
+# the same for add_parts: few columns, so that a GPU has a block for each multiprocessor
+COLUMNS = 8
+PART_STRIPES = 32
 PARTS = 512  # blocks for sum_rows, where there is work for so many
 
 
@@ -31,7 +40,9 @@ def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None)
 def _pack_broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Launch | None:
     outputs = y.shape[1]
     width = vector_width(bias, y, divides=outputs)
-    return over(LINEAR, "broadcast_bias", y.size, (np.int64(y.size), np.int64(outputs)), T=y.dtype, V=width)
+    return over(
+        LINEAR, "broadcast_bias", y.size, (np.int64(y.size), np.int64(outputs)), T=y.dtype, V=width
+    )
 
 
 def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
@@ -42,7 +53,9 @@ def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
     return dx
 
 
-def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+def linear_backward_weight(
+    dy: DeviceArray, x: DeviceArray, grad: DeviceArray, add: bool = True
+) -> None:
     """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
@@ -78,7 +91,12 @@ def _pack_sum_rows(dy: DeviceArray) -> Launch:
     tiles = -(-width // (LANES * lanes))
     chunk = max(STRIPES * 4, -(-rows // max(1, PARTS // tiles)))
     function = arrays.cuda_function(SUMS, "sum_rows", T=dy.dtype, V=lanes)
-    return Launch(function, (tiles, -(-rows // chunk)), (LANES, STRIPES), tuple(map(np.int64, (rows, width, chunk))))
+    return Launch(
+        function,
+        (tiles, -(-rows // chunk)),
+        (LANES, STRIPES),
+        tuple(map(np.int64, (rows, width, chunk))),
+    )
 
 
 def add_parts(parts: DeviceArray, grad: DeviceArray) -> None:
@@ -90,14 +108,19 @@ def _pack_add_parts(parts: DeviceArray, grad: DeviceArray) -> Launch:
     check_contiguous("add_parts", parts, grad)
     count, width = parts.shape
     function = arrays.cuda_function(SUMS, "add_parts", T=grad.dtype, V=1)
-    block, adds = (COLUMNS, PART_STRIPES), np.int32(True)
-    return Launch(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), adds))
+    block = (COLUMNS, PART_STRIPES)
+    adds = np.int32(True)
+    return Launch(
+        function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), adds)
+    )
 
 
-_broadcast, _sum_rows, _add_parts = Packed(_pack_broadcast), Packed(_pack_sum_rows), Packed(_pack_add_parts)
+_broadcast = Packed(_pack_broadcast)
+_sum_rows = Packed(_pack_sum_rows)
+_add_parts = Packed(_pack_add_parts)
 
 
-# -- Normalisation of rows on a GPU; nn/layers/norm.py has the formulas -----------------------------------------------
+# -- Normalisation of rows on a GPU; nn/layers/norm.py has the formulas ----------------------------
 
 
 NORM = Path(__file__).with_name("norm.cu")
@@ -123,10 +146,13 @@ def _block(threads: int) -> tuple[int, int]:
     return (threads, PER_BLOCK // threads if threads == 32 else 1)
 
 
-def norm(x: DeviceArray, gain: DeviceArray, bias: DeviceArray | None, eps: float) -> tuple[DeviceArray, DeviceArray]:
+def norm(
+    x: DeviceArray, gain: DeviceArray, bias: DeviceArray | None, eps: float
+) -> tuple[DeviceArray, DeviceArray]:
     """Return (y, scale)."""
     name, vectors = ("rms_norm", [gain]) if bias is None else ("layer_norm", [gain, bias])
-    y, scale = arrays.empty_like(x), arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
+    y = arrays.empty_like(x)
+    scale = arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
     _norm((x, *vectors), (y, scale), (name, eps))
     return y, scale
 
@@ -139,7 +165,9 @@ def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
     constants, (rows, width) = _constants(x, *others), x.shape
     block = _block(constants["G"])
     numbers = np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps)
-    return Launch(arrays.cuda_function(NORM, name, **constants), arrays.grid(rows, block[1]), block, numbers)
+    return Launch(
+        arrays.cuda_function(NORM, name, **constants), arrays.grid(rows, block[1]), block, numbers
+    )
 
 
 def norm_backward(
@@ -150,9 +178,13 @@ def norm_backward(
     centred: bool,
     more: DeviceArray | None = None,
 ) -> tuple[DeviceArray, ...]:
-    """Return dx and parts of dgain and, where rows were centred, of dbias, with a row for each block."""
+    """Return dx and parts of dgain and, where rows were centred, of dbias, with a row for each
+    block.
+    """
     name, count = ("layer_norm_backward", 2) if centred else ("rms_norm_backward", 1)
-    dx, width, given = arrays.empty_like(x), x.shape[1], (dy, x, scale, gain, *([] if more is None else [more]))
+    dx = arrays.empty_like(x)
+    width = x.shape[1]
+    given = (dy, x, scale, gain, *([] if more is None else [more]))
     name = name if more is None else f"{name}_add"
     call = _norm_backward.call(given, (dx,), (name,))
     if call is None:
@@ -162,7 +194,9 @@ def norm_backward(
     return (dx, *parts)
 
 
-def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, *rest: Any) -> Launch | None:
+def _pack_backward(
+    dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, *rest: Any
+) -> Launch | None:
     *more, dx, name = rest
     check_alike(name, dy, x, *more)
     check_contiguous(name, scale, gain)
@@ -175,10 +209,11 @@ def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: De
     return Launch(function, (blocks,), block, (np.int64(rows), np.int32(width)))
 
 
-_norm, _norm_backward = Packed(_pack_norm), Packed(_pack_backward)
+_norm = Packed(_pack_norm)
+_norm_backward = Packed(_pack_backward)
 
 
-# -- Rows of a table by number, and their gradient, on a GPU ----------------------------------------------------------
+# -- Rows of a table by number, and their gradient, on a GPU ---------------------------------------
 
 
 EMBED = Path(__file__).with_name("embed.cu")
@@ -209,7 +244,8 @@ _embed = Packed(_pack_embed)
 def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None:
     """Add each row of dy to the row of grad that its id names; ids outside are left out.
 
-    The rows of one id are added in their order, at first within spans of 32 rows in the order of their ids.
+    The rows of one id are added in their order, at first within spans of 32 rows in the order of
+    their ids.
     """
     check_ids(ids)
     check_contiguous("embed_backward", dy, ids, grad)
@@ -224,52 +260,77 @@ def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None
     work = spans * (dim // width)
     numbers = (np.int64(work), np.int32(count), np.int64(dim), np.int32(vocab))
     shape = (-(-work // EMBED_THREADS),), (EMBED_THREADS,)
-    arrays.cuda_function(EMBED, "add_spans", **constants)(*shape, (dy, order, keys, grad, parts, *numbers))
+    arrays.cuda_function(EMBED, "add_spans", **constants)(
+        *shape, (dy, order, keys, grad, parts, *numbers)
+    )
     if spans > 1:
-        arrays.cuda_function(EMBED, "join_spans", **constants)(*shape, (keys, starts, grad, parts, *numbers))
+        arrays.cuda_function(EMBED, "join_spans", **constants)(
+            *shape, (keys, starts, grad, parts, *numbers)
+        )
 
 
 def _sorted(
     ids: DeviceArray, count: int, vocab: int, constants: dict[str, Any]
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    """Return the rows in the order of their ids, equal ids in the order of rows; their ids; where each id starts."""
-    tiles, groups = -(-count // TILE), -(-(vocab + 1) // TILE)
+    """Return the rows in the order of their ids, equal ids in the order of rows; their ids; where
+    each id starts.
+    """
+    tiles = -(-count // TILE)
+    groups = -(-(vocab + 1) // TILE)
     tally = arrays.zeros((tiles, vocab + 1), np.dtype(np.int32), "cuda")
     totals, starts, order, keys = (
-        arrays.empty((size,), np.dtype(np.int32), "cuda") for size in (groups, vocab + 1, count, count)
+        arrays.empty((size,), np.dtype(np.int32), "cuda")
+        for size in (groups, vocab + 1, count, count)
     )
-    rows, table = (np.int32(count), np.int32(vocab)), (np.int32(tiles), np.int32(vocab))
+    rows = (np.int32(count), np.int32(vocab))
+    table = (np.int32(tiles), np.int32(vocab))
     arrays.cuda_function(EMBED, "tally_ids", **constants)((tiles,), (TILE,), (ids, tally, *rows))
-    arrays.cuda_function(EMBED, "total_tallies", **constants)((groups,), (TILE,), (tally, totals, *table))
-    arrays.cuda_function(EMBED, "place_tallies", **constants)((groups,), (TILE,), (tally, totals, starts, *table))
-    arrays.cuda_function(EMBED, "sort_rows", **constants)((tiles,), (TILE,), (ids, tally, order, keys, *rows))
+    arrays.cuda_function(EMBED, "total_tallies", **constants)(
+        (groups,), (TILE,), (tally, totals, *table)
+    )
+    arrays.cuda_function(EMBED, "place_tallies", **constants)(
+        (groups,), (TILE,), (tally, totals, starts, *table)
+    )
+    arrays.cuda_function(EMBED, "sort_rows", **constants)(
+        (tiles,), (TILE,), (ids, tally, order, keys, *rows)
+    )
     return order, keys, starts
 
 
-# -- Rotary positions on a GPU ----------------------------------------------------------------------------------------
+# -- Rotary positions on a GPU ---------------------------------------------------------------------
 
 
 ROPE = Path(__file__).with_name("rope.cu")
 
 
 def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> DeviceArray:
-    """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the device."""
+    """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the
+    device.
+    """
     table = amplitude * np.stack([np.cos(angles), np.sin(angles)], axis=-1)
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
 
-def apply_rope(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool = False) -> None:
+def apply_rope(
+    x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool = False
+) -> None:
     """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
     _turn((x, table, target), (), (inverse,))
 
 
-def _pack_turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool) -> Launch | None:
+def _pack_turn(
+    x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool
+) -> Launch | None:
     _, seq, heads, dim = x.shape
-    x_strides, target_strides = arrays.element_strides(x), arrays.element_strides(target)
+    x_strides = arrays.element_strides(x)
+    target_strides = arrays.element_strides(target)
     width = 1
     if x_strides[3] == target_strides[3] == 1:
-        width = vector_width(x, target, divides=arrays.bitwise_or((dim,), x_strides[:3], target_strides[:3]))
-    count, sign = np.int64(x.size // max(width, 2)), scalar_type(x.dtype)(-1 if inverse else 1)
+        width = vector_width(
+            x, target, divides=arrays.bitwise_or((dim,), x_strides[:3], target_strides[:3])
+        )
+    count = np.int64(x.size // max(width, 2))
+    sign = scalar_type(x.dtype)(-1 if inverse else 1)
     numbers = map(np.int64, (seq, heads, dim, *x_strides, *target_strides))
     return over(ROPE, "apply_rope", x.size, (count, sign, *numbers), words=1, T=x.dtype, V=width)
 
@@ -277,13 +338,19 @@ def _pack_turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse:
 _turn = Packed(_pack_turn)
 
 
-# -- Losses on a GPU and their gradients, times a factor that is applied before the gradient is rounded ---------------
+# -- Losses on a GPU and their gradients, times a factor that is applied before the gradient is rounded --
 
 
 CROSS_ENTROPY, SQUARED_ERROR, MEAN = (
     Path(__file__).with_name(f"{name}.cu") for name in ("cross_entropy", "squared_error", "mean")
 )
-LOSS_THREADS = (32, 64, 128, 256, 512)  # of one row of logits: two blocks at least share a multiprocessor
+LOSS_THREADS = (
+    32,
+    64,
+    128,
+    256,
+    512,
+)  # of one row of logits: two blocks at least share a multiprocessor
 WORDS = 4  # that a thread fetches at a time
 FLOAT64 = np.dtype(np.float64)
 LOSS_PARTS = 2048  # blocks for a mean squared error
@@ -292,20 +359,32 @@ LOSS_PARTS = 2048  # blocks for a mean squared error
 def softmax_cross_entropy(
     logits: DeviceArray, ids: DeviceArray, factor: float = 1.0, out: DeviceArray | None = None
 ) -> tuple[DeviceArray, DeviceArray]:
-    """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient); NaN where an id is outside."""
+    """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient); NaN where an
+    id is outside.
+    """
     rows = len(logits)
     gradient: DeviceArray = arrays.empty_like(logits) if out is None else out
     losses = arrays.empty((rows,), FLOAT64, "cuda")
-    _cross_entropy((logits, ids, gradient), (losses,), (), (scalar_type(logits.dtype)(factor / rows),))
+    _cross_entropy(
+        (logits, ids, gradient), (losses,), (), (scalar_type(logits.dtype)(factor / rows),)
+    )
     return _mean(losses, rows), gradient
 
 
-def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceArray, _: DeviceArray) -> Launch:
+def _pack_cross_entropy(
+    logits: DeviceArray, ids: DeviceArray, gradient: DeviceArray, _: DeviceArray
+) -> Launch:
     check_ids(ids)
     check_contiguous("softmax_cross_entropy", logits, ids, gradient)
     (rows, vocab), dtype = logits.shape, logits.dtype
-    apart = (gradient.data.ptr - logits.data.ptr) % arrays.WORD  # rows start anywhere, but alike in both
-    constants: dict[str, Any] = {"T": dtype, "I": ids.dtype, "V": 1 if apart else arrays.WORD // dtype.itemsize}
+    apart = (
+        gradient.data.ptr - logits.data.ptr
+    ) % arrays.WORD  # rows start anywhere, but alike in both
+    constants: dict[str, Any] = {
+        "T": dtype,
+        "I": ids.dtype,
+        "V": 1 if apart else arrays.WORD // dtype.itemsize,
+    }
     needed = -(-vocab // (constants["V"] * WORDS))
     threads = next((n for n in LOSS_THREADS if n >= needed), LOSS_THREADS[-1])
     function = arrays.cuda_function(CROSS_ENTROPY, "softmax_cross_entropy", **constants)
@@ -324,7 +403,12 @@ def running_lse(
 
 
 def running_lse_backward(
-    logits: DeviceArray, ids: DeviceArray, first: int, lse: DeviceArray, slopes: Sequence[DeviceArray], out: DeviceArray
+    logits: DeviceArray,
+    ids: DeviceArray,
+    first: int,
+    lse: DeviceArray,
+    slopes: Sequence[DeviceArray],
+    out: DeviceArray,
 ) -> None:
     """Set the gradient of the logits."""
     _lse((logits, ids, lse, *slopes), (out,), ("running_lse_backward", first))
@@ -357,7 +441,11 @@ def mean_squared_error(
 
 def _pack_squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArray) -> Launch:
     check_contiguous("mean_squared_error", output, target)
-    constants: dict[str, Any] = {"T": output.dtype, "S": target.dtype, "V": vector_width(output, target, gradient)}
+    constants: dict[str, Any] = {
+        "T": output.dtype,
+        "S": target.dtype,
+        "V": vector_width(output, target, gradient),
+    }
     blocks = min(LOSS_PARTS, -(-output.size // (constants["V"] * arrays.BLOCK * 2)))
     function = arrays.cuda_function(SQUARED_ERROR, "squared_error", **constants)
     return Launch(function, (blocks,), (arrays.BLOCK,), (np.int64(output.size),))
@@ -371,8 +459,14 @@ def _mean(parts: DeviceArray, divisor: int) -> DeviceArray:
 
 
 def _pack_mean(parts: DeviceArray, _: DeviceArray, divisor: int) -> Launch:
-    return Launch(arrays.cuda_function(MEAN, "mean"), (1,), (1024,), (np.int64(parts.size), np.float64(divisor)))
+    return Launch(
+        arrays.cuda_function(MEAN, "mean"),
+        (1,),
+        (1024,),
+        (np.int64(parts.size), np.float64(divisor)),
+    )
 
 
-_cross_entropy, _squared_error = Packed(_pack_cross_entropy), Packed(_pack_squared_error)
+_cross_entropy = Packed(_pack_cross_entropy)
+_squared_error = Packed(_pack_squared_error)
 _means = Packed(_pack_mean)

@@ -1,11 +1,14 @@
-"""The arithmetic on the host, with numpy: `any_dtype` for every dtype, `full_precision` for float32 and float64.
+"""The arithmetic on the host, with numpy: `any_dtype` for every dtype, `full_precision` for float32
+and float64.
 
-Work on large arrays is cut into pieces, which the threads of this rank share (`processor.each`). Pieces depend on sizes
-alone, and sums over pieces are made in their order: so all results have the same bits for any number of threads.
+Work on large arrays is cut into pieces, which the threads of this rank share (`processor.each`).
+Pieces depend on sizes alone, and sums over pieces are made in their order: so all results have the
+same bits for any number of threads.
 
-A piece is one of 2, 4, 8, ... equal ones, and as large as the third-level cache allows. Between two calls of numpy a
-thread needs the interpreter, and where another one has it, is put to sleep and woken up, which takes 5 to 20
-microseconds. So two threads on pieces of 128 KiB are as slow as one, and on pieces of 1 MiB 1.5 to 1.8 times as fast.
+A piece is one of 2, 4, 8, ... equal ones, and as large as the third-level cache allows. Between two
+calls of numpy a thread needs the interpreter, and where another one has it, is put to sleep and
+woken up, which takes 5 to 20 microseconds. So two threads on pieces of 128 KiB are as slow as one,
+and on pieces of 1 MiB 1.5 to 1.8 times as fast.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import numpy as np
 from mpipipe.processor import each
 
 ELEMENTS = 1 << 18  # of a piece at most: 1 MiB of float32
-LINE = 64  # elements: pieces of flat arrays begin at multiples, so that no two threads write to one line of the cache
+# Elements: pieces of flat arrays begin at multiples, so that no two threads write to one line of
+# the cache.
+LINE = 64
 
 
 def blocks(count: int, width: int = 1) -> list[slice]:
-    """Return slices that cut `count` rows of `width` elements into equal pieces of at most about `ELEMENTS` elements.
+    """Return slices that cut `count` rows of `width` elements into equal pieces of at most about
+    `ELEMENTS` elements.
 
     There are a power of two of them, but for rounding.
     """
@@ -35,13 +41,19 @@ def blocks(count: int, width: int = 1) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def elementwise(function: Callable[..., object], out: np.ndarray, *inputs: np.ndarray) -> np.ndarray:
-    """Call function(*inputs, out=out) on pieces of arrays that have the shape of `out`, and return `out`."""
+def elementwise(
+    function: Callable[..., object], out: np.ndarray, *inputs: np.ndarray
+) -> np.ndarray:
+    """Call function(*inputs, out=out) on pieces of arrays that have the shape of `out`, and return
+    `out`.
+    """
     if out.size <= ELEMENTS:
         function(*inputs, out=out)
         return out
     count = len(blocks(out.size))
-    axis = next((i for i, length in enumerate(out.shape) if length >= count), int(np.argmax(out.shape)))
+    axis = next(
+        (i for i, length in enumerate(out.shape) if length >= count), int(np.argmax(out.shape))
+    )
     before = (slice(None),) * axis
 
     def work(at: slice) -> None:

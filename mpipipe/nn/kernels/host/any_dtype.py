@@ -1,4 +1,6 @@
-"""The kernels on numpy arrays of every dtype: those of full_precision, which see half precision as float32."""
+"""The kernels on numpy arrays of every dtype: those of full_precision, which see half precision as
+float32.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import numpy as np
 from mpipipe.arrays import upcast, upcast_halves
 from mpipipe.nn.kernels.host import full_precision
 
-# `returned` are the results that are activations, and rounded, as is what is `written`; all others are sums, statistics
-# or gradients of parameters
+# `returned` are the results that are activations, and rounded, as is what is `written`; all others
+# are sums, statistics or gradients of parameters
 linear = upcast_halves(full_precision.linear, returned=(0,))
 linear_backward_input = upcast_halves(full_precision.linear_backward_input, returned=(0,))
 linear_backward_weight = upcast_halves(full_precision.linear_backward_weight)
@@ -51,7 +53,12 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
 
 
 def norm_backward(
-    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, centred: bool, more: np.ndarray | None = None
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    gain: np.ndarray,
+    centred: bool,
+    more: np.ndarray | None = None,
 ) -> tuple[np.ndarray, ...]:
     """As full_precision.norm_backward; `more` is added to dx when that has been rounded."""
     dx, *parts = _norm_backward(dy, x, scale, gain, centred)

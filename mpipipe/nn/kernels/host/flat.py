@@ -17,14 +17,21 @@ WHOLE = Update()
 
 
 def adamw(
-    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: AdamWNumbers, update: Update = WHOLE
+    p: np.ndarray,
+    g: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    numbers: AdamWNumbers,
+    update: Update = WHOLE,
 ) -> None:
     """Make one step of AdamW, in place."""
     b1, b2, eps, rate, correction1, correction2, shrink = numbers
-    step, root = rate / correction1, 1 / math.sqrt(correction2)
+    step = rate / correction1
+    root = 1 / math.sqrt(correction2)
 
     def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
-        first, second = m[at], v[at]
+        first = m[at]
+        second = v[at]
         work = np.multiply(grad, 1 - b1)
         np.multiply(first, b1, out=first)
         np.add(first, work, out=first)
@@ -67,32 +74,48 @@ def sgd(
 
 
 def _update(
-    change: Callable[[slice, np.ndarray, np.ndarray, bool], None], p: np.ndarray, g: np.ndarray, update: Update
+    change: Callable[[slice, np.ndarray, np.ndarray, bool], None],
+    p: np.ndarray,
+    g: np.ndarray,
+    update: Update,
 ) -> None:
-    """Call change(piece, parameters, scaled gradients, whether they decay) for pieces within ranges; round each."""
+    """Call change(piece, parameters, scaled gradients, whether they decay) for pieces within
+    ranges; round each.
+    """
 
     def work(piece: tuple[int, int, bool]) -> None:
         start, stop, decays = piece
         at = slice(start, stop)
-        change(at, p[at], g[at] if update.g_scale == 1 else np.multiply(g[at], update.g_scale), decays)
+        change(
+            at, p[at], g[at] if update.g_scale == 1 else np.multiply(g[at], update.g_scale), decays
+        )
         if update.copy is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 update.copy[at] = p[at]
 
     ranges = [(0, p.size, True)] if update.ranges is None else update.ranges
     pieces = [
-        (start + at.start, start + at.stop, decays) for start, stop, decays in ranges for at in blocks(stop - start)
+        (start + at.start, start + at.stop, decays)
+        for start, stop, decays in ranges
+        for at in blocks(stop - start)
     ]
     each(work, pieces)
 
 
-# -- Sums -------------------------------------------------------------------------------------------------------------
+# -- Sums ------------------------------------------------------------------------------------------
 
 
-def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None) -> np.ndarray:
-    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64; in `out` where that is given."""
+def sums_of_squares(
+    flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64; in `out` where that
+    is given.
+    """
     out = np.empty(len(offsets)) if out is None else out
-    cuts = [[slice(start + at.start, start + at.stop) for at in blocks(stop - start)] for start, stop in offsets]
+    cuts = [
+        [slice(start + at.start, start + at.stop) for at in blocks(stop - start)]
+        for start, stop in offsets
+    ]
     terms = iter(_terms([at for cut in cuts for at in cut], lambda at: sum_of_squares(flat[at])))
     out[:] = [_in_order(next(terms) for _ in cut) for cut in cuts]
     return out
@@ -100,7 +123,9 @@ def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: n
 
 def sum_of_squares(flat: np.ndarray) -> float:
     """Return the sum of flat^2, in float64."""
-    if flat.size <= ELEMENTS:  # a small loss is asked for its sum once a micro-batch: no loop around it
+    if (
+        flat.size <= ELEMENTS
+    ):  # a small loss is asked for its sum once a micro-batch: no loop around it
         wide = flat.astype(np.float64, copy=False)
         return float(wide.dot(wide))
     return summed(blocks(flat.size), lambda at: sum_of_squares(flat[at]))

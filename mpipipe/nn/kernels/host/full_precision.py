@@ -1,4 +1,6 @@
-"""The kernels on numpy arrays of float32 or float64, which pass over one piece of large arrays after the other."""
+"""The kernels on numpy arrays of float32 or float64, which pass over one piece of large arrays
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SHORT = 64  # elements of a row that `copy` moves as one item
 LAID = 1 << 14  # elements of which `copy` moves rows
 
 
-# -- single passes ----------------------------------------------------------------------------------------------------
+# -- single passes ---------------------------------------------------------------------------------
 
 
 def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -57,20 +59,29 @@ def cast(source: np.ndarray, target: np.ndarray) -> None:
 def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
     """Target = source or, with `add`, target += source, with any strides."""
     if add:
-        elementwise(lambda x, y, out: np.add(x, y, out=out, casting="same_kind"), target, target, source)
+        elementwise(
+            lambda x, y, out: np.add(x, y, out=out, casting="same_kind"), target, target, source
+        )
         return
     elementwise(_copy, target, source)
 
 
 def _copy(source: np.ndarray, out: np.ndarray) -> None:
     large = source.size >= LAID and source.ndim > 1 and source.dtype == out.dtype
-    if large and source.shape[-1] <= SHORT and source.strides[-1] == out.strides[-1] == source.itemsize:
-        row = np.dtype((np.void, source.itemsize * source.shape[-1]))  # rows move faster than their elements
-        source, out = source.view(row), out.view(row)
+    if (
+        large
+        and source.shape[-1] <= SHORT
+        and source.strides[-1] == out.strides[-1] == source.itemsize
+    ):
+        row = np.dtype(
+            (np.void, source.itemsize * source.shape[-1])
+        )  # rows move faster than their elements
+        source = source.view(row)
+        out = out.view(row)
     out[...] = source
 
 
-# -- rotary positions -------------------------------------------------------------------------------------------------
+# -- rotary positions ------------------------------------------------------------------------------
 
 
 def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> np.ndarray:
@@ -108,14 +119,15 @@ def _complex_of(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.complex128 if dtype == np.float64 else np.complex64)
 
 
-# -- embedding --------------------------------------------------------------------------------------------------------
+# -- embedding -------------------------------------------------------------------------------------
 
 
 def embed(weight: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return row `id` of the table for each id."""
     if ids.size * weight.shape[1] <= ELEMENTS:
         return np.take(weight, ids, axis=0, mode="clip")
-    rows, flat = np.empty((ids.size, weight.shape[1]), weight.dtype), ids.reshape(-1)
+    rows = np.empty((ids.size, weight.shape[1]), weight.dtype)
+    flat = ids.reshape(-1)
     each(lambda at: np.take(weight, flat[at], 0, rows[at], "clip"), blocks(*rows.shape))
     return rows.reshape(*ids.shape, -1)
 
@@ -129,21 +141,30 @@ def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
     ids = ids[order]
     starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
     rows = embed(dy.reshape(-1, dy.shape[-1]), order)
-    grad[ids[starts]] += np.add.reduceat(rows, starts, axis=0)  # which keeps the interpreter: threads would not help
+    grad[ids[starts]] += np.add.reduceat(
+        rows, starts, axis=0
+    )  # which keeps the interpreter: threads would not help
 
 
-# -- dropout ----------------------------------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 
 def dropout(
     x: np.ndarray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
-    flat, keep, y = x.reshape(-1), np.empty(x.shape, bool), np.empty(x.shape, x.dtype)
-    of_keep, of_y = keep.reshape(-1), y.reshape(-1)
+    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach
+    `threshold`; else 0.
+    """
+    flat = x.reshape(-1)
+    keep = np.empty(x.shape, bool)
+    y = np.empty(x.shape, x.dtype)
+    of_keep = keep.reshape(-1)
+    of_y = y.reshape(-1)
 
     def work(at: slice) -> None:
-        np.greater_equal(random_bits(key, counter, at.stop - at.start, at.start), threshold, out=of_keep[at])
+        np.greater_equal(
+            random_bits(key, counter, at.stop - at.start, at.start), threshold, out=of_keep[at]
+        )
         np.multiply(flat[at], of_keep[at], out=of_y[at])
         np.multiply(of_y[at], factor, out=of_y[at])
 
@@ -161,10 +182,11 @@ def dropout_backward(dy: np.ndarray, keep: np.ndarray, factor: float) -> np.ndar
     return elementwise(work, np.empty(dy.shape, dy.dtype), dy, keep)
 
 
-# -- Gelu and SwiGLU; nn/layers/linear.py has the formulas --------------------------------------------------------
+# -- Gelu and SwiGLU; nn/layers/linear.py has the formulas -----------------------------------------
 
 
-_ROOT, _CUBE = math.sqrt(2 / math.pi), 0.044715
+_ROOT = math.sqrt(2 / math.pi)
+_CUBE = 0.044715
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -173,7 +195,8 @@ def gelu(x: np.ndarray) -> np.ndarray:
     y = np.empty(flat.shape, flat.dtype)
 
     def work(at: slice) -> None:
-        part, out = flat[at], y[at]
+        part = flat[at]
+        out = y[at]
         _tanh_term(part, out)
         np.add(out, 1, out=out)
         np.multiply(out, part, out=out)
@@ -184,12 +207,16 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2), t = tanh(u), u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)."""
-    dflat, flat = dy.reshape(-1), x.reshape(-1)
+    """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2), t = tanh(u), u' = sqrt(2 / pi) (1 + 3 *
+    0.044715 x^2).
+    """
+    dflat = dy.reshape(-1)
+    flat = x.reshape(-1)
     dx = np.empty(dflat.shape, dflat.dtype)
 
     def work(at: slice) -> None:
-        part, out = flat[at], dx[at]
+        part = flat[at]
+        out = dx[at]
         t = _tanh_term(part, np.empty(part.shape, part.dtype))
         np.multiply(part, part, out=out)
         np.multiply(out, 3 * _CUBE * _ROOT, out=out)
@@ -208,7 +235,9 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3)) = tanh(x (sqrt(2 / pi) + sqrt(2 / pi) 0.044715 x^2))."""
+    """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3)) = tanh(x (sqrt(2 / pi) + sqrt(2 / pi) 0.044715
+    x^2)).
+    """
     np.multiply(x, x, out=out)
     np.multiply(out, _ROOT * _CUBE, out=out)
     np.add(out, _ROOT, out=out)
@@ -219,7 +248,8 @@ def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 def swiglu(both: np.ndarray) -> np.ndarray:
     """Return silu(gate) * up."""
     hidden = both.shape[1] // 2
-    gate, up = both[:, :hidden], both[:, hidden:]
+    gate = both[:, :hidden]
+    up = both[:, hidden:]
     inner = np.empty(gate.shape, both.dtype)
 
     def work(at: slice) -> None:
@@ -236,11 +266,16 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
 
     With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s).
     """
-    hidden, dboth = dinner.shape[1], np.empty_like(both)
+    hidden = dinner.shape[1]
+    dboth = np.empty_like(both)
 
     def work(at: slice) -> None:
-        gate, up, inner = both[at, :hidden], both[at, hidden:], dinner[at]  # which holds dh, and in the end h
-        dgate, dup = dboth[at, :hidden], dboth[at, hidden:]
+        # which holds dh, and in the end h
+        gate = both[at, :hidden]
+        up = both[at, hidden:]
+        inner = dinner[at]
+        dgate = dboth[at, :hidden]
+        dup = dboth[at, hidden:]
         s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
         a = np.multiply(gate, s)
         np.multiply(a, s, out=dup)
@@ -256,24 +291,31 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest such function."""
+    """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest
+    such function.
+    """
     np.multiply(x, 0.5, out=out)
     np.tanh(out, out=out)
     np.multiply(out, 0.5, out=out)
     return np.add(out, 0.5, out=out)
 
 
-# -- Normalisation of rows; nn/layers/norm.py has the formulas --------------------------------------------------------
+# -- Normalisation of rows; nn/layers/norm.py has the formulas -------------------------------------
 #
-# Gradients of vectors are returned as matrices with a row for each piece, which add_parts adds to the gradient.
+# Gradients of vectors are returned as matrices with a row for each piece, which add_parts adds to
+# the gradient.
 
 
-def norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float) -> tuple[np.ndarray, np.ndarray]:
+def norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (y, scale)."""
-    y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
+    y = np.empty(x.shape, x.dtype)
+    scale = np.empty(len(x), x.dtype)
 
     def work(at: slice) -> None:
-        part, out = x[at], y[at]
+        part = x[at]
+        out = y[at]
         if bias is not None:
             part = _centred(part, out)
         _inverse_root(part, eps, scale[at])
@@ -287,10 +329,16 @@ def norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float) -
 
 
 def norm_backward(
-    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, centred: bool, more: np.ndarray | None = None
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    gain: np.ndarray,
+    centred: bool,
+    more: np.ndarray | None = None,
 ) -> tuple[np.ndarray, ...]:
     """Return (dx, part of dgain) and, where rows were centred, part of dbias."""
-    dx, pieces = np.empty(x.shape, x.dtype), blocks(*x.shape)
+    dx = np.empty(x.shape, x.dtype)
+    pieces = blocks(*x.shape)
     dgain, dbias = (np.empty((len(pieces), len(gain)), gain.dtype) for _ in range(2))
 
     def mean(products: np.ndarray) -> np.ndarray:
@@ -298,7 +346,9 @@ def norm_backward(
 
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
-        part, out, r = dy[at], dx[at], scale[at, None]
+        part = dy[at]
+        out = dx[at]
+        r = scale[at, None]
         normal = np.empty(part.shape, part.dtype)
         np.multiply(_centred(x[at], normal) if centred else x[at], r, out=normal)
         product = np.multiply(part, normal)
@@ -333,14 +383,18 @@ def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.subtract(x, mean, out=out)
 
 
-# -- Losses and their gradients, times a factor that is applied before the gradient is rounded ------------------------
+# -- Losses and their gradients, times a factor that is applied before the gradient is rounded -----
 
 
 _subtract = partial(np.subtract, casting="same_kind")
 
 
-def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
-    """Return (mean of (output - target)^2, summed in float64; factor * its gradient); `target` has any dtype."""
+def mean_squared_error(
+    output: np.ndarray, target: np.ndarray, factor: float = 1.0
+) -> tuple[float, np.ndarray]:
+    """Return (mean of (output - target)^2, summed in float64; factor * its gradient); `target` has
+    any dtype.
+    """
     difference = np.empty(output.shape, output.dtype)
     elementwise(_subtract, difference, output, target)
     total = sum_of_squares(difference.reshape(-1))
@@ -350,7 +404,8 @@ def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1
 def softmax_cross_entropy(
     logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
 ) -> tuple[float, np.ndarray]:
-    """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient).
+    """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its
+    gradient).
 
     It takes halves, too, and upcasts a piece at a time: logits are the largest arrays of all.
     """
@@ -358,7 +413,9 @@ def softmax_cross_entropy(
     count = len(logits) / factor
 
     def term(at: slice) -> float:
-        part, own, picks = upcast(logits[at]), ids[at], np.arange(at.stop - at.start)
+        part = upcast(logits[at])
+        own = ids[at]
+        picks = np.arange(at.stop - at.start)
         to = gradient[at] if logits.itemsize > 2 else part
         np.subtract(part, part.max(1, keepdims=True), out=to)
         hits = to[picks, own]
@@ -375,7 +432,7 @@ def softmax_cross_entropy(
     return summed(blocks(*logits.shape), term) / len(logits), gradient
 
 
-# -- The sums of a `HeadSlice`, for every dtype; nn/layers/head_slices.py has the formulas ----------------------------
+# -- The sums of a `HeadSlice`, for every dtype; nn/layers/head_slices.py has the formulas ---------
 
 
 def running_lse(
@@ -388,7 +445,10 @@ def running_lse(
     """Set L and t from those before and some columns of logits."""
 
     def work(at: slice) -> None:
-        part, lse, t, carried = upcast(logits[at]), after[0][at], after[1][at], before[0][at]
+        part = upcast(logits[at])
+        lse = after[0][at]
+        t = after[1][at]
+        carried = before[0][at]
         top = np.maximum(part.max(1), carried)
         powers = np.subtract(part, top[:, None])
         np.add.reduce(np.exp(powers, out=powers), 1, out=lse)
@@ -402,7 +462,12 @@ def running_lse(
 
 
 def running_lse_backward(
-    logits: np.ndarray, ids: np.ndarray, first: int, lse: np.ndarray, slopes: Sequence[np.ndarray], out: np.ndarray
+    logits: np.ndarray,
+    ids: np.ndarray,
+    first: int,
+    lse: np.ndarray,
+    slopes: Sequence[np.ndarray],
+    out: np.ndarray,
 ) -> None:
     """Set the gradient of the logits."""
 
@@ -418,7 +483,9 @@ def running_lse_backward(
 
 
 def _hits(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows whose ids are among `count` columns from `first` on, and in which of these each is."""
+    """Return the rows whose ids are among `count` columns from `first` on, and in which of these
+    each is.
+    """
     columns = ids.astype(np.int64) - first
     rows = np.flatnonzero((columns >= 0) & (columns < count))
     return rows, columns[rows]

@@ -1,9 +1,10 @@
-"""Products of matrices on the host, in float32 and float64, and sums of rows: BLAS on pieces, with one thread for each.
+"""Products of matrices on the host, in float32 and float64, and sums of rows: BLAS on pieces, with
+one thread for each.
 
-BLAS copies its factors for each piece anew. With one thread pieces of 1024 rows take 1 to 3 % longer than whole
-products, and pieces of 512 rows 2 to 6 %: so these are taken only where there would be one piece. Two threads of
-OpenBLAS, which wait in loops that keep their cores busy, are as fast as the pool on two idle cores: both 1.8 to 2.0
-times as fast as one.
+BLAS copies its factors for each piece anew. With one thread pieces of 1024 rows take 1 to 3 %
+longer than whole products, and pieces of 512 rows 2 to 6 %: so these are taken only where there
+would be one piece. Two threads of OpenBLAS, which wait in loops that keep their cores busy, are as
+fast as the pool on two idle cores: both 1.8 to 2.0 times as fast as one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from mpipipe.processor import each
 WORK = 1 << 22  # multiplications of a product that is cut
 ROWS = 512  # of a piece at least, and twice as many where this gives two pieces
 COLUMNS = 1024  # of a piece at least, where there are too few rows
-PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
+PIECE = (
+    1 << 17
+)  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
 WIDTH = 256  # columns that one thread sums at least
 SUMMED = 1 << 18  # elements, above which a sum of rows is cut
 
@@ -31,12 +34,16 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Return a b + bias, in pieces of rows; of columns where there are many columns, and few rows."""
+    """Return a b + bias, in pieces of rows; of columns where there are many columns, and few
+    rows.
+    """
     count = len(a)
     depth, width = b.shape
     pieces = None
     if count * depth * width >= WORK:
-        pieces = even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
+        pieces = (
+            even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
+        )
     if not pieces:
         y = np.matmul(a, b)
         return y if bias is None else np.add(y, bias, out=y)
@@ -54,16 +61,20 @@ def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np
 
 
 def even_pieces(count: int, least: int) -> list[slice]:
-    """Cut `count` into an even number of equal pieces of at least `least`; none if there are fewer than two."""
+    """Cut `count` into an even number of equal pieces of at least `least`; none if there are fewer
+    than two.
+    """
     number = 2 * (count // (2 * least))
     return [slice(count * i // number, count * (i + 1) // number) for i in range(number)]
 
 
-def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
+def linear_backward_weight(
+    dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True
+) -> None:
     """Grad += dy^T x; without `add` grad = dy^T x.
 
-    A large product is made in pieces of the gradient, each added while it is still in cache. Without `add` the pieces
-    are the same, so that the product has the same bits.
+    A large product is made in pieces of the gradient, each added while it is still in cache.
+    Without `add` the pieces are the same, so that the product has the same bits.
     """
     if grad.size <= PIECE:
         if add:
@@ -85,7 +96,12 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
 
 
 def products(
-    a: np.ndarray, b: np.ndarray, c: np.ndarray, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
 ) -> None:
     """C = a b or, with `add`, c += a b, for each of some problems."""
     a = a.swapaxes(1, 2) if transpose_a else a
@@ -93,7 +109,9 @@ def products(
 
     def work(at: slice) -> None:
         part = c[at]
-        product = np.matmul(a[at] if len(a) > 1 else a, b[at] if len(b) > 1 else b, out=None if add else part)
+        product = np.matmul(
+            a[at] if len(a) > 1 else a, b[at] if len(b) > 1 else b, out=None if add else part
+        )
         if add:
             np.add(part, product, out=part)
 
@@ -115,7 +133,9 @@ def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
 
 
 def columns_of(x: np.ndarray) -> list[slice]:
-    """Return pieces of the columns of x (rows, width): sums of rows have the same bits however columns are cut."""
+    """Return pieces of the columns of x (rows, width): sums of rows have the same bits however
+    columns are cut.
+    """
     return (even_pieces(x.shape[1], WIDTH) if x.size > SUMMED else []) or [slice(None)]
 
 
