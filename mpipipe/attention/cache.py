@@ -122,7 +122,7 @@ class KVCache(Attend):
         block = KVBlock(q, keys, values, scale, slices, self.poll)
         return attend_once(kernel, block, mask.each_row_once(slices, rows)).out, None
 
-    def backward(self, dout: Array, saved: None) -> NoReturn:
+    def backward(self, dout: Array, saved: None, room: object = None) -> NoReturn:
         raise ArgumentError(
             "a cache of keys and values has no backward",
             expected="a model that only runs forward",

@@ -59,7 +59,6 @@ class Local(PlannedAttend):
     forward = PlannedAttend.forward
     with_window = PlannedAttend.with_window
     backward = PlannedAttend.backward
-    backward_into = PlannedAttend.backward_into
 
     def __init__(
         self,

@@ -80,7 +80,6 @@ class Ring(PlannedAttend):
     forward = PlannedAttend.forward
     with_window = PlannedAttend.with_window
     backward = PlannedAttend.backward
-    backward_into = PlannedAttend.backward_into
 
     def __init__(
         self,

@@ -249,19 +249,19 @@ class PlannedAttend(Attend):
             self._check_expected(plan, segments)
             return RingPass(self, plan, kernel).forward(q, k, v, call)
 
-    def backward(self, dout: Array, saved: RingSaved) -> Gradients:
+    def backward(
+        self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None = None
+    ) -> Gradients:
         """Return the gradients (dq, dk, dv), in the shapes and dtype of q, k and v; over a ring
         collective.
 
         `dout` is the gradient of `out`, in its shape and dtype; `saved` is from `forward`, and may
-        be used again.
+        be used again. `room` are arrays for the results, see `nn.Attend`.
         """
-        return self._backward(dout, saved, None)
-
-    def backward_into(
-        self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]
-    ) -> Gradients:
-        return self._backward(dout, saved, room)
+        self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
+        with self.agreement.failing("the backward of a ring"):
+            kernel = kernels.chosen(saved.q, saved.k, saved.v)
+            return RingPass(self, saved.plan, kernel).backward(dout, saved, room)
 
     def with_window(self: Kind, window: int) -> Kind:
         # over a ring the first time for each window is collective
@@ -301,11 +301,3 @@ class PlannedAttend(Attend):
     def _exchange(self, plan: RingPlan) -> RingExchange | None:
         """Return what sends the messages of a plan; None where it has a single step."""
         return None
-
-    def _backward(
-        self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None
-    ) -> Gradients:
-        self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
-        with self.agreement.failing("the backward of a ring"):
-            kernel = kernels.chosen(saved.q, saved.k, saved.v)
-            return RingPass(self, saved.plan, kernel).backward(dout, saved, room)

@@ -257,15 +257,12 @@ class Sliced(Attend):
             return out, None
         return out, SlicedSaved(sequence, part, own._replace(k=None, v=None, message=None))
 
-    def backward(self, dout: Array, saved: SlicedSaved) -> Gradients:
+    def backward(
+        self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None = None
+    ) -> Gradients:
         """Return the gradients of a slice of q, k and v, after those of all later slices of its
         sequence.
         """
-        return Sliced.backward_into(self, dout, saved, None)
-
-    def backward_into(
-        self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None
-    ) -> Gradients:
         (sequence, part, own), error = saved, None
         if part != sequence.due:
             error = ArgumentError(

@@ -108,8 +108,8 @@ class Ulysses(Ring):
                 kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine)
             )
 
-    def _backward(  # type: ignore[override]
-        self, dout: Array, saved: UlyssesSaved, room: tuple[Array, Array, Array] | None
+    def backward(  # type: ignore[override]
+        self, dout: Array, saved: UlyssesSaved, room: tuple[Array, Array, Array] | None = None
     ) -> Gradients:
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of Ulysses"):

@@ -69,13 +69,10 @@ class PackedAttend(Attend):
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         return self.inner.forward(q, k, v, segments=self.packing.parts[self._microbatch])
 
-    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        return self.inner.backward(dout, saved)
-
-    def backward_into(
-        self, dout: Array, saved: Any, room: tuple[Array, Array, Array]
+    def backward(
+        self, dout: Array, saved: Any, room: tuple[Array, Array, Array] | None = None
     ) -> tuple[Array, Array, Array]:
-        return self.inner.backward_into(dout, saved, room)
+        return self.inner.backward(dout, saved, room)
 
     def with_window(self, window: int) -> PackedAttend:
         if window not in self._others:

@@ -26,13 +26,13 @@ from mpipipe.job import VALUES, Communicator, group_of, raise_on_all
 from mpipipe.nn import clip_factor
 from mpipipe.stages import StageAdapter
 
-WHAT = "norm of the gradients"
+WHAT = "the norm of the gradients"
 PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
 UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
 
 
-# squares of each parameter, and (stage, name) of the first one that is not finite
-Report: TypeAlias = "tuple[list[float], tuple[int | None, str] | None]"
+# squares of each parameter, and its (stage, name)
+Report: TypeAlias = "tuple[list[float], list[tuple[int | None, str]]]"
 
 
 class NonFiniteParameter(NamedTuple):
@@ -85,58 +85,7 @@ class Norm:
         )  # None where no rank is asked
         self._row: NcclRow | None = None  # where the norm is put together on GPUs
         self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
-        self._mine = slice(0, 0)  # those of this rank
-
-    def open(self, replicas: Communicator | None) -> None:
-        """Let the ranks of `comm` agree whether they put norms together on their GPUs;
-        collective.
-        """
-        if (group := self._group) is None:
-            return
-        what = f"the {WHAT}"
-        others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
-        if agree_on_nccl([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
-            everyone = group.gather(what, _owners(self._counted(), group.rank))
-            start = sum(map(len, everyone[: group.rank]))
-            self._owners = [owner for some in everyone for owner in some]
-            self._mine = slice(start, start + len(everyone[group.rank]))
-            if self._owners:
-                self._row = NcclRow(group, len(self._owners), what)
-
-    def close(self) -> None:
-        """Free what `open` has opened; collective, may be called twice."""
-        row = self._row
-        self._row = None
-        if row is not None:
-            row.close()
-
-    def check(self, stages: Sequence[Any]) -> None:
-        """Raise ArgumentError for other stages, or other parameters that count, than those from the
-        beginning.
-
-        The other ranks get the error, too, since they will wait for this one.
-        """
-        if self._group is not None:
-            self._group.begin()
-        with nullcontext() if self._group is None else self._group.failing(f"the {WHAT}"):
-            if list(map(id, stages)) != list(map(id, self.stages)):
-                raise ArgumentError(
-                    "the stages of an optimizer are not those of the norm",
-                    found=f"{len(stages)} stages",
-                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in "
-                    "their order",
-                )
-            if self._row is None:
-                return
-            now = _owners(self._counted(), self._row.group.rank)
-            before = self._owners[self._mine]
-            if now != before:
-                raise ArgumentError(
-                    "the parameters that count in a norm have changed",
-                    found=f"{len(now)} on this rank",
-                    expected=f"the {len(before)} that there were when the GlobalNorm was made",
-                    remedy="make it once the pipeline has been built",
-                )
+        self._here = slice(0, 0)  # those of this rank
 
     @property
     def on_device(self) -> bool:
@@ -167,39 +116,44 @@ class Norm:
             rows = group.agree(WHAT, values=_exact_sum(report), error=error)
             counts = rows[:, 0].tolist()
             if UNKNOWN not in counts:
-                numbers = rows[:, 1:].view(np.float64).tolist()
-                parts = [part for row, count in zip(numbers, counts) for part in row[:count]]
+                parts = []
+                for count, numbers in zip(counts, rows[:, 1:].view(np.float64).tolist()):
+                    parts += numbers[:count]
                 return MeasuredNorm(math.sqrt(math.fsum(parts)) / scale, None)
             reports = group.gather(f"{WHAT}: the squares of all parameters", report)
-        squares = [square for some, _ in reports for square in some]
-        for rank, (_, bad) in enumerate(reports):
-            if bad is not None:
-                owner = NonFiniteParameter(None if self.comm is None else rank, *bad)
-                return MeasuredNorm(math.sqrt(sum(squares)), owner)
-        return MeasuredNorm(math.sqrt(math.fsum(squares)) / scale, None)
+        squares = []
+        owners = []
+        for rank, (numbers, names) in enumerate(reports):
+            squares += numbers
+            for stage, name in names:
+                owners.append(NonFiniteParameter(None if self.comm is None else rank, stage, name))
+        return _measured(squares, owners, scale)
 
     def _report(self) -> Report:
         """Measure the squares of the parameters of this rank."""
-        counted = self._counted()
-        rows = arrays.download_all(
-            [stage.kernels.sums_of_squares(stage.gradients.flat, at) for stage, _, at in counted]
-        )
-        squares = [square for row in rows for square in row.tolist()]
-        owners = [(stage.index, name) for stage, names, _ in counted for name in names]
-        return squares, next(
-            (owner for owner, square in zip(owners, squares) if not math.isfinite(square)), None
-        )
+        rows = []
+        names = []
+        for stage, some, ranges in self._counted():
+            rows.append(stage.kernels.sums_of_squares(stage.gradients.flat, ranges))
+            names += [(stage.index, name) for name in some]
+        squares = []
+        for row in arrays.download_all(rows):
+            squares += row.tolist()
+        return squares, names
 
     def _counted(self) -> list[Counted]:
         counted = []
         for stage in StageAdapter.of(self.stages):
             gradients = stage.gradients
-            copies = stage.tied_copies
-            names = [name for name in gradients if name not in copies and name not in self.skip]
-            starts = [gradients.offsets[name] for name in names]
-            ranges = [(start, start + gradients[name].size) for start, name in zip(starts, names)]
-            counted.append(Counted(stage, names, ranges))
-        return [each for each in counted if each.names]
+            left_out = self.skip | set(stage.tied_copies)
+            names = [name for name in gradients if name not in left_out]
+            ranges = []
+            for name in names:
+                start = gradients.offsets[name]
+                ranges.append((start, start + gradients[name].size))
+            if names:
+                counted.append(Counted(stage, names, ranges))
+        return counted
 
 
 def gpu_of(stages: Sequence[Any]) -> int | None:
@@ -210,19 +164,28 @@ def gpu_of(stages: Sequence[Any]) -> int | None:
 
 def _owners(counted: Sequence[Counted], rank: int | None) -> list[NonFiniteParameter]:
     """Rank, stage and name of each number that a rank has a part with."""
-    return [
-        NonFiniteParameter(rank, each.stage.index, name) for each in counted for name in each.names
-    ]
+    owners = []
+    for stage, names, _ in counted:
+        owners += [NonFiniteParameter(rank, stage.index, name) for name in names]
+    return owners
+
+
+def _measured(
+    squares: Sequence[float], owners: Sequence[NonFiniteParameter], scale: float
+) -> MeasuredNorm:
+    """Return the norm of gradients / scale, from the squares of all parameters."""
+    for owner, square in zip(owners, squares):
+        if not math.isfinite(square):
+            return MeasuredNorm(math.sqrt(sum(squares)), owner)
+    return MeasuredNorm(math.sqrt(math.fsum(squares)) / scale, None)
 
 
 def _exact_sum(report: Report | None) -> list[int]:
-    """Return the number of parts of the exact sum of squares of this rank, and their bits as
-    integers.
-    """
+    """Return the number of parts of the exact sum of squares here, and their bits as integers."""
     if report is None:
         return []
-    squares, bad = report
-    parts = expansion(squares) if bad is None else None
+    squares, _ = report
+    parts = expansion(squares) if math.isfinite(sum(squares)) else None
     if parts is None or len(parts) > PARTS:
         return [UNKNOWN] + [0] * PARTS
     bits = np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64)
@@ -245,55 +208,7 @@ def expansion(numbers: Iterable[float]) -> list[float]:
     return parts
 
 
-class NormOnDevice:
-    """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply
-    gradients by.
-
-    It is NaN where a gradient is not finite. The numbers are those of `clip_factor`.
-    """
-
-    def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
-        counted = norm._counted()
-        owners = norm._owners
-        start = norm._mine.start
-        row = norm._row
-        if row is None:
-            owners = _owners(counted, None if norm.comm is None else norm.comm.rank)
-        self._owners = owners
-        self._row = row
-        self._scale = scale
-        with nullcontext() if row is None else row.failing():
-            make = arrays.empty if row is None else arrays.zeros
-            squares = make((len(owners),), np.dtype(np.float64), "cuda")
-            ends = np.cumsum([start] + [len(each.names) for each in counted]).tolist()
-            for (stage, _, ranges), first, stop in zip(counted, ends, ends[1:]):
-                stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=squares[first:stop])
-            if row is not None:
-                row.share(squares)
-        self.factor = clip_factor(squares, max_norm, scale, divisor)
-        self._download = arrays.Download([squares])
-
-    def is_here(self) -> bool:
-        """Whether `result` will not wait."""
-        return self._download.is_done()
-
-    def result(self) -> MeasuredNorm:
-        """Wait for the norm alone."""
-        if (
-            self._row is not None
-        ):  # whose other ranks may fail; the host must not wait for its device then
-            self._row.wait(self._download.is_done, keeping=self)
-        squares = self._download.result()[0].tolist()
-        for owner, square in zip(self._owners, squares):
-            if not math.isfinite(square):
-                return MeasuredNorm(math.sqrt(sum(squares)), owner)
-        return MeasuredNorm(math.sqrt(math.fsum(squares)) / self._scale, None)
-
-
-# -- The public face -------------------------------------------------------------------------------
-
-
-class GlobalNorm:
+class GlobalNorm(Norm):
     """Over which stages and ranks a norm is taken, for `clip_by_global_norm` and `scaled_step`.
 
     Where each rank has a GPU of its own and NCCL is used, the ranks put the norm together on their
@@ -340,17 +255,30 @@ class GlobalNorm:
         skip: Collection[str] = (),
         replicas: Communicator | None = None,
     ):
-        self.norm = Norm(stages, comm, skip)
-        self.norm.open(replicas)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the norm stays on the device; the same on all ranks."""
-        return self.norm.on_device
+        super().__init__(stages, comm, skip)
+        group = self._group
+        if group is None:
+            return
+        groups = [group]
+        if replicas is not None and replicas.size > 1:
+            groups.append(group_of(replicas))
+        device = "cpu" if gpu_of(self.stages) is None else "cuda"
+        if not agree_on_nccl(groups, device).sums:
+            return
+        everyone = group.gather(WHAT, _owners(self._counted(), group.rank))
+        start = sum(map(len, everyone[: group.rank]))
+        self._here = slice(start, start + len(everyone[group.rank]))
+        for owners in everyone:
+            self._owners += owners
+        if self._owners:
+            self._row = NcclRow(group, len(self._owners), WHAT)
 
     def close(self) -> None:
         """Free what NCCL has opened; collective, may be called twice."""
-        self.norm.close()
+        row = self._row
+        self._row = None
+        if row is not None:
+            row.close()
 
     def __enter__(self) -> GlobalNorm:
         return self
@@ -359,24 +287,85 @@ class GlobalNorm:
         if error is None:
             self.close()
 
+    def check(self, stages: Sequence[Any]) -> None:
+        """Raise ArgumentError, on all ranks, for other stages or parameters than at first."""
+        if self._group is not None:
+            self._group.begin()
+        with nullcontext() if self._group is None else self._group.failing(WHAT):
+            if list(map(id, stages)) != list(map(id, self.stages)):
+                raise ArgumentError(
+                    "the stages of an optimizer are not those of the norm",
+                    found=f"{len(stages)} stages",
+                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in "
+                    "their order",
+                )
+            if self._row is None:
+                return
+            now = _owners(self._counted(), self._row.group.rank)
+            before = self._owners[self._here]
+            if now != before:
+                raise ArgumentError(
+                    "the parameters that count in a norm have changed",
+                    found=f"{len(now)} on this rank",
+                    expected=f"the {len(before)} that there were when the GlobalNorm was made",
+                    remedy="make it once the pipeline has been built",
+                )
+
+
+class NormOnDevice:
+    """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply
+    gradients by.
+
+    It is NaN where a gradient is not finite. The numbers are those of `clip_factor`.
+    """
+
+    def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
+        counted = norm._counted()
+        row = norm._row
+        self._owners = norm._owners
+        if row is None:
+            self._owners = _owners(counted, None if norm.comm is None else norm.comm.rank)
+        self._row = row
+        self._scale = scale
+        with nullcontext() if row is None else row.failing():
+            make = arrays.empty if row is None else arrays.zeros
+            squares = make((len(self._owners),), np.dtype(np.float64), "cuda")
+            start = norm._here.start
+            for stage, names, ranges in counted:
+                part = squares[start : start + len(names)]
+                stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=part)
+                start += len(names)
+            if row is not None:
+                row.share(squares)
+        self.factor = clip_factor(squares, max_norm, scale, divisor)
+        self._download = arrays.Download([squares])
+
+    def is_here(self) -> bool:
+        """Whether `result` will not wait."""
+        return self._download.is_done()
+
+    def result(self) -> MeasuredNorm:
+        """Wait for the norm alone."""
+        if self._row is not None:
+            # Other ranks may fail, and the host must not wait for its device then.
+            self._row.wait(self._download.is_done, keeping=self)
+        return _measured(self._download.result()[0].tolist(), self._owners, self._scale)
+
 
 def norm_of(
     stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
 ) -> Norm:
-    """Return the norm that a function with these arguments is to take: `over`, or that of the
-    others.
-    """
+    """Return the norm for a function with these arguments: `over`, or one of the others."""
     if over is None:
         return Norm(stages, comm, skip)
     if comm is not None or skip:
         raise ArgumentError(
             "a GlobalNorm has its own communicator and names to skip",
-            found="over with "
-            + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
+            found="over with comm or skip",
             expected="over alone",
         )
-    over.norm.check(stages)
-    return over.norm
+    over.check(stages)
+    return over
 
 
 def gradient_norm(

@@ -5,10 +5,11 @@ curves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -46,11 +47,6 @@ class FlatOptimizer:
         error = None
         try:
             self._updated = _checked_stages(self.stages)
-            strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
-            if strange:
-                found = ", ".join(strange)
-                expected = "a list of optim.Group"
-                raise ArgumentError("groups of an optimizer", found=found, expected=expected)
         except Exception as caught:
             error = caught
         if replicas is not None and (comm := runtime.resolve(replicas)).size > 1:
@@ -59,21 +55,16 @@ class FlatOptimizer:
             raise error
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
-        self.state: list[dict[str, Array]] = [
-            {
-                kind: arrays.zeros_like(stage.gradients.flat[slice(*self._share(number))])
-                for kind in kinds
-            }
-            for number, stage in enumerate(self._updated)
-        ]
+        self.state: list[State] = []
+        for number, stage in enumerate(self._updated):
+            share = stage.gradients.flat[slice(*self._share(number))]
+            self.state.append({kind: arrays.zeros_like(share) for kind in kinds})
 
     def _share(self, number: int) -> tuple[int, int]:
-        """What of the flat parameters of a stage is updated here."""
-        return (
-            (0, self._updated[number].gradients.flat.size)
-            if self._shards is None
-            else self._shards.own(number)
-        )
+        """The range of the flat parameters of a stage that is updated here."""
+        if self._shards is not None:
+            return self._shards.own(number)
+        return (0, self._updated[number].gradients.flat.size)
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make one step with the gradients of the stages.
@@ -107,20 +98,22 @@ class FlatOptimizer:
     def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
         """Update the share of a stage."""
         stage = self._updated[number]
-        state = self.state[number]
         share = self._share(number)
-        original = None if self._shards is None else self._shards.originals[number]
-        parameters = stage.parameters.flat[slice(*share)] if original is None else original
+        parameters = None if self._shards is None else self._shards.originals[number]
+        if parameters is None:
+            parameters = stage.parameters.flat[slice(*share)]
         gradients = stage.gradients.flat
         copy = stage.kept_copy
-        # a pipeline may have shortened the parameters
+        # Pieces are cut in each step, since a pipeline may have shortened the parameters.
         for at, factor, decay, ranges in pieces(stage, self.groups, share):
-            there = slice(at.start - share[0], at.stop - share[0])
-            own = {kind: buffer[there] for kind, buffer in state.items()}
-            decay = self.weight_decay if decay is None else decay
+            place = slice(at.start - share[0], at.stop - share[0])
+            state = {kind: buffer[place] for kind, buffer in self.state[number].items()}
+            if decay is None:
+                decay = self.weight_decay
             update = Update(scale, ranges, None if copy is None else copy[at])
+            kernels = stage.kernels
             self._update(
-                stage.kernels, parameters[there], gradients[at], own, rate * factor, decay, update
+                kernels, parameters[place], gradients[at], state, rate * factor, decay, update
             )
 
     def _update(
@@ -185,10 +178,10 @@ class FlatOptimizer:
         {'0.gain': array([0., 0.], dtype=float32)}
         """
         numbers = {id(stage.given): number for number, stage in enumerate(self._updated)}
-        named: dict[str, dict[str, Any]] = {kind: {} for state in self.state for kind in state}
+        named: dict[str, dict[str, Any]] = {}
         for stage in self._updated:
             for name, like in stage.gradients.items():
-                owner, there = stage.owners.get(name, (stage.given, name))
+                owner, key = stage.owners.get(name, (stage.given, name))
                 if id(owner) not in numbers:
                     raise ArgumentError(
                         f"the tied parameter {name} belongs to a stage that this optimizer does "
@@ -197,15 +190,15 @@ class FlatOptimizer:
                         remedy="give the optimizer all stages of this rank",
                     )
                 number = numbers[id(owner)]
-                start = self._updated[number].gradients.offsets[there]
+                start = self._updated[number].gradients.offsets[key]
                 for kind, buffer in self.state[number].items():
-                    if name in named[kind]:
+                    entries = named.setdefault(kind, {})
+                    if name in entries:
                         raise duplicate_name_error(name)
-                    named[kind][name] = (
-                        buffer[start : start + like.size].reshape(like.shape)
-                        if self._shards is None
-                        else self._shards.shard(number, start, like, buffer)
-                    )
+                    if self._shards is None:
+                        entries[name] = buffer[start : start + like.size].reshape(like.shape)
+                    else:
+                        entries[name] = self._shards.shard(number, start, like, buffer)
         return named
 
 
@@ -322,9 +315,8 @@ class SGD(FlatOptimizer):
         groups: Sequence[Group] = (),
         replicas: Communicator | None = None,
     ):
-        super().__init__(
-            stages, lr, weight_decay, groups, ("momentum",) if momentum else (), replicas
-        )
+        kinds = ("momentum",) if momentum else ()
+        super().__init__(stages, lr, weight_decay, groups, kinds, replicas)
         self.momentum = momentum
 
     def _update(
@@ -341,18 +333,18 @@ class SGD(FlatOptimizer):
 
 
 def _checked_stages(stages: Sequence[Any]) -> list[StageAdapter]:
-    """Return the adapters of stages; raises ArgumentError for parameters that an optimizer should
-    not update.
-    """
+    """Return the adapters of stages; raise ArgumentError for parameters that are no full floats."""
     adapters = StageAdapter.of(stages)
     for number, stage in enumerate(adapters):
-        own = stage.parameters.flat
-        gradients = stage.gradients.flat
-        if own.size and (own.dtype not in (np.float32, np.float64) or gradients.dtype != own.dtype):
+        dtype = stage.parameters.flat.dtype
+        of_gradients = stage.gradients.flat.dtype
+        if not stage.parameters.flat.size:
+            continue
+        if dtype not in (np.float32, np.float64) or of_gradients != dtype:
             raise ArgumentError(
-                f"parameters of the optimizer's stage {number} are in {own.dtype}",
+                f"parameters of the optimizer's stage {number} are in {dtype}",
                 stage=stage.index,
-                found=f"parameters in {own.dtype}, gradients in {gradients.dtype}",
+                found=f"parameters in {dtype}, gradients in {of_gradients}",
                 expected="float32 or float64: in half precision most updates are lost when they "
                 "are rounded",
                 remedy="keep parameters in float32 and compute in half precision, by "
@@ -406,11 +398,9 @@ class Group:
                 )
 
     def _has(self, name: str, shape: Shape) -> bool:
-        return (
-            fnmatchcase(name, self.match)
-            if isinstance(self.match, str)
-            else bool(self.match(name, shape))
-        )
+        if isinstance(self.match, str):
+            return fnmatchcase(name, self.match)
+        return bool(self.match(name, shape))
 
 
 class GroupPiece(NamedTuple):
@@ -425,46 +415,52 @@ class GroupPiece(NamedTuple):
 
 
 def pieces(
-    stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int] | None = None
+    stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int]
 ) -> list[GroupPiece]:
-    """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what
-    is before them.
+    """Cut a share (start, stop) of the flat buffers of a stage into the longest pieces of one group.
 
-    Of a `share` (start, stop) there are the pieces that lie within.
+    A gap goes with the parameter before it.
     """
     size = stage.gradients.flat.size
-    low, high = (0, size) if share is None else share
-    if not groups and (low, high) == (0, size):
+    if not groups and share == (0, size):
         return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
-    pair = (
-        getattr(stage.gradients, "parts", 1) - 1
-    )  # an axis that complex parameters have here alone
-    cuts: list[tuple[int, float, float | None]] = [(0, 1.0, None)]
-    for name, start in sorted(stage.gradients.offsets.items(), key=lambda entry: entry[1]):
+    # Complex parameters have one more axis here, of real and imaginary parts.
+    pair = getattr(stage.gradients, "parts", 1) - 1
+    default = Group("*")
+    cuts = [(0, default)]
+    for name, start in sorted(stage.gradients.offsets.items(), key=itemgetter(1)):
         shape = stage.gradients[name].shape
-        group = next(
-            (g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])),
-            Group("*"),
-        )
-        if 0 not in shape and cuts[-1][1:] != (group.lr, group.weight_decay):
-            cuts = [cut for cut in cuts if cut[0] != start] + [
-                (start, group.lr, group.weight_decay)
-            ]
-    found = []
-    all_ranges = stage.decay_ranges
-    for (start, lr, decay), stop in zip(cuts, [*(start for start, _, _ in cuts[1:]), size]):
-        start = max(start, low)
-        stop = min(stop, high)
+        matching = (g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair]))
+        group = next(matching, default)
+        if 0 in shape or group is cuts[-1][1]:
+            continue
+        if cuts[-1][0] == start:
+            cuts.pop()
+        cuts.append((start, group))
+    ends = [start for start, _ in cuts[1:]] + [size]
+    parts = []
+    for (begin, group), end in zip(cuts, ends):
+        start = max(begin, share[0])
+        stop = min(end, share[1])
         if start >= stop:
             continue
-        ranges = [
-            (max(a, start) - start, min(b, stop) - start, c)
-            for a, b, c in all_ranges
-            if a < stop and b > start
-        ]
-        found.append(GroupPiece(slice(start, stop), lr, decay, ranges if decay is None else None))
-    return found
+        ranges = None
+        if group.weight_decay is None:
+            ranges = ranges_within(stage.decay_ranges, start, stop)
+        parts.append(GroupPiece(slice(start, stop), group.lr, group.weight_decay, ranges))
+    return parts
+
+
+def ranges_within(
+    ranges: Iterable[tuple[int, int, bool]], start: int, stop: int
+) -> list[tuple[int, int, bool]]:
+    """Return the parts of (start, stop, decay) ranges within a piece, relative to its start."""
+    inside = []
+    for low, high, decay in ranges:
+        if low < stop and high > start:
+            inside.append((max(low, start) - start, min(high, stop) - start, decay))
+    return inside
 
 
 def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:

@@ -42,13 +42,11 @@ SAMPLE = 256  # elements
 
 
 def shares_of(size: int, replicas: int) -> list[Range]:
-    """Cut a flat buffer into a share for each replica; each begins at the edge of a block of 64
-    elements.
-    """
-    blocks = even_split(-(-size // ALIGNMENT), replicas)
-    return [
-        (min(size, ALIGNMENT * block.start), min(size, ALIGNMENT * block.stop)) for block in blocks
-    ]
+    """Cut a flat buffer into a share for each replica, at multiples of 64 elements."""
+    shares = []
+    for block in even_split(-(-size // ALIGNMENT), replicas):
+        shares.append((min(size, ALIGNMENT * block.start), min(size, ALIGNMENT * block.stop)))
+    return shares
 
 
 class Shards:
@@ -63,16 +61,11 @@ class Shards:
     ) -> None:
         self.group = group_of(replicas)
         self.flats = _flats(stages)
-        # with names: two stages of one shape are no replicas
-        facts = [
-            (
-                flat,
-                getattr(stage.given, "dtype", None),
-                stage.index,
-                {name: g.shape for name, g in stage.gradients.items()},
-            )
-            for flat, stage in zip(self.flats, stages)
-        ]
+        # Names belong to the facts, since two stages of one shape are no replicas.
+        facts = []
+        for flat, stage in zip(self.flats, stages):
+            shapes = {name: gradient.shape for name, gradient in stage.gradients.items()}
+            facts.append((flat, getattr(stage.given, "dtype", None), stage.index, shapes))
         self.group.agree(
             "optim: the parameters that replicas share",
             (("parameters of the stages", str(facts)),),
@@ -82,11 +75,10 @@ class Shards:
         )
         self.ranges = [shares_of(stage.gradients.flat.size, self.group.size) for stage in stages]
         self.stages = list(stages)
-        self.originals: list[Array | None] = [None] * len(
-            stages
-        )  # this replica's share, where it is all that is here
+        # The share of this replica, for stages whose originals are not whole here.
+        self.originals: list[Array | None] = [None] * len(stages)
         self._underway: list[ReplicaSum] = []
-        self._first = True  # step
+        self._is_first_step = True
         self._nccl: NcclSums | None = None
         if agree_on_nccl([self.group], "cpu" if gpu_of(stages) is None else "cuda").sums:
             self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
@@ -98,16 +90,14 @@ class Shards:
 
     @contextmanager
     def step(self, **numbers: Any) -> Iterator[None]:
-        """Within this context replicas make a step, from equal parameters, gradients and numbers;
-        collective.
+        """Within this context replicas step from equal parameters, gradients, numbers; collective.
 
         Replicas that differ would have equal parameters after it, each share from another replica,
         and nothing later would find that. So a sample of parameters and gradients is compared
         before; on GPUs, which it lets the host wait for, in the first step alone.
         """
-        stages = self.stages
         error = None
-        now = _flats(stages)
+        now = _flats(self.stages)
         if now != self.flats:
             error = ArgumentError(
                 "the parameters of a sharded optimizer are others than at its construction",
@@ -116,18 +106,15 @@ class Shards:
                 remedy="build the pipeline first, and then the optimizer: it lets tied parameters "
                 "share storage",
             )
-        sampled = [
-            n
-            for n, stage in enumerate(stages)
-            if self._first or not arrays.is_device(stage.gradients.flat)
-        ]
-        self._first = False
-        numbers["sum of a sample of the parameters"] = sum(
-            _sample(self._exchanged(n)[0]) for n in sampled
-        )
-        numbers["sum of a sample of the gradients"] = sum(
-            _sample(stages[n].gradients.flat) for n in sampled
-        )
+        of_parameters = 0.0
+        of_gradients = 0.0
+        for number, stage in enumerate(self.stages):
+            if self._is_first_step or not arrays.is_device(stage.gradients.flat):
+                of_parameters += _sample(self._exchanged(number)[0])
+                of_gradients += _sample(stage.gradients.flat)
+        self._is_first_step = False
+        numbers["sum of a sample of the parameters"] = of_parameters
+        numbers["sum of a sample of the gradients"] = of_gradients
         self.group.agree(
             "optim: a step over the replicas",
             tuple(numbers.items()),
@@ -139,7 +126,7 @@ class Shards:
         )
         with self._exchange("a step of a sharded optimizer"):
             yield
-        for stage, original, ranges in zip(stages, self.originals, self.ranges):
+        for stage, original, ranges in zip(self.stages, self.originals, self.ranges):
             copy = stage.kept_copy if original is None else None
             if copy is not None:
                 for start, stop in self._others(ranges):
@@ -161,16 +148,16 @@ class Shards:
                 self._underway = []
 
     def _exchanged(self, number: int) -> tuple[Array, list[Range]]:
-        """What is whole on each replica between two steps, and the ranges in it: halves as int32,
-        which MPI knows.
+        """Return what is whole on each replica between two steps, and the ranges of shares in it.
+
+        Halves are seen as int32, which MPI knows.
         """
         stage = self.stages[number]
         ranges = self.ranges[number]
         if self.originals[number] is None:
             return stage.parameters.flat, ranges
-        return stage.given.compute.flat.view(np.int32), [
-            (start // 2, stop // 2) for start, stop in ranges
-        ]
+        pairs = stage.given.compute.flat.view(np.int32)
+        return pairs, [(start // 2, stop // 2) for start, stop in ranges]
 
     def give(self, number: int) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
@@ -181,7 +168,8 @@ class Shards:
             return
         if self._nccl is None:
             pending: ReplicaSum = AllGather(self.group.comm, flat, ranges)
-        else:  # bits plus zeros are these bits, as integers and in any order: so NCCL need not gather, it adds
+        else:
+            # Bits plus zeros are these bits, as integers and in any order: NCCL need not gather.
             for start, stop in self._others(ranges):
                 arrays.set_zero(flat[start:stop])
             pending = self._nccl.start(flat.view(np.int32))
@@ -202,15 +190,12 @@ class Shards:
                 announce_write(stage)  # a save may read them
                 stage.given.optimizer_writes_compute()
                 stage.sync_compute()
-                share = self.originals[number] = arrays.copy(
-                    originals.flat[slice(*self.own(number))]
-                )
-                compute = stage.given.compute
-                places = originals.offsets.items()
-                shards = {
-                    name: self.shard(number, at, compute[name], share, compute[name])
-                    for name, at in places
-                }
+                share = arrays.copy(originals.flat[slice(*self.own(number))])
+                self.originals[number] = share
+                shards = {}
+                for name, start in originals.offsets.items():
+                    copy = stage.given.compute[name]
+                    shards[name] = self.shard(number, start, copy, share, copy)
                 divide_buffer(originals, share, shards)
 
     @contextmanager
@@ -235,28 +220,30 @@ class Shards:
     def shard(
         self, number: int, start: int, like: Array, state: Array, copy: Array | None = None
     ) -> StateShard:
-        """Return this replica's part of the state of one parameter, which starts here in the flat
-        one of its stage.
-        """
-        parts = [
-            (min(max(a - start, 0), like.size), min(max(b - start, 0), like.size))
-            for a, b in self.ranges[number]
-        ]
-        (first, last), begin = parts[self.group.rank], start - self.own(number)[0]
+        """Return this replica's part of the state of the parameter that starts here in its stage."""
+        parts = []
+        for low, high in self.ranges[number]:
+            parts.append(
+                (min(max(low - start, 0), like.size), min(max(high - start, 0), like.size))
+            )
+        first, last = parts[self.group.rank]
+        begin = start - self.own(number)[0]
         part = state[begin + first : begin + last] if first < last else state[:0]
         return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
 
 
 def _flats(stages: Sequence[StageAdapter]) -> list[str]:
-    flats = [(stage.gradients if stage.is_model else stage.parameters).flat for stage in stages]
-    return [f"{flat.dtype.name}[{flat.size}]" for flat in flats]
+    texts = []
+    for stage in stages:
+        flat = (stage.gradients if stage.is_model else stage.parameters).flat
+        texts.append(f"{flat.dtype.name}[{flat.size}]")
+    return texts
 
 
 def _sample(flat: Array) -> float:
-    """Return the sum of some elements, the same ones on all replicas: NaN for any NaN, whose bits
-    MPI may change.
-    """
-    values: list[float] = arrays.download(flat[:: -(-flat.size // SAMPLE) or 1].copy()).tolist()
+    """Return the sum of some elements, the same ones on all replicas; NaN where one is NaN."""
+    step = -(-flat.size // SAMPLE) or 1
+    values: list[float] = arrays.download(flat[::step].copy()).tolist()
     return sum(values)
 
 

@@ -23,8 +23,7 @@ def clip_by_global_norm(
     scale: float = 1.0,
     over: GlobalNorm | None = None,
 ) -> float:
-    """Scale the gradients in place so that their norm is at most `max_norm`; return the norm before
-    that.
+    """Scale the gradients in place to a norm of at most `max_norm`; return the norm before that.
 
     Parameters
     ----------
@@ -63,17 +62,16 @@ def clip_by_global_norm(
     if norm.on_device:
         begun = NormOnDevice(norm, max_norm, scale)
         for stage in adapters:
-            rescale(stage.gradients.flat, begun.factor)  # not where it is NaN
+            rescale(stage.gradients.flat, begun.factor)  # leaves them where the factor is NaN
         measured = begun.result()
     else:
         measured = norm.measure(scale)
-        if measured.bad is None and measured.norm > max_norm:
-            for stage in adapters:
-                stage.kernels.scale(
-                    stage.gradients.flat, max_norm / measured.norm, stage.gradients.flat
-                )
     if measured.bad is not None:
         measured.bad.refuse(norm.comm)
+    if not norm.on_device and measured.norm > max_norm:
+        factor = max_norm / measured.norm
+        for stage in adapters:
+            stage.kernels.scale(stage.gradients.flat, factor, stage.gradients.flat)
     return measured.norm
 
 
@@ -159,17 +157,19 @@ class LossScaler:
         return self.dynamic and self.scale > SMALLEST
 
     def read_norms(self, wait: bool) -> None:
-        """Look at norms that steps before have left on the GPU: all of them, or those that are
-        there by now.
-        """
+        """Read the norms that earlier steps have left on the GPU: all, or those that are ready."""
         while self.unread and (wait or self.unread[0].is_here()):
             float(self.unread.pop(0))
 
     def update(self, finite: bool) -> None:
         """Take note of a step, and whether all its gradients were `finite`."""
-        factor = 1.0 if finite else self.backoff
-        self.good = self.good + 1 if finite else 0
-        self.skipped = self.skipped + (not finite)
+        factor = 1.0
+        if finite:
+            self.good += 1
+        else:
+            self.good = 0
+            self.skipped += 1
+            factor = self.backoff
         if self.good == self.interval:
             self.good = 0
             factor = self.growth
@@ -256,9 +256,7 @@ def scaled_step(
 
 
 def _is_good(measured: MeasuredNorm, scaler: LossScaler, norm: Norm) -> bool:
-    """Let the scaler know whether gradients are finite; raise NonFiniteError where no smaller scale
-    can help.
-    """
+    """Update the scaler; raise NonFiniteError where no smaller scale can help."""
     if measured.bad is not None and not scaler.can_shrink:
         measured.bad.refuse(norm.comm)
     scaler.update(measured.bad is None)
@@ -268,23 +266,20 @@ def _is_good(measured: MeasuredNorm, scaler: LossScaler, norm: Norm) -> bool:
 def _step_on_device(
     optimizer: Stepping, scaler: LossScaler, max_norm: float, lr: float | None, norm: Norm
 ) -> float | NormOfStep | None:
-    """Measure, and make the step or leave it out, on the device; the host waits only where the next
-    step needs it.
-    """
+    """On the GPU: compute the norm, then step or skip, without waiting for the host."""
     scaler.read_norms(wait=False)
     begun = NormOnDevice(norm, max_norm, scaler.scale, divisor=scaler.scale)
     optimizer.step(lr=lr, scale=begun.factor)
-    if (
-        scaler.dynamic or norm.is_shared
-    ):  # the scale of the next step depends on it; or other ranks may fail
-        measured = begun.result()
-        if measured.bad is not None:
-            optimizer.steps -= 1  # the device has not made it
-        return measured.norm if _is_good(measured, scaler, norm) else None
-    scaler.update(finite=True)
-    made = NormOfStep(begun, norm, optimizer)
-    scaler.unread.append(made)
-    return made
+    if not scaler.dynamic and not norm.is_shared:
+        scaler.update(finite=True)
+        made = NormOfStep(begun, norm, optimizer)
+        scaler.unread.append(made)
+        return made
+    # The scale of the next step depends on this norm, or other ranks may fail.
+    measured = begun.result()
+    if measured.bad is not None:
+        optimizer.steps -= 1  # the device has not made it
+    return measured.norm if _is_good(measured, scaler, norm) else None
 
 
 @total_ordering

@@ -359,7 +359,7 @@ from mpipipe.job import runtime
 comm = runtime.world()
 attend = adapters.{library}_attend(attention.Ring(comm))
 if comm.rank == 1:
-    attention.Ring.backward = attention.Ring.backward_into = None
+    attention.Ring.backward = None
 x = np.ones((1, 4, 2, 8), np.float32)
 {train}
 """

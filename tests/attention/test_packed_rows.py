@@ -34,11 +34,8 @@ def by_row(found, whole, segments, window=None):
 def through(attend, mine, segments, room=None):
     """(out, lse, dq, dk, dv) of this rank's part, lse (batch, local, heads)."""
     out, saved = attend.forward(*mine[:3], segments=segments)
-    if room is None:
-        gradients = attend.backward(mine[3], saved)
-    else:
-        gradients = attend.backward_into(mine[3], saved, room)
-        assert all(one is other for one, other in zip(gradients, room))
+    gradients = attend.backward(mine[3], saved, room)
+    assert room is None or all(one is other for one, other in zip(gradients, room))
     out, lse, *gradients = backend.download(out, saved.lse, *gradients)
     batch, seq, heads = out.shape[:3]
     return out, lse.reshape(heads, batch, seq).transpose(1, 2, 0), *gradients

@@ -57,7 +57,7 @@ def through(attend, sequences, rank=0, segments=None, again=False, room=False, p
                 batch, rows, heads, _ = kept.own.q.shape
                 qkv = np.full((batch, rows, heads + 4, mine[number][0].shape[3]), np.nan, dout.dtype)
                 three = qkv[:, :, :heads], qkv[:, :, heads : heads + 2], qkv[:, :, heads + 2 :]
-            gradients = attend.backward(dout, kept) if three is None else attend.backward_into(dout, kept, three)
+            gradients = attend.backward(dout, kept, three)
             assert three is None or all(one is other for one, other in zip(gradients, three))
             batch, rows, heads = dout.shape[:3]
             lse = backend.download(kept.own.lse)

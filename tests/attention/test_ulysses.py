@@ -23,10 +23,7 @@ def through(comm, whole, kind="zigzag", place=lambda x: x, attend=Ulysses, segme
     object_ = attend(comm, layout=kind, **options)
     q, k, v, dout = (place(layout.shard(x, comm.rank)) for layout, x in zip((rows, keys, keys, rows), whole))
     out, saved = object_.forward(q, k, v, segments_of_rows)
-    if room is None:
-        found = object_.backward(dout, saved)
-    else:
-        found = object_.backward_into(dout, saved, room(q, k, v))
+    found = object_.backward(dout, saved, None if room is None else room(q, k, v))
     parts = comm.allgather(backend.download(out, *found))
     return [layout.unshard(shards) for layout, shards in zip((rows, rows, keys, keys), zip(*parts))]
 

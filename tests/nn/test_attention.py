@@ -217,7 +217,7 @@ DIM, HEADS = 64, 4
 class Halved(Local):
     """A subclass that changes gradients."""
 
-    def backward(self, dout, saved):
+    def backward(self, dout, saved, room=None):
         return tuple(x / 2 for x in super().backward(dout, saved))
 
 
@@ -250,9 +250,8 @@ def test_gradients_in_one_array_have_the_bits_of_three(gpu, device, by, kind, kv
     for found, expected in zip(ours, theirs):
         assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
     if device == "cuda" and not gpu.real:
-        # one turn for queries and keys together, and values are where they belong
-        assert launched.count("apply_rope") == more.count("apply_rope") - 1 == 1, (launched, more)
-        assert len(launched) == len(more) - 2
+        assert launched.count("apply_rope") == more.count("apply_rope") == 1, (launched, more)
+        assert len(launched) == len(more) - 3  # copies to where they belong
 
 
 def test_what_a_subclass_redefines_is_never_passed_by():
@@ -271,7 +270,7 @@ def test_a_ring_of_one_step_writes_into_the_room_it_is_given():
         ring = Ring(comm)
         expected = ring.backward(dout, ring.forward(q, k, v)[1])
         room = tuple(np.full((1, 12, 3 * HEADS, 8), np.nan)[:, :, at : at + HEADS] for at in (0, HEADS, 2 * HEADS))
-        found = ring.backward_into(dout, ring.forward(q, k, v)[1], room)
+        found = ring.backward(dout, ring.forward(q, k, v)[1], room)
         assert all(a is b for a, b in zip(found, room))
         for a, b in zip(found, expected):
             np.testing.assert_array_equal(a, b)

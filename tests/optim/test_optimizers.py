@@ -207,7 +207,6 @@ def test_a_function_sees_complex_parameters_in_their_own_shape():
 
 @pytest.mark.parametrize("make", [
     lambda: optim.Group("*", lr=-1), lambda: optim.Group("*", weight_decay=float("nan")),
-    lambda: optim.AdamW([grouped()], LR, groups=[{"lr": 2}]), lambda: optim.SGD([grouped()], LR, groups=["*"]),
 ])  # fmt: skip
 def test_what_is_no_group_is_refused(make):
     with pytest.raises(ArgumentError, match="group"):

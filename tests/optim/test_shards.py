@@ -306,9 +306,12 @@ def test_what_are_no_replicas_is_refused_on_all_ranks(comm):
     ):
         with pytest.raises(MismatchError, match=r"the replicas of an optimizer differ(.|\n)*mesh\.replicas"):
             optim.SGD([stage], 0.1, replicas=comm)
-    wrong = [object()] if comm.rank == 0 else []
-    with pytest.raises(ArgumentError, match="groups of an optimizer"):
-        optim.SGD([nn.Stage([nn.Linear(5, 4)])], 0.1, groups=wrong, replicas=comm)
+    stage = nn.Stage([nn.Linear(5, 4)])
+    if comm.rank == 0:
+        halves = SimpleNamespace(flat=np.zeros(24, np.float16))
+        stage = SimpleNamespace(parameters=halves, gradients=halves)
+    with pytest.raises(ArgumentError, match="are in float16"):
+        optim.SGD([stage], 0.1, replicas=comm)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -28,38 +28,27 @@ class Attend(Protocol):
         None  # here of each slice of a sequence, for an object that attends to slices
     )
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Let `backward_into` call a `backward` that a class redefines without it."""
-        super().__init_subclass__(**options)
-        places = [{"backward", "backward_into"} & vars(each).keys() for each in cls.__mro__]
-        if next(names for names in places if names) == {"backward"}:
-            cls.backward_into = Attend.backward_into  # type: ignore[method-assign]
-
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """Return (out, saved): all that `backward` needs."""
 
-    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """Return the gradients of q, k and v."""
-
-    def backward_into(
-        self, dout: Array, saved: Any, room: tuple[Array, Array, Array]
+    def backward(
+        self, dout: Array, saved: Any, room: tuple[Array, Array, Array] | None = None
     ) -> tuple[Array, Array, Array]:
-        """Return the gradients of q, k and v, in memory that is given for them, or in other memory.
+        """Return the gradients of q, k and v.
 
         Parameters
         ----------
         dout, saved : array, object
             Gradient of `out`, and what `forward` saved.
-        room : tuple of array
-            Arrays like q, k and v, with any strides along all axes but the last; what they hold is
-            nothing yet.
+        room : tuple of array, optional
+            Arrays like q, k and v, with any strides along all axes but the last, whose values are
+            not set yet. The results may be these three, or other arrays.
 
         Returns
         -------
         dq, dk, dv : array
-            Either the arrays of `room` themselves, all three, or others, as from `backward`.
+            Gradients.
         """
-        return self.backward(dout, saved)
 
     def positions(self, rows: int) -> np.ndarray | None:
         """Return the positions of the next rows in the whole sequence, (rows,) integers; None for 0
@@ -68,14 +57,11 @@ class Attend(Protocol):
         return None
 
     def advance(self, rows: int) -> None:
-        """Count rows as done, without their keys and values; called by a layer that asks for
-        positions alone.
-        """
+        """Count rows as done, without their keys and values, for a layer that needs positions."""
         return None
 
     def check_positions(self, positions: np.ndarray) -> None:
-        """Raise ArgumentError where the positions of a layer are not those of the rows here, as far
-        as known.
+        """Raise ArgumentError where the positions of a layer are known not to be those of its rows.
 
         Parameters
         ----------
@@ -85,9 +71,7 @@ class Attend(Protocol):
         return None
 
     def begin(self, position: Position) -> None:
-        """Note step and micro-batch of the next forward, or of a backward; called by the layer
-        before each.
-        """
+        """Note step and micro-batch; a layer calls it before each forward and backward."""
         return None
 
     def for_layer(self) -> Attend:
@@ -137,7 +121,9 @@ class AttendAdapter(Attend):
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         return self.inner.forward(q, k, v)
 
-    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
+    def backward(
+        self, dout: Array, saved: Any, room: tuple[Array, Array, Array] | None = None
+    ) -> tuple[Array, Array, Array]:
         return self.inner.backward(dout, saved)
 
     def with_window(self, window: int) -> Attend:
@@ -162,8 +148,6 @@ def as_attend(attend: ForwardAndBackward) -> Attend:
 def why_unrecordable(attend: ForwardAndBackward) -> str:
     """Return why CUDA graphs cannot record a layer that attends with this object, or ""."""
     kind = type(attend)
-    return (
-        ""
-        if vars(kind).get("recordable", False)
-        else f"{kind.__name__} does not say that it can be recorded"
-    )
+    if vars(kind).get("recordable", False):
+        return ""
+    return f"{kind.__name__} does not say that it can be recorded"

@@ -165,51 +165,45 @@ class SelfAttention(Layer):
         check_sequence(self, x, self.dim, self.positions)
         kernels = self.stage.kernels
         flat = rows(x)
-        qkv = kernels.linear(flat, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
+        qkv = kernels.linear(flat, self.qkv, self.qkv_bias)
+        qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)
         position = Position(*self.stage.position)
-        self._begin(position if self.has_backward else position._replace(keeps=False))
-        table = self._rope_table(x.shape[1])
+        if not self.has_backward:
+            position = position._replace(keeps=False)
+        self._begin(position)
         q, k, v = self._split(qkv)
-        plain = [self._normalise(q, self.q_norm, table), self._normalise(k, self.k_norm, table)]
-        if self.q_norm is None and table is not None:
-            queries_and_keys = qkv[:, :, : self.heads + self.kv_heads]
-            kernels.apply_rope(queries_and_keys, table, queries_and_keys)
+        plain = []
+        if self.q_norm is not None:
+            plain = [self._normalise(q, self.q_norm), self._normalise(k, self.k_norm)]
+        self._turn(qkv)
         if self.positions is not None:
             self._attend.check_positions(self.positions)
         y, saved = self._attend.forward(q, k, v)
         y = y.reshape(len(flat), self.heads * self.head_dim)
-        return kernels.linear(y, self.out, self.out_bias).reshape(x.shape), (
-            flat,
-            y,
-            saved,
-            plain,
-            position,
-        )
+        out = kernels.linear(y, self.out, self.out_bias)
+        return out.reshape(x.shape), (flat, y, saved, plain, position)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        kernels, (x, y, kept, plain, position) = self.stage.kernels, saved
+        x, y, of_attend, plain, position = saved
+        kernels = self.stage.kernels
+        batch, seq = dy.shape[:2]
         dflat = rows(dy)
-        dout = kernels.linear_backward_input(dflat, self.out).reshape(
-            *dy.shape[:2], self.heads, self.head_dim
-        )
-        shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
+        dout = kernels.linear_backward_input(dflat, self.out)
+        dout = dout.reshape(batch, seq, self.heads, self.head_dim)
+        shape = (batch, seq, self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
-        dq, dk, dv = self._split(dqkv)
-        self._begin(position)  # whose rows the positions are for
-        turned_dq, turned_dk, given_dv = self._attend.backward_into(dout, kept, (dq, dk, dv))
-        table = self._rope_table(dy.shape[1])
-        parts: list[Array] = []
-        if self.q_norm is not None:
-            several = (turned_dq, dq, plain[0], self.q_norm), (turned_dk, dk, plain[1], self.k_norm)
-            parts = [self._normalise_backward(*of_one, table) for of_one in several]
-        elif turned_dq is dq:
-            queries_and_keys = dqkv[:, :, : self.heads + self.kv_heads]
-            self._turn(queries_and_keys, table, queries_and_keys, inverse=True)
-        else:
-            self._turn(turned_dq, table, dq, inverse=True)
-            self._turn(turned_dk, table, dk, inverse=True)
-        if given_dv is not dv:
-            kernels.copy(given_dv, dv)
+        room = self._split(dqkv)
+        self._begin(position)  # the positions below are those of this micro-batch
+        for gradient, place in zip(self._attend.backward(dout, of_attend, room), room):
+            if gradient is not place:
+                kernels.copy(gradient, place)
+        self._turn(dqkv, inverse=True)
+        parts = []
+        for heads, (before, scale), gain in zip(room, plain, (self.q_norm, self.k_norm)):
+            dheads = rows(self._contiguous(heads))
+            dx, part = kernels.norm_backward(dheads, before, scale, gain, False)
+            kernels.copy(dx.reshape(heads.shape), heads)
+            parts.append(part)
         dqkv = dqkv.reshape(len(x), self._width)
         dx = kernels.linear_backward_input(dqkv, self.qkv)
         return dx.reshape(dy.shape), (x, dqkv, dflat, y, parts)
@@ -223,43 +217,27 @@ class SelfAttention(Layer):
         for name, part in zip(("q_norm", "k_norm"), parts):
             self._add(name, self.stage.kernels.add_parts, part)
 
-    def _normalise(self, heads: Array, gain: Array | None, table: Array | None) -> Any:
-        """Normalise and turn heads in place; return what they were, as rows, and the scales of the
-        rows.
-        """
-        if gain is None:
-            return None
-        kernels = self.stage.kernels
-        plain = arrays.empty(heads.shape, heads.dtype, self.stage.device)
-        kernels.copy(heads, plain)
-        normal, scale = kernels.norm(rows(plain), gain, None, self.eps)
-        self._turn(normal.reshape(heads.shape), table, heads)
-        return rows(plain), scale
+    def _normalise(self, heads: Array, gain: Array) -> tuple[Array, Array]:
+        """Normalise heads in place; return what they were, as rows, and the scales of the rows."""
+        plain = rows(self._contiguous(heads))
+        normal, scale = self.stage.kernels.norm(plain, gain, None, self.eps)
+        self.stage.kernels.copy(normal.reshape(heads.shape), heads)
+        return plain, scale
 
-    def _normalise_backward(
-        self, given: Array, room: Array, plain: Any, gain: Array, table: Array | None
-    ) -> Array:
-        """Set `room` to the gradient of heads from that of what attention saw; return the part of
-        the gain.
-        """
-        kernels, (x, scale) = self.stage.kernels, plain
-        turned = arrays.empty(given.shape, given.dtype, self.stage.device)
-        self._turn(given, table, turned, inverse=True)
-        dx, part = kernels.norm_backward(rows(turned), x, scale, gain, False)
-        kernels.copy(dx.reshape(room.shape), room)
-        return part
+    def _contiguous(self, heads: Array) -> Array:
+        copied = arrays.empty(heads.shape, heads.dtype, self.stage.device)
+        self.stage.kernels.copy(heads, copied)
+        return copied
 
-    def _turn(self, x: Array, table: Array | None, target: Array, inverse: bool = False) -> None:
-        """Target = x turned by the positions, or back; without rotary positions x itself."""
+    def _turn(self, qkv: Array, inverse: bool = False) -> None:
+        """Turn queries and keys in place by their positions, or back."""
+        table = self._rope_table(qkv.shape[1])
         if table is not None:
-            self.stage.kernels.apply_rope(x, table, target, inverse)
-        elif x is not target:
-            self.stage.kernels.copy(x, target)
+            heads = qkv[:, :, : self.heads + self.kv_heads]
+            self.stage.kernels.apply_rope(heads, table, heads, inverse)
 
     def _begin(self, position: Position) -> None:
-        """Let the attend object know of a micro-batch, and keep messages moving between its tiles:
-        it may take long.
-        """
+        """Tell the attend object the micro-batch, and let it keep messages moving as it computes."""
         self._attend.begin(position)
         if self.stage.poll is not None:
             self._attend.poll = self.stage.poll
@@ -287,14 +265,16 @@ class SelfAttention(Layer):
     def _coordinates_of(
         self, whole: np.ndarray, positions: np.ndarray | None, seq: int
     ) -> np.ndarray:
-        own = np.arange(seq) if positions is None else positions
-        outside = own.size > 0 and not 0 <= own.min() <= own.max() < len(whole)
-        if outside or (positions is None and seq != len(whole)):
+        if positions is None and seq == len(whole):
+            return whole
+        numbers = np.arange(seq) if positions is None else positions
+        outside = numbers.size and not 0 <= numbers.min() <= numbers.max() < len(whole)
+        if outside or positions is None:
             raise ArgumentError(
                 f"layer {self.name} (SelfAttention): the sequence is not that of the coordinates",
-                found=f"{seq} rows, at positions {own.min()} to {own.max()}",
+                found=f"{seq} rows, at positions {numbers.min()} to {numbers.max()}",
                 expected=f"{len(whole)} positions, a row of coordinates for each",
                 remedy="hand in coordinates of the whole sequence, and attend=Ring(..., "
                 "layout=Layout(...)) for shards",
             )
-        return whole[own]
+        return whole[numbers]
