@@ -1,4 +1,4 @@
-"""Whether the backward of a layer or a stage gives the gradients of its forward."""
+"""Compare the backward of a layer or a stage with difference quotients of its forward."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ SMOOTH = 1e-2  # of what two steps differ by, the error that is left after extra
 KINKED = 100.0  # of the same: the most that kinks explain
 ROUNDINGS = 1e3  # that a sum may have met, in units of eps
 EPS = float(np.finfo(float).eps)
+TINY = float(np.finfo(float).tiny)
 # Of the noise in a value, over the step: five of what it is in the extrapolated difference.
 DEVIATIONS = 10.0
 
@@ -97,27 +98,24 @@ def check_gradients(
 
 
 class _Check:
-    """One check: the stage, copies of its input, and what has been found wrong."""
+    """One check: the stage, copies of its input, and what has turned out to be wrong."""
 
     def __init__(self, stage: Any, x: Any, position: Position | None, seed: int, prefix: str):
         self.stage = stage
         self.random = np.random.default_rng(seed)
         self.more = () if position is None else (position,)
         self.x = _copied(x)
-        self.inputs = {
-            name: leaf
-            for name, leaf in named_leaves(_plain(self.x), "input")
-            if leaf.dtype.kind in "fc"
-        }
-        parameters, self.gradients = (
-            {
-                name.removeprefix(prefix): array
-                for name, array in _named(getattr(stage, holder, None)).items()
-            }
-            for holder in ("parameters", "gradients")
-        )
-        self.parameters = {name: parameters[name] for name in self.gradients if name in parameters}
-        for name, array in {**self.inputs, **self.parameters}.items():
+        self.inputs = {}
+        for name, leaf in _leaves(_plain(self.x), "input").items():
+            if leaf.dtype.kind in "fc":
+                self.inputs[name] = leaf
+        self.gradients = _named(getattr(stage, "gradients", None), prefix)
+        self.parameters = {}
+        for name, array in _named(getattr(stage, "parameters", None), prefix).items():
+            if name in self.gradients:
+                self.parameters[name] = array
+        self.variables = {**self.inputs, **self.parameters}
+        for name, array in self.variables.items():
             if arrays.is_device(array) or array.dtype not in (np.float64, np.complex128):
                 raise ArgumentError(
                     "gradients are checked in float64 on the host",
@@ -126,7 +124,7 @@ class _Check:
                     remedy='make the stage with dtype="float64", and convert x with '
                     'numpy.asarray(x, "float64")',
                 )
-        if not self.inputs and not self.parameters:
+        if not self.variables:
             raise ArgumentError(
                 "nothing to differentiate", found="no floating input and no parameter"
             )
@@ -135,27 +133,21 @@ class _Check:
         self.differences: dict[str, float] = {}
 
     def run(self) -> dict[str, float]:
-        given = _copied(self.x)
-        outputs = [_copied(self.stage.forward(self.x, *self.more)[0]) for _ in range(2)]
-        if not all(
-            np.array_equal(a, b, equal_nan=True)
-            for (_, a), (_, b) in zip(*(named_leaves(y, "y") for y in outputs))
-        ):
+        x = _copied(self.x)
+        first = _copied(self._forward()[0])
+        if _changed(self._forward()[0], first, "output"):
             self.wrong.append("a second forward of the same input gives another output")
-        y, saved = self.stage.forward(self.x, *self.more)
-        self.dy = _random_like(outputs[0], self.random)
-        before_backward = _copied(y), _copied(self.dy)
+        y, saved = self._forward()
+        self.dy = _random_like(first, self.random)
+        copies = _copied(y), _copied(self.dy)
         expected = self._backward(saved)
-        for name, now, old in zip(
-            ("input", "output", "dy"), (self.x, y, self.dy), (given, *before_backward)
-        ):
-            for (leaf, array), (_, before) in zip(named_leaves(now, name), named_leaves(old, name)):
-                if not np.array_equal(array, before, equal_nan=True):
-                    self.wrong.append(f"{leaf} was written to")
+        written = _changed(self.x, x, "input")
+        written += _changed(y, copies[0], "output") + _changed(self.dy, copies[1], "dy")
+        self.wrong += [f"{name} was written to" for name in written]
         if not self.wrong:
-            for name, array in {**self.inputs, **self.parameters}.items():
+            for name, array in self.variables.items():
                 self._compare_with_differences(name, array, expected[name])
-        if not self.wrong:  # else all that follows is wrong, too
+        if not self.wrong:
             self._compare_ways(expected)
         if self.wrong:
             raise StageError(
@@ -167,12 +159,13 @@ class _Check:
             )
         return self.differences
 
-    def _backward(self, *kept: Any) -> dict[str, np.ndarray]:
-        """Return all gradients by name, summed over micro-batches, from `backward` or else from its
-        two parts.
-        """
+    def _forward(self) -> tuple[Any, Any]:
+        return self.stage.forward(self.x, *self.more)
+
+    def _backward(self, *several: Any) -> dict[str, np.ndarray]:
+        """Return all gradients by name, summed over what several forwards have saved."""
         self._clear()
-        for saved in kept:
+        for saved in several:
             if hasattr(self.stage, "backward"):
                 dx = self.stage.backward(self.dy, saved)
             else:
@@ -185,29 +178,32 @@ class _Check:
             gradient[...] = 0
 
     def _gradients(self, dx: Any) -> dict[str, np.ndarray]:
-        found = {} if dx is None else dict(named_leaves(_plain(dx), "input"))
+        of_input = {} if dx is None else _leaves(_plain(dx), "input")
+        result = {}
         for name, array in self.inputs.items():
-            shape = getattr(found.get(name), "shape", None)
+            shape = getattr(of_input.get(name), "shape", None)
             if shape != array.shape:
                 raise StageError(
                     "the gradient of the input has another shape",
                     found=f"{name}: {shape}",
                     expected=str(array.shape),
                 )
-        result = {name: np.array(found[name]) for name in self.inputs}
-        return result | {name: self.gradients[name].copy() for name in self.parameters}
+            result[name] = np.array(of_input[name])
+        for name in self.parameters:
+            result[name] = self.gradients[name].copy()
+        return result
 
     def _value(self) -> tuple[float, float]:
         """Return the sum of y * dy, and that of the sizes of its terms."""
-        y, _ = self.stage.forward(self.x, *self.more)
-        terms = [
-            _real(a) * _real(b)
-            for (_, a), (_, b) in zip(named_leaves(y, "y"), named_leaves(self.dy, "dy"))
-            if a.dtype.kind in "fc"
-        ]
-        return sum(float(np.sum(part)) for part in terms), sum(
-            float(np.sum(np.abs(part))) for part in terms
-        )
+        total = 0.0
+        sizes = 0.0
+        y = named_leaves(self._forward()[0], "output")
+        for (_, leaf), (_, dy) in zip(y, named_leaves(self.dy, "dy")):
+            if leaf.dtype.kind in "fc":
+                terms = _real(leaf) * _real(dy)
+                total += float(np.sum(terms))
+                sizes += float(np.sum(np.abs(terms)))
+        return total, sizes
 
     def _compare_with_differences(self, name: str, array: np.ndarray, gradient: np.ndarray) -> None:
         if not array.size:
@@ -215,68 +211,57 @@ class _Check:
         old = array.copy()
         direction = _random_like(array, self.random)
         products = _real(gradient) * _real(direction)
-        found = float(np.sum(products))
+        slope = float(np.sum(products))
         scale = float(np.sqrt(np.sum(products**2)))
-        largest = max(1.0, float(np.abs(old).max()))
+        unit = max(1.0, float(np.abs(old).max()))
 
-        def value(moved: float) -> tuple[float, float]:
-            array[...] = old + moved * largest * direction
+        def value(step: float) -> tuple[float, float]:
+            array[...] = old + step * unit * direction
             self._refresh()
             return self._value()
 
         def noise(step: float) -> float:
-            """Return the standard deviation of noise in values a step apart, relative to the size
-            of their terms.
+            """Return the standard deviation of noise in values, relative to the size of terms.
 
             It stands out in fourth differences: More and Wild, "Estimating computational noise"
             (2011).
             """
             values, terms = zip(*(value(place * step) for place in range(-4, 4)))
-            return float(np.sqrt(np.mean(np.diff(values, 4) ** 2) / 70)) / max(
-                *terms, np.finfo(float).tiny
-            )
+            return float(np.sqrt(np.mean(np.diff(values, 4) ** 2) / 70)) / max(*terms, TINY)
 
         def compared(step: float, deviation: float = 0.0) -> tuple[float, float, float]:
-            """Return the derivative by differences, what of the error noise does not explain, and
-            how steps differ.
-            """
-            ((above, terms), (below, more)), (near, far) = (
-                map(value, (step, -step)),
-                map(value, (step / 2, -step / 2)),
-            )
-            coarse = (above - below) / (2 * step * largest)
-            fine = (near[0] - far[0]) / (step * largest)
+            """Return the slope by differences, its unexplained error, and how two steps differ."""
+            above, terms = value(step)
+            below, more = value(-step)
+            coarse = (above - below) / (2 * step * unit)
+            fine = (value(step / 2)[0] - value(-step / 2)[0]) / (step * unit)
             expected = fine + (fine - coarse) / 3
             rounded = (ROUNDINGS * EPS + DEVIATIONS * deviation) * max(terms, more)
-            allowed = rounded / (step * largest) + ROUNDINGS * self.eps * scale
-            return expected, abs(found - expected) - allowed, abs(fine - coarse)
+            allowed = rounded / (step * unit) + ROUNDINGS * self.eps * scale
+            return expected, abs(slope - expected) - allowed, abs(fine - coarse)
 
         try:
             for step in STEPS:
                 expected, error, change = compared(step)
                 if not SMOOTH * change < error <= KINKED * change:
                     break
-            if not error <= SMOOTH * change and (deviation := noise(STEPS[0])) > ROUNDINGS * EPS:
-                deviation = max(
-                    deviation, noise(deviation**0.2 / 64)
-                )  # few numbers are rounded otherwise that near
+            deviation = 0.0 if error <= SMOOTH * change else noise(STEPS[0])
+            if deviation > ROUNDINGS * EPS:
+                # Few numbers are rounded otherwise within a small step, which shows less noise.
+                deviation = max(deviation, noise(deviation**0.2 / 64))
                 self.eps = max(self.eps, deviation)
-                step = (
-                    deviation**0.2 / 4
-                )  # where noise and the error of the extrapolation are alike
-                expected, error, change = compared(step, deviation)
+                # In this step noise and the error of the extrapolation are alike.
+                expected, error, change = compared(deviation**0.2 / 4, deviation)
             if not error <= SMOOTH * change:
-                ratio = f"{found / expected:.9g} of" if expected else "not"
+                ratio = f"{slope / expected:.9g} of" if expected else "not"
                 self.wrong.append(
-                    f"gradient of {name}: {found:.10g} along a random direction, {ratio} the "
+                    f"gradient of {name}: {slope:.10g} along a random direction, {ratio} the "
                     f"difference {expected:.10g}"
                 )
         finally:
             array[...] = old
             self._refresh()
-        self.differences[name] = abs(found - expected) / max(
-            scale, abs(expected), np.finfo(float).tiny
-        )
+        self.differences[name] = abs(slope - expected) / max(scale, abs(expected), TINY)
 
     def _refresh(self) -> None:
         renew = getattr(self.stage, "sync_compute", None) or getattr(self.stage, "refresh", None)
@@ -284,37 +269,29 @@ class _Check:
             renew()
 
     def _compare_ways(self, expected: dict[str, np.ndarray]) -> None:
-        """Compare the gradients that come in another way with those that the differences have shown
-        to be right.
-        """
-        _, saved = self.stage.forward(self.x, *self.more)
-        other = mapped(
-            lambda array: _random_like(array, self.random) if array.dtype.kind in "fc" else array,
-            self.x,
-        )
-        self.stage.forward(other, *self.more)
+        """Compare gradients that come in other ways with those that differences have confirmed."""
+        _, saved = self._forward()
+        self.stage.forward(_random_like(self.x, self.random), *self.more)
         self._compare("after the forward of another micro-batch", self._backward(saved), expected)
-        doubled = self._backward(*(self.stage.forward(self.x, *self.more)[1] for _ in range(2)))
-        self._compare(
-            "added up over two backwards", {n: doubled[n] / 2 for n in self.parameters}, expected
-        )
-        if hasattr(self.stage, "backward_input") and hasattr(self.stage, "backward_weight"):
-            self._clear()
-            _, saved = self.stage.forward(self.x, *self.more)
-            dx, pending = self.stage.backward_input(self.dy, saved)
-            early = [name for name in self.parameters if self.gradients[name].any()]
-            # a module of PyTorch with hooks does its whole backward there, once
-            if early and not any(
-                getattr(layer, "in_one_walk", False) for layer in getattr(self.stage, "layers", ())
-            ):
-                self.wrong.append(f"backward_input touches the gradient of {', '.join(early)}")
-            self.stage.backward_weight(pending)
-            self._compare("from backward_input and backward_weight", self._gradients(dx), expected)
+        doubled = self._backward(self._forward()[1], self._forward()[1])
+        halves = {name: doubled[name] / 2 for name in self.parameters}
+        self._compare("added up over two backwards", halves, expected)
+        if not hasattr(self.stage, "backward_input") or not hasattr(self.stage, "backward_weight"):
+            return
+        self._clear()
+        dx, pending = self.stage.backward_input(self.dy, self._forward()[1])
+        early = [name for name in self.parameters if self.gradients[name].any()]
+        # A module of PyTorch with hooks does its whole backward at once.
+        layers = getattr(self.stage, "layers", ())
+        if early and not any(getattr(layer, "in_one_walk", False) for layer in layers):
+            self.wrong.append(f"backward_input touches the gradient of {', '.join(early)}")
+        self.stage.backward_weight(pending)
+        self._compare("from backward_input and backward_weight", self._gradients(dx), expected)
 
     def _compare(
-        self, way: str, found: dict[str, np.ndarray], expected: Mapping[str, np.ndarray]
+        self, way: str, gradients: dict[str, np.ndarray], expected: Mapping[str, np.ndarray]
     ) -> None:
-        for name, array in found.items():
+        for name, array in gradients.items():
             size = np.abs(expected[name]).max(initial=0)
             difference = np.abs(array - expected[name]).max(initial=0)
             if not difference <= ROUNDINGS * self.eps * size:
@@ -329,17 +306,33 @@ def _plain(tree: Any) -> Any:
     return arrays.unflatten(*arrays.flatten(tree))
 
 
+def _leaves(tree: Any, name: str) -> dict[str, np.ndarray]:
+    return dict(named_leaves(tree, name))
+
+
+def _changed(now: Any, before: Any, name: str) -> list[str]:
+    """Return the names of the leaves of two trees that are not equal."""
+    names = []
+    for (leaf, array), (_, old) in zip(named_leaves(now, name), named_leaves(before, name)):
+        if not np.array_equal(array, old, equal_nan=True):
+            names.append(leaf)
+    return names
+
+
 def _copied(tree: Any) -> Any:
     return mapped(np.array, tree)
 
 
 def _random_like(tree: Any, random: np.random.Generator) -> Any:
+    """Return a tree of random numbers; integers stay."""
+
     def draw(array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind not in "fc":
+            return array
+        drawn = random.standard_normal(array.shape)
         if array.dtype.kind == "c":
-            return random.standard_normal(array.shape) + 1j * random.standard_normal(array.shape)
-        return (
-            random.standard_normal(array.shape) if array.dtype.kind == "f" else np.zeros_like(array)
-        )
+            return drawn + 1j * random.standard_normal(array.shape)
+        return drawn
 
     return mapped(draw, tree)
 
@@ -348,11 +341,9 @@ def _real(array: np.ndarray) -> np.ndarray:
     return arrays.as_reals(np.ascontiguousarray(array))
 
 
-def _named(holder: Any) -> dict[str, np.ndarray]:
-    """Return arrays by name: those of a mapping, or one named "parameters" of an object with
-    `flat`.
-    """
+def _named(holder: Any, prefix: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a mapping by name, or the array `flat` of another object."""
     if isinstance(holder, Mapping):
-        return dict(holder)
+        return {name.removeprefix(prefix): array for name, array in holder.items()}
     flat = getattr(holder, "flat", None)
     return {} if flat is None else {"parameters": flat}

@@ -174,7 +174,7 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
             kernels.linear_backward_weight(turned[:, piece], a, total[piece], False)
             kernels.accumulate(total[piece], matrix[piece])
         if total is not out:
-            kernels.cast(total, out)
+            kernels.copy(total, out)
 
 
 def merge(
@@ -186,9 +186,7 @@ def merge(
     for name, (layer, target) in merged.items():
         if anew:
             plain = stage.parameters[name]
-            (stage.kernels.copy if target.dtype == plain.dtype else stage.kernels.cast)(
-                plain, target
-            )
+            stage.kernels.copy(plain, target)
         merge_into(stage, name, layer, target)
 
 

@@ -260,7 +260,7 @@ class Stage(Differentiable):
         held = self.buffers.held, self.buffers.held_compute
         for wide, compute in ((self.parameters, self.compute), held):
             if compute is not wide and not wide.is_divided and wide.flat.size:
-                self.kernels.cast(wide.flat, compute.flat)
+                self.kernels.copy(wide.flat, compute.flat)
         merge(self, self.buffers.merged, anew=True)
 
     def optimizer_writes_compute(self) -> None:

@@ -130,7 +130,7 @@ class Shards:
             copy = stage.kept_copy if original is None else None
             if copy is not None:
                 for start, stop in self._others(ranges):
-                    stage.kernels.cast(stage.parameters.flat[start:stop], copy[start:stop])
+                    stage.kernels.copy(stage.parameters.flat[start:stop], copy[start:stop])
 
     @contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
@@ -310,4 +310,4 @@ class StateShard:
         placed: Any = arrays.upload if arrays.is_device(self.part) else np.asarray
         arrays.copy_into(self.part, placed(flat[slice(*self.ranges[self.group.rank])]))
         if self.copy is not None:
-            kernels.of_array(self.copy).cast(placed(flat), self.copy.reshape(-1))
+            kernels.of_array(self.copy).copy(placed(flat), self.copy.reshape(-1))

@@ -66,7 +66,6 @@ CONSTANTS = {
         for index in (INT32, INT64)
         for v in (1, wide(kind, out))
     ],
-    "nn/kernels/cuda/cast.cu": lambda kind: [{"S": source, "V": wide(source, kind)} for source in DTYPES],
     "nn/kernels/cuda/clipping.cu": lambda kind: [] if arrays.is_half(kind) else words(kind),
     "nn/kernels/cuda/cross_entropy.cu": with_words(I=(INT32, INT64)),
     "nn/kernels/cuda/dropout.cu": words,

@@ -113,8 +113,9 @@ def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch,
     assert sum(name.startswith("graph of") for name in found) == 2  # forward and backward
     for dtype in ("bfloat16", "float16"):
         found = steps._step_seconds(1, model, tokens, 1, dtype, None, False)
-        assert found.count("adamw") == 1 and found.count("clip_factor") == 1, found
-        assert not {"cast", "rescale"} & set(found) and found.index("clip_factor") < found.index("adamw")
+        assert "adamw" in found and found.count("clip_factor") == 1, found
+        assert "rescale" not in found and "strided_copy" not in found[found.index("adamw") :]
+        assert found.index("clip_factor") < found.index("adamw")
 
 
 def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):

@@ -68,7 +68,7 @@ CASES = {
     "add": [x(), x()],
     "accumulate": [accurate(4000), accurate(4000)],
     "scale": [x(), of(0.3)],
-    "cast": [x(), lambda dtype: np.empty((ROWS, WIDTH), "float16")],
+    "copy rounded": [x(), lambda dtype: np.empty((ROWS, WIDTH), "float16")],
     "copy": [strided, turned],
     "copy add": [strided, turned, of(True)],
     "gelu": [x(3, 30, WIDTH)],

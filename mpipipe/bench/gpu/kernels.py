@@ -65,7 +65,7 @@ def _layers(rows: int, width: int, dtype: str) -> Iterator[Kernel]:
         2 * one + 2 * half.nbytes,
     )
     wide = arrays.empty((rows, width), arrays.accumulator(x.dtype), "cuda")
-    yield f"cast, {shape} to {wide.dtype.name}", lambda: kernels.cast(x, wide), one + wide.nbytes
+    yield f"copy, {shape} to {wide.dtype.name}", lambda: kernels.copy(x, wide), one + wide.nbytes
 
 
 def _loss_and_optimizer(rows: int, vocab: int, count: int, dtype: str) -> Iterator[Kernel]:

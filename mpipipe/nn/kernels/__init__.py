@@ -3,7 +3,7 @@ modules hold them.
 
 host.any_dtype        numpy arrays of every dtype
 host.full_precision   numpy arrays of float32 and float64, without a look at the dtype in each call
-torch_cpu             numpy arrays of halves by PyTorch, where the processor multiplies them faster than float32
+torch_cpu             numpy arrays of halves by PyTorch, where the processor has instructions for them
 cuda                  cupy arrays, by CUDA C++ next to it and cuBLAS
 """
 
@@ -44,33 +44,28 @@ CUDA: Kernels = cuda
 def of(device: str, dtype: np.dtype | None = None) -> Kernels:
     """Return the kernels for arrays of `dtype`, or of any dtype, on "cpu" or "cuda".
 
-    Raises ArgumentError or BackendError where MPIPIPE_HALVES asks for what there is not.
+    Raises ArgumentError or BackendError where MPIPIPE_HALVES has a value that cannot be.
     """
     if device == "cuda":
         return CUDA
     if dtype is None:
         return ANY_DTYPE
-    return (
-        _of_halves(dtype, os.environ.get(VARIABLE, "")) if arrays.is_half(dtype) else FULL_PRECISION
-    )
+    if not arrays.is_half(dtype):
+        return FULL_PRECISION
+    return _of_halves(dtype, os.environ.get(VARIABLE, ""))
 
 
 def of_array(array: Array) -> Kernels:
-    """Return the kernels for the device and dtype of an array; raise ArgumentError for anything but
-    an array.
-    """
-    if isinstance(array, np.ndarray):
-        return of("cpu", array.dtype) if array.itemsize == 2 else FULL_PRECISION
-    return of(arrays.device_of(array))
+    """Return the kernels for an array; raise ArgumentError for anything else."""
+    if not isinstance(array, np.ndarray):
+        return of(arrays.device_of(array))
+    return of("cpu", array.dtype) if array.itemsize == 2 else FULL_PRECISION
 
 
 @lru_cache
-def _of_halves(dtype: np.dtype, asked: str) -> Kernels:
-    if asked not in ("", "numpy", "torch"):
-        raise ArgumentError(
-            f"environment variable {VARIABLE}", found=repr(asked), expected="numpy or torch"
-        )
-    if asked == "numpy" or not (asked or (_instructions(dtype) and find_spec("torch"))):
+def _of_halves(dtype: np.dtype, setting: str) -> Kernels:
+    name, _ = _chosen(dtype, setting)
+    if name == "numpy":
         return ANY_DTYPE
     try:
         return cast(Kernels, import_module("mpipipe.nn.kernels.torch_cpu").KERNELS)
@@ -82,30 +77,31 @@ def _of_halves(dtype: np.dtype, asked: str) -> Kernels:
         ) from None
 
 
-def _instructions(dtype: np.dtype) -> str:
-    """Return the name of what this processor multiplies such halves by, empty if there is no such
-    thing.
-    """
-    return next((name for name in INSTRUCTIONS[dtype.name] if name in processor.features()), "")
+def _chosen(dtype: np.dtype, setting: str) -> tuple[str, str]:
+    """Return the library that multiplies these halves on the host, "numpy" or "torch", and why."""
+    if setting not in ("", "numpy", "torch"):
+        raise ArgumentError(
+            f"environment variable {VARIABLE}", found=repr(setting), expected="numpy or torch"
+        )
+    if setting:
+        return setting, f": {VARIABLE} says so"
+    usable = [name for name in INSTRUCTIONS[dtype.name] if name in processor.features()]
+    if not usable:
+        return "numpy", ", in float32: this processor has no instructions for it"
+    if not find_spec("torch"):
+        return "numpy", f", in float32: PyTorch is not installed, and could use {usable[0]}"
+    return "torch", f": this processor has {usable[0]}"
 
 
 def multiplies(name: str) -> bool:
-    """Return whether halves of this name are multiplied as such on the host, and not as float32."""
+    """Return True if halves of this name are multiplied as such on the host, and not as float32."""
     return of("cpu", arrays.dtype(name)) is not ANY_DTYPE
 
 
 def describe() -> str:
     """Say for each kind of halves what computes with them on the host."""
-    return "\n".join(map(_described, map(arrays.dtype, INSTRUCTIONS)))
-
-
-def _described(dtype: np.dtype) -> str:
-    asked = os.environ.get(VARIABLE, "")
-    found = _instructions(dtype)
-    if asked:
-        return f"{dtype.name} by {asked}: {VARIABLE} says so"
-    if not found:
-        return f"{dtype.name} by numpy, in float32: this processor has no instructions for it"
-    if not find_spec("torch"):
-        return f"{dtype.name} by numpy, in float32: PyTorch is not installed, and could use {found}"
-    return f"{dtype.name} by torch: this processor has {found}"
+    lines = []
+    for kind in INSTRUCTIONS:
+        name, reason = _chosen(arrays.dtype(kind), os.environ.get(VARIABLE, ""))
+        lines.append(f"{kind} by {name}{reason}")
+    return "\n".join(lines)

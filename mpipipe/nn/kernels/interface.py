@@ -103,16 +103,12 @@ class Kernels(Protocol):
     def scale(self, x: Array, factor: float, out: Array | None = None) -> Array:
         """Return x * factor, set in `out` where it is given, which may be x."""
 
-    def cast(self, source: Array, target: Array) -> None:
-        """Target = source, of one shape, rounded to nearest even; what is too large becomes
-        infinite.
-        """
-
     def copy(self, source: Array, target: Array, add: bool = False) -> None:
         """Target = source or, with `add`, target += source: of one shape (five axes at most), with
         any strides.
 
-        Values are rounded to the dtype of the target.
+        Values are rounded to nearest even in the dtype of the target; what is too large becomes
+        infinite.
         """
 
     def gelu(self, x: Array) -> Array:

@@ -10,14 +10,7 @@ from __future__ import annotations
 # several lines for one file, where its names need them
 # isort: off
 from mpipipe.arrays import strided_copy as copy
-from mpipipe.nn.kernels.cuda.elementwise import (
-    accumulate,
-    add,
-    cast,
-    dropout,
-    dropout_backward,
-    gelu,
-)
+from mpipipe.nn.kernels.cuda.elementwise import accumulate, add, dropout, dropout_backward, gelu
 from mpipipe.nn.kernels.cuda.elementwise import gelu_backward, scale, swiglu, swiglu_backward
 from mpipipe.nn.kernels.cuda.layers import (
     add_parts,

@@ -11,9 +11,8 @@ from mpipipe import arrays
 from mpipipe.arrays import BLOCK, DeviceArray, Launch, Packed, grid, over, scalar_type, vector_width
 from mpipipe.errors import ArgumentError
 
-ELEMENTWISE, SWIGLU, CAST = (
-    Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast")
-)
+ELEMENTWISE = Path(__file__).with_name("elementwise.cu")
+SWIGLU = Path(__file__).with_name("swiglu.cu")
 
 
 def _pack_elements(x: DeviceArray, *rest: Any) -> Launch | None:
@@ -32,16 +31,8 @@ def _pack_swiglu(both: DeviceArray, inner: DeviceArray, *fresh: DeviceArray) -> 
     return over(SWIGLU, name, inner.size, numbers, words=words, T=both.dtype, V=width)
 
 
-def _pack_cast(source: DeviceArray, target: DeviceArray) -> Launch | None:
-    check_contiguous("cast", source, target)
-    numbers = (np.int64(source.size),)
-    width = vector_width(source, target)
-    return over(CAST, "cast", source.size, numbers, S=source.dtype, T=target.dtype, V=width)
-
-
 _elements = Packed(_pack_elements)
 _swiglu = Packed(_pack_swiglu)
-_cast = Packed(_pack_cast)
 
 
 def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
@@ -93,15 +84,6 @@ def swiglu_backward(both: DeviceArray, dinner: DeviceArray) -> tuple[DeviceArray
     dboth = arrays.empty_like(both)
     _swiglu((both, dinner), (dboth, dinner))
     return dboth, dinner
-
-
-def cast(source: DeviceArray, target: DeviceArray) -> None:
-    """Target = source, rounded to nearest even."""
-    if source.dtype == target.dtype:
-        check_contiguous("cast", source, target)
-        arrays.copy_into(target, source)
-        return
-    _cast((source, target))
 
 
 # -- Dropout on a GPU, with the masks of nn/random.py ----------------------------------------------

@@ -338,7 +338,7 @@ def _pack_turn(
 _turn = Packed(_pack_turn)
 
 
-# -- Losses on a GPU and their gradients, times a factor that is applied before the gradient is rounded --
+# -- Losses on a GPU and their gradients, times a factor that is applied before they are rounded -----
 
 
 CROSS_ENTROPY, SQUARED_ERROR, MEAN = (

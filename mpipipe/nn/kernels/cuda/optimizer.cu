@@ -1,20 +1,7 @@
 // Updates of n parameters in place. Compiled for T, float or double; H, the dtype of a copy of the parameters, or T where
-// there is none; and V, elements of one word of memory, which divides all bounds. Every fused operation is written down:
+// there is none; and V, elements of one word of memory. Every fused operation is written down:
 // left to the compiler, it differs between one element and a word of them, and with it the bits of a share of the whole.
 struct state { pack<T, V> p, g, m, v; };
-
-// Where weight decay applies: to the elements in front of the first bound or not, and the other way round after each of
-// the bounds, which rise; those that are not needed are n.
-struct Decays {
-    long long bounds[5];
-    bool first;
-    __device__ __forceinline__ bool at(long long i) const {
-        bool decays = first;
-#pragma unroll
-        for (int b = 0; b < 5; ++b) decays ^= i >= bounds[b];
-        return decays;
-    }
-};
 
 // Take the factor of the gradients from the memory of the device, where it is there, in place of g_scale; and tell whether
 // there is a step to be made: NaN stands for none.
@@ -46,20 +33,17 @@ struct Adam {
 
 // Moves 7 T a parameter, and 1 H with a copy.
 extern "C" __global__ void __launch_bounds__(256)
-    adamw(T* p, const T* g, T* m, T* v, H* copy, const double* factor, long long n, long long bound0, long long bound1,
-          long long bound2, long long bound3, long long bound4, int first, T b1, T rest1, T b2, T rest2, T eps, T step,
-          T root, T shrink, T g_scale) {
+    adamw(T* p, const T* g, T* m, T* v, H* copy, const double* factor, long long n, T b1, T rest1, T b2,
+          T rest2, T eps, T step, T root, T shrink, T g_scale) {
     if (!take_factor(factor, g_scale)) return;
-    const Decays decays{{bound0, bound1, bound2, bound3, bound4}, first != 0};
     const Adam update{b1, rest1, b2, rest2, eps, step, root, g_scale};
     each<1>(n / V,
             [&](long long i) {
                 return state{load<V>(p + i * V), load<V>(g + i * V), load<V>(m + i * V), load<V>(v + i * V)};
             },
             [&](long long i, state now) {
-                const T kept = decays.at(i * V) ? shrink : T(1);
 #pragma unroll
-                for (int k = 0; k < V; ++k) update(now.p.at[k], now.g.at[k], now.m.at[k], now.v.at[k], kept);
+                for (int k = 0; k < V; ++k) update(now.p.at[k], now.g.at[k], now.m.at[k], now.v.at[k], shrink);
                 store(p + i * V, now.p);
                 store(m + i * V, now.m);
                 store(v + i * V, now.v);
@@ -69,23 +53,20 @@ extern "C" __global__ void __launch_bounds__(256)
     each<1>(n - rest, [&](long long i) { return g[rest + i]; },
             [&](long long i, T now) {
                 const long long at = rest + i;
-                update(p[at], now, m[at], v[at], decays.at(at) ? shrink : T(1));
+                update(p[at], now, m[at], v[at], shrink);
                 if (copy != nullptr) copy[at] = narrow<H>(p[at]);
             });
 }
 
 // p -= rate (g_scale g + decay p). Moves 3 T a parameter, and 1 H with a copy.
 extern "C" __global__ void __launch_bounds__(256)
-    sgd(T* p, const T* g, H* copy, const double* factor, long long n, long long bound0, long long bound1,
-        long long bound2, long long bound3, long long bound4, int first, T decay, T rate, T g_scale) {
+    sgd(T* p, const T* g, H* copy, const double* factor, long long n, T decay, T rate, T g_scale) {
     if (!take_factor(factor, g_scale)) return;
-    const Decays decays{{bound0, bound1, bound2, bound3, bound4}, first != 0};
     auto update = [=](T& p, T g, T decay) { p = fma(-rate, fma(g_scale, g, decay * p), p); };
     each<2>(n / V, [&](long long i) { return pack<pack<T, V>, 2>{load<V>(p + i * V), load<V>(g + i * V)}; },
             [&](long long i, pack<pack<T, V>, 2> now) {
-                const T lost = decays.at(i * V) ? decay : T(0);
 #pragma unroll
-                for (int k = 0; k < V; ++k) update(now.at[0].at[k], now.at[1].at[k], lost);
+                for (int k = 0; k < V; ++k) update(now.at[0].at[k], now.at[1].at[k], decay);
                 store(p + i * V, now.at[0]);
                 store_copy(copy, i * V, now.at[0]);
             });
@@ -93,27 +74,24 @@ extern "C" __global__ void __launch_bounds__(256)
     each<1>(n - rest, [&](long long i) { return g[rest + i]; },
             [&](long long i, T now) {
                 const long long at = rest + i;
-                update(p[at], now, decays.at(at) ? decay : T(0));
+                update(p[at], now, decay);
                 if (copy != nullptr) copy[at] = narrow<H>(p[at]);
             });
 }
 
 // u = momentum u + g_scale g + decay p; p -= rate u. Moves 5 T a parameter, and 1 H with a copy.
 extern "C" __global__ void __launch_bounds__(256)
-    sgd_momentum(T* p, const T* g, T* u, H* copy, const double* factor, long long n, long long bound0, long long bound1,
-                 long long bound2, long long bound3, long long bound4, int first, T momentum, T decay, T rate,
+    sgd_momentum(T* p, const T* g, T* u, H* copy, const double* factor, long long n, T momentum, T decay, T rate,
                  T g_scale) {
     if (!take_factor(factor, g_scale)) return;
-    const Decays decays{{bound0, bound1, bound2, bound3, bound4}, first != 0};
     auto update = [=](T& p, T g, T& u, T decay) {
         u = fma(momentum, u, fma(g_scale, g, decay * p));
         p = fma(-rate, u, p);
     };
     each<1>(n / V, [&](long long i) { return state{load<V>(p + i * V), load<V>(g + i * V), load<V>(u + i * V)}; },
             [&](long long i, state now) {
-                const T lost = decays.at(i * V) ? decay : T(0);
 #pragma unroll
-                for (int k = 0; k < V; ++k) update(now.p.at[k], now.g.at[k], now.m.at[k], lost);
+                for (int k = 0; k < V; ++k) update(now.p.at[k], now.g.at[k], now.m.at[k], decay);
                 store(p + i * V, now.p);
                 store(u + i * V, now.m);
                 store_copy(copy, i * V, now.p);
@@ -122,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(256)
     each<1>(n - rest, [&](long long i) { return g[rest + i]; },
             [&](long long i, T now) {
                 const long long at = rest + i;
-                update(p[at], now, u[at], decays.at(at) ? decay : T(0));
+                update(p[at], now, u[at], decay);
                 if (copy != nullptr) copy[at] = narrow<H>(p[at]);
             });
 }

@@ -31,7 +31,6 @@ mean_squared_error = upcast_halves(full_precision.mean_squared_error, returned=(
 # these take every dtype, or are given float32 and float64 alone
 accumulate = full_precision.accumulate
 add_parts = full_precision.add_parts
-cast = full_precision.cast
 copy = full_precision.copy
 rope_table = full_precision.rope_table
 embed = full_precision.embed
@@ -48,7 +47,7 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     if x.dtype.itemsize != 2:
         return full_precision.scale(x, factor, out)
     out = np.empty_like(x) if out is None else out
-    cast(full_precision.scale(upcast(x), float(np.float32(factor))), out)
+    copy(full_precision.scale(upcast(x), float(np.float32(factor))), out)
     return out
 
 

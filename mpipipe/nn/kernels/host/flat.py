@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 
@@ -79,26 +79,22 @@ def _update(
     g: np.ndarray,
     update: Update,
 ) -> None:
-    """Call change(piece, parameters, scaled gradients, whether they decay) for pieces within
-    ranges; round each.
-    """
+    """Call change(piece, parameters, scaled gradients, decays) for pieces within ranges."""
 
-    def work(piece: tuple[int, int, bool]) -> None:
-        start, stop, decays = piece
-        at = slice(start, stop)
-        change(
-            at, p[at], g[at] if update.g_scale == 1 else np.multiply(g[at], update.g_scale), decays
-        )
+    def work(piece: tuple[slice, bool]) -> None:
+        at, decays = piece
+        gradients = g[at]
+        if update.g_scale != 1:
+            gradients = np.multiply(gradients, update.g_scale)
+        change(at, p[at], gradients, decays)
         if update.copy is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 update.copy[at] = p[at]
 
-    ranges = [(0, p.size, True)] if update.ranges is None else update.ranges
-    pieces = [
-        (start + at.start, start + at.stop, decays)
-        for start, stop, decays in ranges
-        for at in blocks(stop - start)
-    ]
+    pieces = []
+    for start, stop, decays in [(0, p.size, True)] if update.ranges is None else update.ranges:
+        for at in blocks(stop - start):
+            pieces.append((slice(start + at.start, start + at.stop), decays))
     each(work, pieces)
 
 
@@ -108,24 +104,16 @@ def _update(
 def sums_of_squares(
     flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64; in `out` where that
-    is given.
-    """
+    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64."""
     out = np.empty(len(offsets)) if out is None else out
-    cuts = [
-        [slice(start + at.start, start + at.stop) for at in blocks(stop - start)]
-        for start, stop in offsets
-    ]
-    terms = iter(_terms([at for cut in cuts for at in cut], lambda at: sum_of_squares(flat[at])))
-    out[:] = [_in_order(next(terms) for _ in cut) for cut in cuts]
+    out[:] = [sum_of_squares(flat[start:stop]) for start, stop in offsets]
     return out
 
 
 def sum_of_squares(flat: np.ndarray) -> float:
     """Return the sum of flat^2, in float64."""
-    if (
-        flat.size <= ELEMENTS
-    ):  # a small loss is asked for its sum once a micro-batch: no loop around it
+    # Small losses need their sum in every micro-batch, so they pass by the loop.
+    if flat.size <= ELEMENTS:
         wide = flat.astype(np.float64, copy=False)
         return float(wide.dot(wide))
     return summed(blocks(flat.size), lambda at: sum_of_squares(flat[at]))
@@ -133,19 +121,10 @@ def sum_of_squares(flat: np.ndarray) -> float:
 
 def summed(pieces: Sequence[slice], term: Callable[[slice], float]) -> float:
     """Return the sum of term(piece) over all pieces, in their order."""
-    return _in_order(_terms(pieces, term))
-
-
-def _terms(pieces: Sequence[slice], term: Callable[[slice], float]) -> list[float]:
     terms = [0.0] * len(pieces)
 
     def work(number: int) -> None:
         terms[number] = term(pieces[number])
 
     each(work, range(len(pieces)))
-    return terms
-
-
-def _in_order(terms: Iterable[float]) -> float:
-    """Return the sum; `sum` of Python 3.12 rounds in another way."""
-    return reduce(add, terms, 0.0)
+    return reduce(add, terms, 0.0)  # `sum` of Python 3.12 rounds in another way

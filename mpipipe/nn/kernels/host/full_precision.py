@@ -50,34 +50,25 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     return elementwise(lambda part, out: np.multiply(part, factor, out=out), out, x)
 
 
-def cast(source: np.ndarray, target: np.ndarray) -> None:
-    """Target = source, rounded to nearest even."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        elementwise(_copy, target, source)
-
-
 def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source, with any strides."""
-    if add:
-        elementwise(
-            lambda x, y, out: np.add(x, y, out=out, casting="same_kind"), target, target, source
-        )
-        return
-    elementwise(_copy, target, source)
+    """Target = source or, with `add`, target += source, with any strides; too large is infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if add:
+            elementwise(_add, target, target, source)
+        else:
+            elementwise(_copy, target, source)
+
+
+_add = partial(np.add, casting="same_kind")
 
 
 def _copy(source: np.ndarray, out: np.ndarray) -> None:
-    large = source.size >= LAID and source.ndim > 1 and source.dtype == out.dtype
-    if (
-        large
-        and source.shape[-1] <= SHORT
-        and source.strides[-1] == out.strides[-1] == source.itemsize
-    ):
-        row = np.dtype(
-            (np.void, source.itemsize * source.shape[-1])
-        )  # rows move faster than their elements
-        source = source.view(row)
-        out = out.view(row)
+    # Short rows move faster than their elements.
+    if source.size >= LAID and source.ndim > 1 and source.dtype == out.dtype:
+        if source.strides[-1] == out.strides[-1] == source.itemsize and source.shape[-1] <= SHORT:
+            row = np.dtype((np.void, source.itemsize * source.shape[-1]))
+            source = source.view(row)
+            out = out.view(row)
     out[...] = source
 
 
@@ -426,7 +417,7 @@ def softmax_cross_entropy(
         np.divide(to, sums, out=to)
         to[picks, own] -= 1 / count
         if logits.itemsize == 2:
-            cast(to, gradient[at])
+            copy(to, gradient[at])
         return value
 
     return summed(blocks(*logits.shape), term) / len(logits), gradient
