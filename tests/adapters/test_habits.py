@@ -54,6 +54,10 @@ def linear():
     return torch.nn.Linear(WIDTH, WIDTH)
 
 
+def around(function):
+    return [linear(), Of(function), linear()]
+
+
 @case
 def plain():
     return [linear(), torch.nn.Tanh(), linear()]
@@ -62,19 +66,20 @@ def plain():
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@case
-def batch_norm():
-    return [linear(), torch.nn.BatchNorm1d(WIDTH), linear()]
-
-
-@case
-def batch_norm_of_all_batches():
-    return [linear(), torch.nn.BatchNorm1d(WIDTH, momentum=None), linear()]
-
-
-@case
-def batch_norm_without_statistics():
-    return [torch.nn.BatchNorm1d(WIDTH, track_running_stats=False), linear()]
+CASES |= {
+    "batch_norm": lambda: [linear(), torch.nn.BatchNorm1d(WIDTH), linear()],
+    "batch_norm_of_all_batches": lambda: [linear(), torch.nn.BatchNorm1d(WIDTH, momentum=None), linear()],
+    "batch_norm_without_statistics": lambda: [torch.nn.BatchNorm1d(WIDTH, track_running_stats=False), linear()],
+    "running_instance_norm": lambda: [
+        linear(),
+        torch.nn.Unflatten(1, (2, 2)),
+        torch.nn.InstanceNorm1d(2, track_running_stats=True),
+    ],
+    "mean_by_data": lambda: [linear(), Running(lambda self, mean: self.mean.data.mul_(0.9).add_(0.1 * mean))],
+    "old_spectral_norm": lambda: [torch.nn.utils.spectral_norm(linear()), linear()],
+    "spectral_norm": lambda: [parametrizations.spectral_norm(linear()), linear()],
+    "weight_norm": lambda: [parametrizations.weight_norm(linear()), linear()],
+}
 
 
 @case
@@ -82,11 +87,6 @@ def frozen_batch_norm():
     norm = torch.nn.BatchNorm1d(WIDTH)
     norm.running_mean += 1
     return [linear(), norm.eval().requires_grad_(False), linear()]
-
-
-@case
-def running_instance_norm():
-    return [linear(), torch.nn.Unflatten(1, (2, 2)), torch.nn.InstanceNorm1d(2, track_running_stats=True)]
 
 
 class Running(torch.nn.Module):
@@ -112,11 +112,6 @@ def mean_in_place():
     module = Running(update)
     module.forward = forward.__get__(module)
     return [linear(), module]
-
-
-@case
-def mean_by_data():
-    return [linear(), Running(lambda self, mean: self.mean.data.mul_(0.9).add_(0.1 * mean))]
 
 
 @case
@@ -201,21 +196,6 @@ def table_that_is_made_when_needed():
 
 
 @case
-def old_spectral_norm():
-    return [torch.nn.utils.spectral_norm(linear()), linear()]
-
-
-@case
-def spectral_norm():
-    return [parametrizations.spectral_norm(linear()), linear()]
-
-
-@case
-def weight_norm():
-    return [parametrizations.weight_norm(linear()), linear()]
-
-
-@case
 def generator_of_its_own():
     def forward(self, x):
         return self.linear(x) * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
@@ -249,17 +229,13 @@ def hooked(register):
             register(y)
         return torch.tanh(y)
 
-    return [linear(), Of(forward), linear()]
+    return around(forward)
 
 
-@case
-def hook_of_a_tensor():
-    return hooked(lambda y: y.register_hook(lambda gradient: 0.1 * gradient))
-
-
-@case
-def prehook_of_a_node():
-    return hooked(lambda y: y.grad_fn.register_prehook(lambda gradients: (0.1 * gradients[0],)))
+CASES |= {
+    "hook_of_a_tensor": lambda: hooked(lambda y: y.register_hook(lambda gradient: 0.1 * gradient)),
+    "prehook_of_a_node": lambda: hooked(lambda y: y.grad_fn.register_prehook(lambda gradients: (0.1 * gradients[0],))),
+}
 
 
 @case
@@ -277,7 +253,7 @@ def hook_of_an_input():
             x.register_hook(lambda gradient: 3 * gradient)
         return self.linear(x)
 
-    return [linear(), Of(forward), linear()]
+    return around(forward)
 
 
 @case
@@ -330,7 +306,7 @@ def retained_gradient():
             y.retain_grad()
         return torch.tanh(y)
 
-    return [linear(), Of(forward), linear()]
+    return around(forward)
 
 
 # -- functions, checkpoints, writes in place ---------------------------------------------------------------------------
@@ -358,29 +334,16 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
-@case
-def function_with_parameters():
-    return [linear(), Of(lambda self, x: Scaled.apply(self.linear(x), self.linear.bias)), linear()]
-
-
-@case
-def reversal_of_gradients():
-    return [linear(), Of(lambda self, x: Reversed.apply(self.linear(x))), linear()]
-
-
-@case
-def checkpoint_within():
-    return [linear(), Of(lambda self, x: recomputed(self.linear, x, use_reentrant=False)), linear()]
-
-
-@case
-def reentrant_checkpoint_within():
-    return [linear(), Of(lambda self, x: recomputed(self.linear, x, use_reentrant=True)), linear()]
-
-
-@case
-def inplace_first():
-    return [linear(), torch.nn.ReLU(inplace=True), linear()]
+CASES |= {
+    "function_with_parameters": lambda: around(lambda self, x: Scaled.apply(self.linear(x), self.linear.bias)),
+    "reversal_of_gradients": lambda: around(lambda self, x: Reversed.apply(self.linear(x))),
+    "checkpoint_within": lambda: around(lambda self, x: recomputed(self.linear, x, use_reentrant=False)),
+    "reentrant_checkpoint_within": lambda: around(lambda self, x: recomputed(self.linear, x, use_reentrant=True)),
+    "inplace_first": lambda: [linear(), torch.nn.ReLU(inplace=True), linear()],
+    "detached_branch": lambda: [linear(), Of(lambda self, x: self.linear(x) + self.linear(x).detach())],
+    "output_that_is_the_input": lambda: [linear(), torch.nn.Identity(), linear()],
+    "output_that_is_a_view": lambda: [linear(), torch.nn.Unflatten(1, (2, 2)), torch.nn.Flatten(), linear()],
+}
 
 
 @case
@@ -389,7 +352,7 @@ def add_to_the_input():
         x += 1
         return self.linear(x)
 
-    return [linear(), Of(forward), linear()]
+    return around(forward)
 
 
 @case
@@ -412,11 +375,6 @@ def part_without_gradients():
 
 
 @case
-def detached_branch():
-    return [linear(), Of(lambda self, x: self.linear(x) + self.linear(x).detach())]
-
-
-@case
 def parameter_that_is_not_used():
     class Part(torch.nn.Linear):
         def __init__(self):
@@ -426,16 +384,6 @@ def parameter_that_is_not_used():
     return [Part(), linear()]
 
 
-@case
-def output_that_is_the_input():
-    return [linear(), torch.nn.Identity(), linear()]
-
-
-@case
-def output_that_is_a_view():
-    return [linear(), torch.nn.Unflatten(1, (2, 2)), torch.nn.Flatten(), linear()]
-
-
 # -- dtypes and trees between parts ------------------------------------------------------------------------------------
 
 
@@ -443,34 +391,22 @@ def between(first, second):
     return [linear(), Of(first), Of(second)]
 
 
-@case
-def booleans_between():
-    return between(lambda self, x: (self.linear(x), x > 0), lambda self, x, mask: self.linear(x) * mask)
-
-
-@case
-def integers_between():
-    return between(lambda self, x: (self.linear(x), (4 * x).long()), lambda self, x, n: self.linear(x) * n)
-
-
-@case
-def singles_between():
-    return between(lambda self, x: self.linear(x).float(), lambda self, x: self.linear(x.double()))
-
-
-@case
-def halves_between():
-    return between(lambda self, x: self.linear(x).half(), lambda self, x: self.linear(x.double()))
-
-
-@case
-def bfloat16_between():
-    return between(lambda self, x: self.linear(x).bfloat16(), lambda self, x: self.linear(x.double()))
-
-
-@case
-def complex_between():
-    return between(lambda self, x: torch.complex(self.linear(x), x), lambda self, x: self.linear(x.real * x.imag))
+CASES |= {
+    "booleans_between": lambda: between(
+        lambda self, x: (self.linear(x), x > 0), lambda self, x, mask: self.linear(x) * mask
+    ),
+    "integers_between": lambda: between(
+        lambda self, x: (self.linear(x), (4 * x).long()), lambda self, x, n: self.linear(x) * n
+    ),
+    "singles_between": lambda: between(lambda self, x: self.linear(x).float(), lambda self, x: self.linear(x.double())),
+    "halves_between": lambda: between(lambda self, x: self.linear(x).half(), lambda self, x: self.linear(x.double())),
+    "bfloat16_between": lambda: between(
+        lambda self, x: self.linear(x).bfloat16(), lambda self, x: self.linear(x.double())
+    ),
+    "complex_between": lambda: between(
+        lambda self, x: torch.complex(self.linear(x), x), lambda self, x: self.linear(x.real * x.imag)
+    ),
+}
 
 
 @case
@@ -531,7 +467,7 @@ def complex_buffer():
 
 @case
 def shared_within():
-    return [linear(), Of(lambda self, x: self.linear(torch.tanh(self.linear(x)))), linear()]
+    return around(lambda self, x: self.linear(torch.tanh(self.linear(x))))
 
 
 @case
@@ -652,7 +588,7 @@ def autocast_within():
             y = functional.linear(x.float(), self.linear.weight.float())
         return y.double() + self.linear.bias
 
-    return [linear(), Of(forward), linear()]
+    return around(forward)
 
 
 @case
@@ -665,9 +601,12 @@ def named_tuple_between():
     return between(lambda self, x: Both(self.linear(x), x), second)
 
 
-@case
-def list_between():
-    return between(lambda self, x: [self.linear(x), x], lambda self, y, x: self.linear(y) * x)
+CASES |= {
+    "list_between": lambda: between(lambda self, x: [self.linear(x), x], lambda self, y, x: self.linear(y) * x),
+    "result_that_is_not_used": lambda: between(
+        lambda self, x: (self.linear(x), x * 2), lambda self, x, other: self.linear(x)
+    ),
+}
 
 
 @case
@@ -676,11 +615,6 @@ def nothing_between():
         return self.linear(x) + empty.sum()
 
     return between(lambda self, x: (self.linear(x), x[:, :0] * 2), second)
-
-
-@case
-def result_that_is_not_used():
-    return between(lambda self, x: (self.linear(x), x * 2), lambda self, x, other: self.linear(x))
 
 
 @case

@@ -167,20 +167,8 @@ def test_trees_travel_between_stages(pair):
 # -- the split backward -----------------------------------------------------------------------------------------------
 
 
-class Tied(torch.nn.Module):
-    """One matrix in two places, and one in a place of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.own = (torch.nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x):
-        return self.shared(torch.tanh(self.own(torch.tanh(self.shared(x)))))
-
-
 MODULES = {
     "block": lambda: torch_models.Block(8, 2).double(),
-    "a parameter in two places": Tied,
     "a branch with work of its own": lambda: Of(lambda m, x: torch.tanh(x) * torch.exp(m.weight).sum() * m.weight),
     "the parameter alone": lambda: Of(lambda m, x: x.sum() * 0 + m.weight * 2),
     "two ways to the input": lambda: Of(lambda m, x: torch.tanh(x * m.weight) + x * x),
@@ -220,31 +208,6 @@ def test_no_node_without_a_parameter_is_gone_through_twice():
     assert Counted.calls == 2
     stage.backward_weight(pending)
     assert Counted.calls == 2
-
-
-class Scaled(torch.autograd.Function):
-    """A function with a parameter and a backward of its own, which computes both gradients whenever it is called."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, dy):
-        Counted.calls += 1
-        x, weight = ctx.saved_tensors
-        return dy * weight, (dy * x).sum(0)
-
-
-def test_a_function_with_a_backward_of_its_own_is_called_once():
-    linear = torch.nn.Linear(3, 3, dtype=torch.float64)
-    stage = adapters.torch_stage(torch.nn.Sequential(linear, Of(lambda m, x: Scaled.apply(x, m.weight))))
-    x, dy = np.random.default_rng(0).normal(size=(2, 2, 3))
-    _, saved = stage.forward(x)
-    Counted.calls = 0
-    check_halves(stage, x, dy, saved, whole=True)
-    assert Counted.calls == 2  # once by autograd alone
 
 
 def test_a_compiled_module_is_a_stage():

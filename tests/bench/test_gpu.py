@@ -14,7 +14,6 @@ from support.command_line import invoke
 from support.tolerance import close
 
 from mpipipe import arrays
-from mpipipe.bench import timing
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
 from mpipipe.bench.timing import Row
@@ -60,16 +59,6 @@ def test_each_kernel_that_memory_bounds_is_measured(gpu):
 def test_the_executor_is_measured_against_its_own_kernels(gpu):
     (rate,) = checked(steps.measure_executor(3, rows=8, width=16, microbatches=4), 1)
     assert rate.peer_value > 0 and "8 actions" in rate.what
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((0,), "float32"), ((7, 11), "bfloat16"), ((1000,), "float64")])
-def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtype):
-    monkeypatch.setattr(timing, "BLOCK", 64)
-    values = arrays.download(timing.normal(shape, dtype, 3))
-    assert values.shape == shape and values.dtype == arrays.dtype(dtype)
-    flat = values.reshape(-1).astype("float64")
-    assert (flat == [flat[n % 64] for n in range(flat.size)]).all() and len(set(flat[:64])) == len(flat[:64])
-    assert flat.size < 10 or not (flat == arrays.download(timing.normal(shape, dtype, 4)).reshape(-1)).all()
 
 
 @pytest.mark.long
@@ -131,13 +120,6 @@ def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
     whole, pieces = ((2, 8, 1024), 1), ((2, 16, 512), 16)
     assert sizes == [(False, *whole), (True, *whole), (True, *pieces), (True, *whole), (True, *pieces)]
     assert [each[3] for each in asked] == [True, True, True, False, False]
-
-
-def test_what_pytorch_compiles_is_measured_last():
-    pytest.importorskip("torch")
-    from mpipipe.bench.torch_gpt import PEERS
-
-    assert [compiled for _, compiled in PEERS.values()] == [False, False, True]
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from faults.fault import COMMAND, HEADING, Case, Fault, Send
+from faults.fault import COMMAND, HEADING, Case, Fault
 from faults.play import HUNG, PASSED, SILENT, WRONG, play
 
 REPORT = f"import sys; sys.stderr.write('{HEADING} rank 0: wet paint')\n"
@@ -60,10 +60,3 @@ time.sleep(1)
 """
     verdict = play(job(shared, code=0, reports=0))
     assert verdict.status == WRONG and verdict.problems[0].startswith("left in /dev/shm: ")
-
-
-def test_signals_come_when_their_line_appears():
-    program = "import signal, sys, time\nsignal.signal(2, lambda *a: sys.exit(5))\n"
-    program += "print('working', flush=True)\ntime.sleep(50)"
-    verdict = play(job(program, code=5, reports=0, sends=(Send(2, "launcher"),)))
-    assert verdict.status == PASSED, verdict

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gpu_emulator as emulator
-from gpu_emulator import CUDARuntimeError, now
+from gpu_emulator import CUDARuntimeError
 from mpipipe import arrays
 
 HOST = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -100,15 +100,6 @@ def test_a_missing_barrier_shows(device, kernel, name):
     assert right[True] == 8 and right[False] < 8
 
 
-def test_barriers_apart_are_an_error(device, kernel):
-    y = arrays.empty((64,), np.float32, "cuda")
-    with failing(device, "wait"):
-        kernel("lost_lane")((1,), (64,), (y,))
-    kernel("halfway")((1,), (64,), (y,))
-    device.drain()
-    assert device.errors == []  # the last barrier of the even threads comes when the odd ones have left
-
-
 def test_arguments_must_have_the_types_of_the_parameters(device, kernel):
     f = kernel("mixed")
     x, y = arrays.upload(HOST), arrays.empty((1,), np.float64, "cuda")
@@ -124,31 +115,6 @@ def test_arguments_must_have_the_types_of_the_parameters(device, kernel):
             f((1,), (1,), (*good[:n], bad, *good[n + 1 :]))
     with pytest.raises(TypeError, match="7 arguments, not 6"):
         f((1,), (1,), tuple(good[:-1]))
-
-
-def test_launches_that_a_gpu_refuses(device, kernel):
-    y = arrays.empty((4096,), np.float32, "cuda")
-    for grid, block in (((0,), (32,)), ((1, 70000), (1,)), ((1,), (2048,)), ((1,), (1, 1, 65)), ((1,), (256,))):
-        with pytest.raises(CUDARuntimeError):
-            kernel("bounded")(grid, block, (y,))
-    with pytest.raises(TypeError):
-        kernel("bounded")(1, 32, (y,))
-    f = kernel("beside_dynamic")
-    with pytest.raises(CUDARuntimeError, match="max_dynamic"):
-        f((1,), (1,), (y, np.int32(0)), shared_mem=50 << 10)
-    f.max_dynamic_shared_size_bytes = 100 << 10
-    f((1,), (1,), (y, np.int32(0)), shared_mem=50 << 10)
-    with pytest.raises(CUDARuntimeError, match="NOT_FOUND"):
-        kernel("nothing")
-
-
-def test_arguments_are_taken_at_the_launch(device, kernel):
-    f = kernel("mixed")
-    x, y = arrays.upload(HOST), arrays.empty((1,), np.float64, "cuda")
-    number = np.array([7], np.int64)
-    f((1,), (1,), (x, y, number[0], np.float32(0), np.float64(0), None, None))
-    number[0] = 8
-    assert arrays.download(y) == 7
 
 
 def test_shared_memory_is_nan_in_every_block(device, kernel):
@@ -185,24 +151,3 @@ def test_a_write_beside_an_allocation_is_found(device, kernel):
         del y
         arrays.stream().synchronize()
         assert "beside an allocation" in device.errors.pop()
-
-
-def test_an_error_nobody_saw_is_reported_at_the_end(kernel):
-    emulator.install()
-    y = arrays.empty((1,), np.int32, "cuda")
-    kernel("overflow")((1,), (1,), (y, np.int32(70000)))
-    assert "overflow" in emulator.uninstall()[0]
-
-
-def test_memory_freed_between_launch_and_run(device, kernel):
-    f, x = kernel("turn_around"), np.arange(64, dtype=np.float32)
-    y = arrays.empty((64,), np.float32, "cuda")
-    given = arrays.upload(x)
-    ready = arrays.record()
-    with arrays.side_stream() as side:
-        arrays.wait_for(ready)
-        f((1,), (64,), (given, y, np.int32(1)))
-    del given  # its stream does not know of the other one
-    arrays.stream().synchronize()
-    side.synchronize()
-    assert np.isnan(now(y)).all()

@@ -48,13 +48,6 @@ def test_a_hidden_look_raises(device, look):
         LOOKS[look](arrays.upload(HOST))
 
 
-def test_the_whole_device_is_never_waited_for(device):
-    cuda = arrays.cupy().cuda
-    for wait in (cuda.Device().synchronize, cuda.runtime.deviceSynchronize, lambda: cuda.runtime.memcpy(0, 0, 0, 0)):
-        with pytest.raises(HiddenAccess, match="whole device"):
-            wait()
-
-
 def test_waiting_is_counted_and_asking_is_not(device):
     x = arrays.upload(HOST)
     event = arrays.record()
@@ -114,34 +107,6 @@ def test_another_stream_sees_old_values_unless_it_waits(device):
     assert (now(z) == 1).all()
 
 
-def test_waits_of_many_streams_for_each_other_end(device):
-    event = arrays.record()
-    x = arrays.empty((8,), np.uint8, "cuda")
-    streams = [arrays.side_stream() for _ in range(3)]
-    for turn in range(5000):
-        with streams[turn % 3]:
-            arrays.wait_for(event)
-            fill(x, turn % 251)
-            event = arrays.record()
-    event.synchronize()
-    assert (now(x) == 4999 % 251).all()
-
-
-def test_seeds_change_what_runs_by_itself():
-    def how_far(seed):
-        machine = emulator.install(seed)
-        x = arrays.empty((8,), np.uint8, "cuda")
-        for value in range(40):
-            fill(x, value)
-        found = machine.queues[0].finished
-        emulator.uninstall()
-        return found
-
-    found = [how_far(seed) for seed in range(6)]
-    assert found[0] == 0 and len(set(found[1:])) > 1
-    assert found[1:] == [how_far(seed) for seed in range(1, 6)]
-
-
 # -- memory
 
 
@@ -171,17 +136,6 @@ def test_freed_memory_turns_to_nan_in_the_order_of_its_stream(device):
         assert arrays.empty((8,), np.uint8, "cuda").data.ptr != place
 
 
-def test_views_keep_memory(device):
-    x = arrays.upload(HOST)
-    row, ptr = x[1].T.view(np.int32), x.data.ptr
-    del x
-    arrays.stream().synchronize()
-    assert (now(row).view(np.float32) == HOST[1]).all()
-    del row
-    with pytest.raises(CUDARuntimeError, match="invalid device pointer"):
-        arrays.cupy().cuda.runtime.memsetAsync(ptr, 0, 8, 0)
-
-
 def test_freed_pinned_memory_changes_at_once(device):
     page = arrays.pinned(512)
     page[...] = 7
@@ -209,15 +163,6 @@ def test_copies_need_pinned_host_memory_and_live_pointers(device):
         runtime.memsetAsync(np.int64(x.data.ptr), 0, 8, 0)
 
 
-def test_direct_memory_is_freed_by_waiting(device):
-    memory = arrays.cupy().cuda.Memory(100)
-    x = arrays.cupy().ndarray((25,), np.float32, memptr=arrays.cupy().cuda.MemoryPointer(memory, 0))
-    del memory
-    assert device.synchronisations == []
-    del x
-    assert device.synchronisations == ["cudaFree"]
-
-
 def test_a_write_to_freed_memory_is_found():
     emulator.install()
     x = arrays.upload(HOST)
@@ -230,21 +175,6 @@ def test_a_write_to_freed_memory_is_found():
 
 
 # -- installation
-
-
-def test_temporary_memory_of_a_graph_is_nan_again_in_each_launch(device):
-    """Memory that a recording frees and takes again holds nothing of the launch before."""
-    with arrays.own_stream():
-        x, y = arrays.upload(np.arange(3.0)), arrays.zeros(3, "float64", "cuda")
-
-        def work():
-            arrays.copy(x)
-            arrays.copy_into(y, arrays.empty(3, "float64", "cuda"))
-
-        graph, _ = arrays.record_graph(work)
-        for _ in range(2):
-            graph.launch()
-            assert np.isnan(arrays.download(y)).all()
 
 
 def test_a_recording_refuses_what_waits_and_is_lost_then(device):

@@ -206,38 +206,6 @@ def test_hang(comm):
     assert job.stderr.count("in test_hang") == RANKS
 
 
-@pytest.mark.long
-def test_rank_that_leaves_pytest_ends_the_job(session):
-    job = session("""
-def test_interrupted(comm):
-    if RANK == 2:
-        raise KeyboardInterrupt
-    comm.Barrier()
-""")
-    assert job.returncode != 0
-    assert "[rank 2] stopped: KeyboardInterrupt" in job.stderr, job
-
-
-@pytest.mark.long
-def test_ranks_that_collect_different_tests_are_refused(session):
-    job = session("""
-if RANK == 1:
-    import no_such_module
-
-def test_any(comm):
-    pass
-""")
-    assert job.returncode != 0
-    assert "rank(s) 1 collected other tests than rank 0" in job.stdout, job
-    assert "No module named 'no_such_module'" in job.stdout
-
-
-@pytest.mark.long
-def test_job_that_does_not_end_is_stopped_and_shown(launch):
-    with pytest.raises(AssertionError, match="still running after 3 s\nstarted"):
-        launch(2, "import time; print('started', flush=True); time.sleep(60)", timeout=3)
-
-
 def test_launched_job_knows_nothing_of_the_job_around_it(launch, monkeypatch):
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.setenv(name, "5")

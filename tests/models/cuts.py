@@ -1,18 +1,23 @@
-"""Models that others wrote, tiny and with random weights, and how each is cut into a list of layers.
+"""Models of PyTorch that others wrote, tiny and with random weights, and how each is cut into a list of layers.
 
 A function of a library gives a `Case`: the model as it is, its parts in order, and a batch. Parts hold modules of the
-model itself, so parameters that it shares are shared between parts.
+model itself, so parameters that it shares are shared between parts. `made` is what the loop of training.py needs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+
+from mpipipe import adapters
+from tests.models.training import MICROBATCHES, RATE, STEPS, Model
 
 ROWS, WORDS, LENGTH = 2, 13, 6  # rows of a micro-batch
 
@@ -262,3 +267,83 @@ def gcn():
 
 
 CASES = {each.__name__: each for each in (fno, tfno, resnet18, vit, llama, gpt2, bert, t5, unet, gcn)}
+
+
+# -- the judge ---------------------------------------------------------------------------------------------------------
+
+
+def case_of(name):
+    torch.manual_seed(5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        case = CASES[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    case.model.double().train()
+    for each in case.model.parameters():
+        if each.is_complex():
+            each.data = each.data.to(torch.complex128)
+    return case
+
+
+def batches(case, step, replica):
+    draw = np.random.default_rng([step, replica])
+    return tuple(map(list, zip(*(case.draw(draw) for _ in range(MICROBATCHES)))))
+
+
+def made(name):
+    case = case_of(name)
+    return Model(case.parts, adapters.torch_loss(case.loss), partial(batches, case), partial(judged, name))
+
+
+def tensors(tree):
+    return tuple(map(torch.from_numpy, tree)) if isinstance(tree, tuple) else (torch.from_numpy(tree),)
+
+
+def parameters_of(case):
+    return {f"{place}.{key}": each for place, part in enumerate(case.parts) for key, each in part.named_parameters()}
+
+
+def buffers_of(case):
+    """Those that are saved."""
+    found = {}
+    for place, part in enumerate(case.parts):
+        parameters = dict(part.named_parameters(remove_duplicate=False))
+        found |= {f"{place}.{key}": each for key, each in part.state_dict().items() if key not in parameters}
+    return found
+
+
+def real(tensors):
+    """Arrays, in which complex numbers are pairs."""
+    found = {}
+    for key, tensor in tensors.items():
+        array = tensor.detach().numpy()
+        found[key] = np.stack([array.real, array.imag], -1) if array.dtype.kind == "c" else array.copy()
+    return found
+
+
+def judged(name, replicas):
+    """What PyTorch makes of the whole model; each replica has state of its own, as in DistributedDataParallel."""
+    first = case_of(name)
+    cases = [first, *(copy.deepcopy(first) for _ in range(replicas - 1))]
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        total = 0.0
+        for replica, case in enumerate(cases):
+            case.model.zero_grad()
+            for x, target in zip(*batches(case, step, replica)):
+                value = case.loss(case.run(*tensors(x)), *tensors(target)) / (MICROBATCHES * replicas)
+                value.backward()
+                total += value.item()
+        losses.append(total)
+        with torch.no_grad():
+            for several in zip(*(case.model.parameters() for case in cases)):
+                sums = sum(torch.zeros_like(each) if each.grad is None else each.grad for each in several)
+                for each in several:
+                    each.grad = sums.clone()
+            if step == 0:
+                gradients = real({key: each.grad for key, each in parameters_of(first).items()})
+            for case in cases:
+                for each in case.model.parameters():
+                    each -= RATE * each.grad
+    return losses, gradients, real(parameters_of(first) | buffers_of(first))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
+
+from mpipipe import adapters
+from tests.models.training import MICROBATCHES, RATE, STEPS, Model
 
 jax.config.update("jax_enable_x64", True)
 ROWS, SIZE, WIDTH = 3, 4, 6
@@ -112,3 +116,54 @@ def flax():
 
 
 CASES = {each.__name__: each for each in (equinox, flax)}
+
+
+# -- the judge ---------------------------------------------------------------------------------------------------------
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def batches(step, replica):
+    draw = np.random.default_rng([step, replica])
+    return tuple([*draw.normal(size=(MICROBATCHES, ROWS, SIZE))] for _ in range(2))
+
+
+def made(name):
+    return Model(CASES[name]().parts, adapters.jax_loss(squared), batches, partial(judged, name))
+
+
+def by_place(trees):
+    found = {}
+    for place, tree in enumerate(trees):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            found[f"{place}.{jax.tree_util.keystr(path, simple=True, separator='.')}"] = np.array(leaf)
+    return found
+
+
+def judged(name, replicas):
+    """What JAX makes of the whole model; each replica has a state of its own."""
+    case = CASES[name]()
+    parameters, states = [part[1] for part in case.parts], [case.state] * replicas
+
+    @jax.jit
+    @jax.value_and_grad
+    def plain(parameters, state, x, target):
+        return squared(case.run(parameters, state, x)[0], target)
+
+    losses, first = [], {}
+    for step in range(STEPS):
+        total, sums = 0.0, jax.tree.map(np.zeros_like, parameters)
+        for replica in range(replicas):
+            for x, target in zip(*batches(step, replica)):
+                # a state of equinox may be used once
+                again = jax.tree.map(lambda leaf: leaf, states[replica])
+                value, slopes = plain(parameters, again, x, target)
+                states[replica] = case.run(parameters, states[replica], x)[1]
+                total += float(value) / (MICROBATCHES * replicas)
+                sums = jax.tree.map(lambda a, b: a + b / (MICROBATCHES * replicas), sums, slopes)
+        losses.append(total)
+        first = first or by_place(sums)
+        parameters = jax.tree.map(lambda a, b: a - RATE * b, parameters, sums)
+    return losses, first, by_place(parameters) | by_place(case.states_of(states[0]))

@@ -313,31 +313,6 @@ def test_an_adaptive_norm_is_its_formula_and_begins_as_a_norm_alone():
     near(stage.forward(Branches(x, condition=condition))[0], scale * normal + shift)
 
 
-@pytest.mark.parametrize(("dtype", "eps"), [("float64", 1e-12), ("bfloat16", 2**-6)])
-def test_rows_of_an_adaptive_norm_are_each_a_layer_norm(dtype, eps):
-    draw = np.random.default_rng(6).normal
-    shape = (3, 33, 64)
-    stage = nn.Stage([nn.AdaptiveNorm(64, 2)], dtype)
-    x, condition, dy = (draw(size=size).astype(stage.dtype) for size in (shape, (shape[0], 2), shape))
-    weight = stage.parameters["0.modulation.weight"]
-    weight[...] = draw(size=weight.shape)
-    stage.refresh()
-    y, saved = stage.forward(Branches(x, condition=condition))
-    dx = stage.backward(dy, saved)
-    dboth = np.zeros((shape[0], 128))
-    for row in range(shape[0]):
-        norm = nn.Stage([nn.LayerNorm(64)], "float64")
-        both = condition[row].astype(float) @ weight.T.astype(stage.dtype).astype(float)
-        norm.parameters["0.gain"][...], norm.parameters["0.bias"][...] = 1 + both[:64], both[64:]
-        expected, kept = norm.forward(x[row].astype(float))
-        for found, wanted in ((y[row], expected), (dx.main[row], norm.backward(dy[row].astype(float), kept))):
-            assert np.abs(found - wanted).max() <= eps * np.abs(wanted).max()
-        dboth[row] = np.r_[norm.gradients["0.gain"], norm.gradients["0.bias"]]
-    found, wanted = stage.gradients["0.modulation.bias"], dboth.sum(0)
-    assert np.abs(found - wanted).max() <= eps * np.abs(dboth).sum(0).max(initial=1)
-    assert y.dtype == dx.main.dtype == dx.skips["condition"].dtype == stage.dtype
-
-
 class Careless(nn.Layer):
     """y = x s, with a mistake in how it uses the name."""
 

@@ -71,64 +71,6 @@ def test_all_reduce_starts_while_other_stages_still_compute(comm):
     alone.Free()
 
 
-def test_micro_batches_of_different_shapes(comm):
-    """Sequence lengths differ between the micro-batches of a step, and from step to step."""
-
-    def by_rows(output, target):
-        return dense.mean_squared(output, target)
-
-    by_rows.mean_over_entries = False
-    schedule = one_f_one_b(comm.size, 3)
-    stages = dense.model(schedule, comm.rank)
-    extents = dense.widths(schedule.stages)
-    with Pipeline(stages, schedule, comm, loss=by_rows) as pipeline:
-        for lengths in ((2, 5, 1), (3, 3, 3), (2, 5, 1), (7, 1, 4)):
-            rng = np.random.default_rng(sum(lengths))
-            feeds = [rng.normal(size=(2, length, extents[0])) for length in lengths]
-            goals = [rng.normal(size=(2, length, extents[-1])) for length in lengths]
-            stages[0].gradient.fill(0)
-            result = pipeline.step(*dense.placed(schedule, comm.rank, feeds, goals))
-            total, off = 0, 0
-            for feed, goal, loss in zip(feeds, goals, result.losses):
-                alone, gradients, _, _ = dense.reference(schedule.stages, feed, goal)
-                allowed = dense.bounds(schedule.stages, feed, goal)
-                within(loss, alone, allowed[0], "loss")
-                total, off = total + gradients[comm.rank] / 3, off + allowed[1][comm.rank] / 3
-            within(stages[0].gradient, total, off, "gradient")
-
-
-class Pair:
-    """Passes (hidden, mask) on; the integer mask has no gradient."""
-
-    def forward(self, x):
-        hidden, mask = x["hidden"], x["mask"]
-        return {"hidden": hidden * 2, "mask": mask + 1}, mask
-
-    def backward(self, dy, mask):
-        assert dy["mask"] is None
-        return {"hidden": dy["hidden"] * 2, "mask": None}
-
-
-def test_dicts_of_arrays_travel_between_stages(comm):
-    schedule = gpipe(comm.size, 2)
-
-    def loss(output, target):
-        assert np.all(output["mask"] == comm.size)
-        return float(output["hidden"].mean()), {
-            "hidden": np.full_like(output["hidden"], 1 / output["hidden"].size),
-            "mask": None,
-        }
-
-    inputs = {"hidden": np.ones((4, 3)), "mask": np.zeros((4, 2), np.int32)}
-    with Pipeline([Pair()], schedule, comm, loss=loss) as pipeline:
-        for _ in range(2):  # unknown shapes, then known ones
-            result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, np.zeros(4)))
-    assert result.loss == 2.0**comm.size  # powers of two are exact
-    if comm.rank == 0:
-        close(result.input_grads[1]["hidden"], np.full((2, 3), 2.0**comm.size / 12), 2)
-        assert result.input_grads[1]["mask"] is None
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_stages_that_return_their_input_do_not_see_it_overwritten(comm, chunks):
     schedule = interleaved_1f1b(comm.size, chunks, 6)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import dense, skip_nets
-from support.random_schedules import runnable_schedules
 
 from mpipipe import Branches, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, StageError
@@ -89,27 +86,6 @@ def test_bytes_go_over_skips_between_ranks_and_over_none_within_one(comm):
             if ends[0] != ends[1] and rank == comm.rank:
                 expected[name, way] = inputs.nbytes
     assert found == expected
-
-
-@st.composite
-def random_nets(draw):
-    schedule = draw(runnable_schedules())
-    pairs = [(a, b) for a in range(schedule.stages) for b in range(a + 2, schedule.stages)]
-    drawn = draw(st.lists(st.sampled_from(pairs), max_size=5)) if pairs else []
-    return with_skips(schedule, {f"skip{number}": pair for number, pair in enumerate(drawn)})
-
-
-@settings(max_examples=25)
-@given(schedule=random_nets(), synchronous=st.booleans(), seed=st.integers(0, 99))
-def test_every_network_runs_by_every_schedule(schedule, synchronous, seed):
-    inputs, targets = batch(2 * schedule.microbatches, 3)
-    expected = skip_nets.reference(schedule, inputs, targets)
-    found = inprocess.run(
-        schedule.ranks, lambda comm: run(comm, schedule, inputs, targets), synchronous=synchronous, seed=seed
-    )
-    for stages, result, *_ in found:
-        skip_nets.assert_equal_to(expected, stages)
-        skip_nets.near(result.loss, expected[0])
 
 
 @pytest.mark.parametrize("ranks, kind, match", [(2, MismatchError, "schedule"), (1, ArgumentError, "knows nothing of")])

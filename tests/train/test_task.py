@@ -228,17 +228,19 @@ def test_a_loss_over_the_batch_trains_as_the_mean_of_its_parts(tmp_path, alone):
 # -- mistakes of a user's: one error on all ranks, before anything is written ------------------------------------------
 
 
-class Ragged(Field):
-    def batch(self, step, rows, shard):
-        inputs, targets = super().batch(step, rows, shard)
-        return inputs[1:], targets
+def wrong(name, **changed):
+    """A Field of which some methods do something else; each gets what Field's own returns, before its arguments."""
+
+    def method(name, change):
+        own = getattr(Field, name)
+        return lambda self, *given: change(own(self, *given), *given)
+
+    return type(name, (Field,), {name: method(name, change) for name, change in changed.items()})
 
 
-class Holes(Field):
-    def batch(self, step, rows, shard):
-        inputs, targets = super().batch(step, rows, shard)
-        inputs[2, 0] = np.nan
-        return inputs, targets
+def holes(made, *_):
+    made[0][2, 0] = np.nan
+    return made
 
 
 class Short(Field):
@@ -253,37 +255,11 @@ class Other(Field):
         return [*super().layers(shard)[:4], nn.Linear(WIDTH, next(self.made))]
 
 
-class Bare(Field):
-    def loss(self, output, target):
-        return float(output.sum())
-
-
-class Word(Field):
-    def loss(self, output, target):
-        return "low", output
-
-
-class Accurate(Field):
-    def loss(self, output, target):
-        return (*super().loss(output, target), float((np.abs(output - target) < 1).mean()))
-
-
 class Twofold(Field):
     def loss(self, output, target):
         return (*super().loss(output, target), target.size)
 
     loss.mean_over_entries = False
-
-
-class Thin(Field):
-    def loss(self, output, target):
-        value, gradient = super().loss(output, target)
-        return value, gradient[:, :1]
-
-
-class Longer(Field):
-    def validation(self, index, rows, shard):
-        return tuple(np.tile(array, 2) for array in super().validation(index, rows, shard))
 
 
 class Counted(Field):
@@ -302,19 +278,9 @@ class Unseeded(Field):
         return super().batch(next(SEEDS), rows, shard)
 
 
-class Unfixed(Field):
-    def validation(self, index, rows, shard):
-        return super().validation(next(SEEDS), rows, shard)
-
-
 class Renumbered(Field):
     def validation(self, index, rows, shard):
         return super().validation(index, range(len(rows)), shard)
-
-
-class Elsewhere(Field):  # each rank has drawn data of its own
-    def batch(self, step, rows, shard):
-        return super().batch(threading.get_ident() % 1000003, rows, shard)
 
 
 class Coupled(Field):  # rows come in pairs
@@ -323,74 +289,52 @@ class Coupled(Field):  # rows come in pairs
         return super().batch(step, range(2 * pairs.start, 2 * pairs.stop), shard)
 
 
-class Summed(Field):
-    def loss(self, output, target):
-        value, gradient = super().loss(output, target)
-        return value * len(target), gradient * len(target)
-
-
-class Undivided(Field):
-    def loss(self, output, target):
-        value, gradient = super().loss(output, target)
-        return value, gradient * len(target)
-
-
-class Hits(Field):
-    def metrics(self, output, target):
-        return {"hits": float((np.abs(output - target) < 1).sum())}
-
-
-class Shadow(Field):
-    def metrics(self, output, target):
-        return {"bias": 0.1, "loss": 3.0}
-
-
 class Twice(Field):
     def layers(self, shard):
         one = Scale(WIDTH)
         return [nn.Linear(1, WIDTH), lambda: one, lambda: one, nn.Linear(WIDTH, 1)]
 
 
-class Misfit(Field):
-    def layers(self, shard):
-        return [nn.Linear(1, WIDTH), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)]
-
-
-class Empty(Field):
-    def layers(self, shard):
-        return []
-
-
-class Tall(Field):
-    def layers(self, shard):
-        return [nn.Linear(1, 1), "a layer"]
+RAGGED = wrong("Ragged", batch=lambda made, *_: (made[0][1:], made[1]))
+BARE = wrong("Bare", loss=lambda made, output, target: float(output.sum()))
+ACCURATE = wrong("Accurate", loss=lambda made, output, target: (*made, float((np.abs(output - target) < 1).mean())))
+THIN = wrong("Thin", loss=lambda made, *_: (made[0], made[1][:, :1]))
+LONGER = wrong("Longer", validation=lambda made, *_: tuple(np.tile(array, 2) for array in made))
+UNFIXED = wrong("Unfixed", validation=lambda made, index, *rest: Field().validation(next(SEEDS), *rest))
+# each rank has drawn data of its own
+ELSEWHERE = wrong("Elsewhere", batch=lambda made, step, *rest: Field().batch(threading.get_ident() % 1000003, *rest))
+SUMMED = wrong("Summed", loss=lambda made, output, target: (made[0] * len(target), made[1] * len(target)))
+UNDIVIDED = wrong("Undivided", loss=lambda made, output, target: (made[0], made[1] * len(target)))
+HITS = wrong("Hits", metrics=lambda _, output, target: {"hits": float((np.abs(output - target) < 1).sum())})
+SHADOW = wrong("Shadow", metrics=lambda *_: {"bias": 0.1, "loss": 3.0})
+MISFIT = wrong("Misfit", layers=lambda *_: [nn.Linear(1, WIDTH), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)])
 
 
 @pytest.mark.parametrize(
     ("task", "kind", "text"),
     [
-        (Ragged, DataError, r"the inputs of Ragged.batch\(step=0, rows=0..7\) have another number of rows(.|\n)*8"),
-        (Holes, DataError, r"the inputs of Holes.batch\(step=0, rows=0..7\) are not finite(.|\n)*in row 2"),
+        (RAGGED, DataError, r"the inputs of Ragged.batch\(step=0, rows=0..7\) have another number of rows(.|\n)*8"),
+        (wrong("Holes", batch=holes), DataError, r"the inputs of Holes.batch\(.*\) are not finite(.|\n)*in row 2"),
         (Short, ConfigError, r"Short.batch\(step=0, rows=0..7\) raised IndexError(.|\n)*line \d+ of .*test_task.py"),
         (Other, MismatchError, r"different layers from Other.layers"),
-        (Bare, Exception, r"Bare.loss: a loss returns (.|\n)*float"),
-        (Word, Exception, r"Word.loss: the value of a loss(.|\n)*str"),
-        (Accurate, Exception, r"Accurate.loss: the third value (.|\n)*with each row twice"),
+        (BARE, Exception, r"Bare.loss: a loss returns (.|\n)*float"),
+        (wrong("Word", loss=lambda made, output, _: ("low", output)), Exception, r"Word.loss: the value of (.|\n)*str"),
+        (ACCURATE, Exception, r"Accurate.loss: the third value (.|\n)*with each row twice"),
         (Twofold, Exception, r"Twofold.loss: the third value (.|\n)*mean_over_entries, too"),
-        (Thin, Exception, r"Thin.loss: the gradient of the loss does not match"),
-        (Longer, Exception, r"Longer.layers in the validation: layer 0 \(Linear\)"),
+        (THIN, Exception, r"Thin.loss: the gradient of the loss does not match"),
+        (LONGER, Exception, r"Longer.layers in the validation: layer 0 \(Linear\)"),
         (Counted, ConfigError, r"targets of several arrays.* by other numbers(.|\n)*6, 20 and 4, 20 entries"),
         (Unseeded, DataError, r"Unseeded.batch gives other inputs of row 0 on other ranks(.|\n)* and (.|\n)*seed, too"),
-        (Unfixed, DataError, r"Unfixed.validation gives other inputs of row 0 on other ranks"),
-        (Elsewhere, DataError, r"Elsewhere.batch gives other inputs of row 0"),
-        (Summed, Exception, r"Summed.loss returns a value that is no mean(.|\n)*with each row twice"),
-        (Undivided, Exception, r"Undivided.loss returns a gradient that is not that of a mean"),
-        (Hits, Exception, r"Hits.metrics returns a sum over the rows(.|\n)*hits"),
-        (Shadow, Exception, r"Shadow.metrics: the name of a metric cannot be written, or a record has it(.|\n)*loss"),
+        (UNFIXED, DataError, r"Unfixed.validation gives other inputs of row 0 on other ranks"),
+        (ELSEWHERE, DataError, r"Elsewhere.batch gives other inputs of row 0"),
+        (SUMMED, Exception, r"Summed.loss returns a value that is no mean(.|\n)*with each row twice"),
+        (UNDIVIDED, Exception, r"Undivided.loss returns a gradient that is not that of a mean"),
+        (HITS, Exception, r"Hits.metrics returns a sum over the rows(.|\n)*hits"),
+        (SHADOW, Exception, r"Shadow.metrics: the name of a metric cannot be written, or a record has it(.|\n)*loss"),
         (Twice, ArgumentError, r"one Scale is layer 1 and layer 2"),
-        (Misfit, Exception, r"stage 0(.|\n)*Misfit.layers: layer 1 "),
-        (Empty, ConfigError, r"Empty.layers returns no list of layers"),
-        (Tall, ArgumentError, r"layers\[1\] is not a layer"),
+        (MISFIT, Exception, r"stage 0(.|\n)*Misfit.layers: layer 1 "),
+        (wrong("Empty", layers=lambda *_: []), ConfigError, r"Empty.layers returns no list of layers"),
+        (wrong("Tall", layers=lambda *_: [nn.Linear(1, 1), "a layer"]), ArgumentError, r"layers\[1\] is not a layer"),
     ],
 )
 def test_mistakes_are_one_error_before_anything_is_written(tmp_path, task, kind, text):
