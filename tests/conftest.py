@@ -74,9 +74,15 @@ def collective(request):
 
 
 @pytest.fixture
-def comm(collective):
-    """A duplicate of COMM_WORLD for this test alone; a message left in it fails the test."""
-    return collective.comms[0]
+def comm(request, collective):
+    """A duplicate of COMM_WORLD for this test alone; a message left in it fails the test.
+
+    Where a test is marked `few` it has the first two ranks, and is None on the others, which leave the test out.
+    """
+    world, few = collective.comms[0], request.node.get_closest_marker("few")
+    if few is None or False in few.args or world.size <= 2:
+        return world
+    return request.getfixturevalue("subcomm")(2)
 
 
 @pytest.fixture
@@ -109,7 +115,7 @@ def three(subcomm):
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Leave a test of two or three ranks out on those that are not in it."""
-    return True if None in [pyfuncitem.funcargs.get(name, True) for name in ("pair", "three")] else None
+    return True if None in [pyfuncitem.funcargs.get(name, True) for name in ("comm", "pair", "three")] else None
 
 
 @pytest.fixture

@@ -18,9 +18,13 @@ from mpipipe.language.models import GPT
 from mpipipe.language.models.model_folder import convert, open_model, open_on_all
 from mpipipe.train import TrainConfig, train
 
+pytestmark = pytest.mark.few
+
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
+    if comm is None:
+        return None
     return config_in(mpi_tmp_path, comm, steps=4, eval_every=2, dtype="float64", pipe=comm.size)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import dense
 from support.device_pipelines import check_weight_gradients_from_received_inputs
-from support.small_gpt import MODEL, build, gradients, parts_of, text
+from support.small_gpt import MODEL, build, gradients, on_one_rank, text
 from support.tolerance import close, close_norm
 from support.training_tolerance import path, roundings
 
@@ -32,9 +32,8 @@ def near(found, expected, dtype="float64"):
 
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)])
 def test_gradients_on_the_device_equal_those_on_the_host(gpu, sending, comm, name, chunks):
-    alone, options = parts_of(comm, 1), dict(rows=6, steps=2, tied=True, dropout=0.25)
-    expected, loss = gradients(alone, gpipe(1, 3), **options, **SMALL)
-    alone.Free()
+    options = dict(rows=6, steps=2, tied=True, dropout=0.25)
+    expected, loss = on_one_rank(3, **options, **SMALL)
     found, found_loss = gradients(comm, dense.build(name, comm.size, chunks, 3), **options, **ON_DEVICE)
     close(found_loss, loss, OPERATIONS)
     near(found, expected)

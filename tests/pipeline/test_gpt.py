@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import dense, reference_gpt
-from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
+from support.small_gpt import CUTS, MODEL, build, gradients, on_one_rank, parts_of, shared_out, text
 from support.tolerance import close, largest
 from support.training_tolerance import path
 
@@ -25,20 +25,14 @@ from mpipipe.schedules import gpipe, partition
 )
 def test_gradients_have_the_same_bits_for_every_schedule_and_every_cut(comm, microbatches, tied, dropout, dtype):
     options = dict(tied=tied, dropout=dropout, dtype=dtype, rows=microbatches + 1)  # the first micro-batch is larger
-    alone = parts_of(comm, 1)
-    expected, loss = gradients(alone, gpipe(1, microbatches), steps=2, **options)
-    alone.Free()
-    for number, (name, ranks, chunks) in enumerate(CUTS):
-        if comm.size % ranks:
-            continue
-        group = parts_of(comm, ranks)
+    expected, loss = on_one_rank(microbatches, steps=2, **options)
+    for number, (name, ranks, chunks), group in shared_out(comm, CUTS):
         recompute = (number + microbatches) % 2 == 0  # each cut meets both, with other micro-batches
         schedule = dense.build(name, ranks, chunks, microbatches)
         found, found_loss = gradients(group, schedule, steps=2, recompute=recompute, **options)
         assert found_loss == loss
         for key, gradient in found.items():
             assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, chunks, recompute, key)
-        group.Free()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -77,9 +71,7 @@ def test_gradients_equal_the_derivatives_of_an_independent_model(comm, tied):
 def test_sequences_sharded_inside_pipeline_stages_give_the_dense_gradients(comm, monkeypatch, layout, synchronous):
     """pipe x seq = 2 x 2 on four ranks: a ring inside each stage, and two pipelines through the shards."""
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
-    alone = parts_of(comm, 1)
-    expected, loss = gradients(alone, gpipe(1, 3))
-    alone.Free()
+    expected, loss = on_one_rank(3)
     with Mesh(comm, pipe=comm.size // 2 or 1, seq=min(2, comm.size)) as mesh:
         check_sharded(mesh, layout, expected, loss)
 

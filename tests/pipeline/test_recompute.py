@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from support import dense
-from support.small_gpt import gradients, parts_of
+from support.small_gpt import gradients, on_one_rank, shared_out
 
 from mpipipe import Pipeline, nn, schedules, tracing
 from mpipipe.comm.tags import Tags
@@ -38,20 +38,14 @@ def recomputed(name, ranks, chunks, microbatches, share):
 @pytest.mark.parametrize("name, chunks, share", CASES)
 def test_gradients_have_the_bits_of_1f1b_on_1_2_and_4_ranks(comm, name, chunks, share):
     options = dict(rows=6, steps=2, dropout=0.25, tied=True, dtype="float32")
-    alone = parts_of(comm, 1)
-    expected, loss = gradients(alone, one_f_one_b(1, 5), **options)
-    alone.Free()
-    for ranks in (1, 2, 4):
-        if comm.size % ranks:
-            continue
-        group = parts_of(comm, ranks)
+    expected, loss = on_one_rank(5, **options)
+    for _, (_, ranks, _), group in shared_out(comm, [(name, ranks, chunks) for ranks in (1, 2, 4)]):
         schedule = recomputed(name, ranks, chunks, 5, share)
         assert ranks == 1 or schedule.recomputed
         found, found_loss = gradients(group, schedule, **options)
         assert found_loss == loss
         for key, gradient in found.items():
             assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, key)
-        group.Free()
 
 
 class Counted(nn.Stage):

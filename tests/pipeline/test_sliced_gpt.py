@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import dense
-from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
+from support.small_gpt import CUTS, MODEL, build, gradients, on_one_rank, shared_out, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths
@@ -27,21 +27,15 @@ def near(found, expected, what=""):
 def compare(comm, cuts, slices, lengths=None, microbatches=2, windows=None, **options):
     """Gradients and loss of all these schedules on parts of the ranks are those of whole sequences on one rank."""
     sizes = {} if windows is None else dict(windows=windows)
-    alone = parts_of(comm, 1)
-    expected, loss = gradients(alone, gpipe(1, microbatches), rows=3, **sizes, **options)
-    alone.Free()
+    expected, loss = on_one_rank(microbatches, rows=3, **sizes, **options)
     lengths = lengths or slice_lengths(SEQ, slices)
-    for number, (name, ranks, chunks) in enumerate(cuts):
-        if comm.size % ranks:
-            continue
-        group = parts_of(comm, ranks)
+    for number, (name, ranks, chunks), group in shared_out(comm, cuts):
         schedule = dense.build(name, ranks, chunks, microbatches, slices)
         how = dict(rows=3, recompute=number % 2 == 1, slice_lengths=lengths, **sizes, **options)
         found, found_loss = gradients(group, schedule, attend=Sliced(Local(), lengths), **how)
         near(found_loss, loss)
         for key, gradient in found.items():
             near(gradient, expected[key], (name, ranks, chunks, key))
-        group.Free()
 
 
 @pytest.mark.parametrize(
@@ -94,9 +88,7 @@ def test_packed_documents_evaluation_and_replicas(comm):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_slices_of_sequences_that_are_sharded_over_a_ring(comm, kind):
-    alone = parts_of(comm, 1)
-    expected, loss = gradients(alone, gpipe(1, 3))
-    alone.Free()
+    expected, loss = on_one_rank(3)
     lengths = (5, 4, 3)
     with Mesh(comm, pipe=comm.size // 2, seq=2) as mesh:
         schedule = one_f_one_b(mesh.pipe.size, 3, slices=3)

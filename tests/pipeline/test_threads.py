@@ -18,17 +18,15 @@ LONGER = [(GPT2, "float32"), (SIZES, "float64"), (GPT2, "float64"), (SIZES, "bfl
 STEPS = 20
 
 
-def trained(comm, layers, dtype, text):
+def trained(alone, layers, dtype, text):
     """The bytes of all parameters after some steps with clipping."""
     stage = nn.Stage(layers, dtype, seed=1)
     optimizer = optim.AdamW([stage], lr=1e-2)
-    alone = comm.Split(comm.rank)
     with Pipeline([stage], schedules.gpipe(1, 2), alone, loss=nn.softmax_cross_entropy) as pipeline:
         for _ in range(STEPS):
             pipeline.step(*text)
             optim.clip_by_global_norm([stage], 1.0)
             optimizer.step()
-    alone.Free()
     return {name: array.tobytes() for name, array in stage.parameters.items()}
 
 
@@ -51,10 +49,10 @@ def for_all_threads(monkeypatch, train):
 @pytest.mark.parametrize(
     ("sizes", "dtype"), [(SIZES, "float32"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONGER)]
 )
-def test_a_gpt(comm, monkeypatch, sizes, dtype):
+def test_a_gpt(alone, monkeypatch, sizes, dtype):
     text = np.random.default_rng(0).integers(0, 40, (2, 4, sizes["seq"]))
     model = GPT(**sizes, dropout=0.1)
-    for_all_threads(monkeypatch, lambda: trained(comm, model.build(Local(causal=True)), dtype, text))
+    for_all_threads(monkeypatch, lambda: trained(alone, model.build(Local(causal=True)), dtype, text))
 
 
 def test_slices_that_share_keys_add_in_their_order(monkeypatch):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
+
 import numpy as np
+from mpi4py import MPI
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.attention import Local
 from mpipipe.language.models import GPT
-from mpipipe.schedules import partition
+from mpipipe.schedules import gpipe, partition
 from support import dense
 
 MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq=12)
@@ -50,6 +54,29 @@ def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, slice
     return {name: arrays.download(stage.gradients[name]) for stage in stages for name in stage.gradients}, result.loss
 
 
+@cache
+def on_one_rank(microbatches, **options):
+    """The same of one rank, which each makes once; `options` may be of any kind that a dict has as a key."""
+    alone = MPI.COMM_SELF.Dup()
+    found = gradients(alone, gpipe(1, microbatches), **options)
+    alone.Free()
+    return found
+
+
 def parts_of(comm, size):
     """A communicator of `size` ranks that this rank is in, so that all ranks work at once."""
     return comm.Split(comm.rank // size, comm.rank)
+
+
+def shared_out(comm, cuts):
+    """(number, cut, communicator) of those of CUTS that the ranks of this one run: each is run by one part of them."""
+    parts = {ranks: parts_of(comm, ranks) for ranks in (1, 2, 4) if comm.size % ranks == 0}
+    turns = Counter()
+    for number, cut in enumerate(cuts):
+        ranks = cut[1]
+        if ranks in parts:
+            turns[ranks] += 1
+            if turns[ranks] % (comm.size // ranks) == comm.rank // ranks:
+                yield number, cut, parts[ranks]
+    for part in parts.values():
+        part.Free()

@@ -23,6 +23,8 @@ from mpipipe.train.trainer import Trainer
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
+    if comm is None:
+        return None
     return config_in(mpi_tmp_path, comm, steps=5, eval_every=5, device="auto")
 
 
@@ -42,14 +44,17 @@ def close_curves(found, expected, dtype):
         close(found, expected, path(MODEL, 8 * MODEL.seq), growth * np.abs(expected), dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", *(pytest.param(name, marks=pytest.mark.long) for name in ("float64", "float16"))]
-)
+FEW, LONG = [pytest.mark.few], [pytest.mark.few, pytest.mark.long]
+DTYPES = [("float32", ()), ("bfloat16", FEW), ("float64", LONG), ("float16", LONG)]
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(name, marks=marks) for name, marks in DTYPES])
 def test_a_training_on_the_gpu_takes_the_steps_of_the_host(gpu, comm, config, dtype):
     keys = dict(dtype=dtype, dropout=0.1, pipe=max(1, comm.size // 2))
     close_curves(*(curve_of(config(device, device=device, **keys), comm) for device in ("cpu", "cuda")), dtype)
 
 
+@pytest.mark.few
 def test_packed_documents_on_the_gpu_give_the_steps_of_the_host(gpu, comm, config, mpi_tmp_path):
     """Each line of the text is a file, and so a document."""
     folder = mpi_tmp_path / "lines"
@@ -63,6 +68,7 @@ def test_packed_documents_on_the_gpu_give_the_steps_of_the_host(gpu, comm, confi
     close_curves(*(curve_of(config(device, device=device, **keys), comm) for device in ("cpu", "cuda")), "float32")
 
 
+@pytest.mark.few
 def test_a_gradient_that_is_not_finite_ends_the_training_with_its_step(gpu, comm, config, monkeypatch):
     """Where one GPU has the whole model it is found with the next record, or before."""
 
@@ -78,6 +84,7 @@ def test_a_gradient_that_is_not_finite_ends_the_training_with_its_step(gpu, comm
         train(config(log_every=10, pipe=comm.size), GPT, comm)
 
 
+@pytest.mark.few
 def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, capsys, monkeypatch):
     seen = []
 
@@ -93,6 +100,7 @@ def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, 
     assert ("on GPUs" in printed and "--- sample" in printed) == (comm.rank == 0)
 
 
+@pytest.mark.few
 def test_a_rank_without_the_kernel_that_was_asked_for_stops_all_before_the_first_step(gpu, comm, config, monkeypatch):
     if gpu.real:
         pytest.skip("needs the changeable machine of the emulated device")

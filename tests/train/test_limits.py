@@ -33,6 +33,7 @@ ABSURD = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("keys", "match"), ABSURD)
 def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mpi_tmp_path, keys, match):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

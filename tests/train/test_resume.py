@@ -24,11 +24,14 @@ from mpipipe.options import option_of
 from mpipipe.train import resume, train
 from mpipipe.train.trainer import Trainer
 
+pytestmark = pytest.mark.few
 LossScaler = optim.LossScaler
 
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
+    if comm is None:
+        return None
     return config_in(mpi_tmp_path, comm, steps=6, eval_every=3, sample_bytes=8, save_every=2, pipe=comm.size)
 
 
@@ -128,6 +131,7 @@ CUTS = {
 }
 
 
+@pytest.mark.few(False)
 @pytest.mark.mpi(min_size=2)
 def test_a_checkpoint_is_resumed_on_another_mesh(comm, config, cut_short):
     exact = dict(dtype="float64", tied=True)
@@ -147,7 +151,7 @@ def test_a_checkpoint_is_resumed_on_another_mesh(comm, config, cut_short):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=[pytest.mark.long, pytest.mark.few(False)])])
 def test_a_sharded_optimizer_trains_the_same_and_goes_on_with_and_without_shards(comm, config, cut_short, pipe):
     """To the bit: on the same replicas, and on others, where sums over replicas round in another way."""
     keys = dict(tied=True, dtype="float16" if pipe == 1 else "float32", check_weights=2)

@@ -24,6 +24,7 @@ from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
+pytestmark = pytest.mark.few
 LAST_LINE = re.compile(
     r"mpipipe: ok steps=(\d+) loss=(\d+\.\d{4}) validation=(\d+\.\d{4}) tokens/s=(\d+) "
     r"bubble=(\d\.\d{4}) predicted=(\d\.\d{4})"
@@ -34,6 +35,8 @@ STEPS = 1000 if harness.AT_LENGTH else 400
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
+    if comm is None:
+        return None
     return config_in(mpi_tmp_path, comm, steps=6, eval_every=3)
 
 
@@ -67,6 +70,7 @@ def test_a_training_learns_and_says_so(comm, config, capsys):
     assert found[3] == f"{record.validation:.4f}"
 
 
+@pytest.mark.few(False)
 @pytest.mark.parametrize(("tied", "steps"), [(False, 6), (True, 6), pytest.param(False, 40, marks=pytest.mark.long)])
 def test_loss_curves_of_all_cuts_agree_to_rounding(comm, config, tied, steps):
     cuts = [dict(pipe=pipe) for pipe in (1, 2, 4) if comm.size % pipe == 0]
@@ -124,6 +128,7 @@ def test_memory_stays_flat_over_hundreds_of_steps(comm, config, monkeypatch):
     assert (max(pages) - pages[0]) * os.sysconf("SC_PAGE_SIZE") < 4 << 20
 
 
+@pytest.mark.few(False)
 def test_only_the_ranks_of_the_first_and_last_stage_open_the_data(comm, config, monkeypatch):
     opened, original = [], data.DataListing.open
     monkeypatch.setattr(data.DataListing, "open", lambda *arguments: opened.append(1) or original(*arguments))
@@ -238,6 +243,7 @@ def test_ranks_with_other_contents_of_the_same_name_and_size_are_told(comm, conf
     assert caught.value.found == f"other data on rank {comm.size - 1}"
 
 
+@pytest.mark.few(False)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "layout", ["zigzag", *(pytest.param(name, marks=pytest.mark.long) for name in ("contiguous", "striped"))]
@@ -269,6 +275,7 @@ def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, op
     assert ("loss_scale" in last) == (dtype == "float16") and "loss_scale" not in metrics(single)[-1]
 
 
+@pytest.mark.few(False)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_steps_whose_gradients_overflow_are_skipped_by_every_rank_until_the_scale_fits(comm, config, monkeypatch):
     monkeypatch.setattr(optim, "LossScaler", partial(optim.LossScaler, initial=2.0**24))

@@ -20,12 +20,15 @@ from mpipipe.nn.layers.head_slices import TILE_BYTES
 from mpipipe.planning.problem import declared, layers_with
 from mpipipe.train import TrainConfig, train
 
+pytestmark = pytest.mark.few
 LORA = "2,4,q_proj,v_proj,down_proj"
 
 
 @pytest.fixture
 def base(comm, mpi_tmp_path):
     """A model folder of a Llama, written by hand."""
+    if comm is None:
+        return None
     if comm.rank == 0:
         config = theirs.CONFIGS["llama"]
         theirs.write_folder(Path(mpi_tmp_path, "base"), config, theirs.tensors_of(config))

@@ -20,6 +20,7 @@ from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.train import TrainConfig, train
 
+pytestmark = pytest.mark.few
 FAMILIES = {
     "llama": {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
