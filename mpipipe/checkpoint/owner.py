@@ -1,17 +1,15 @@
 """One owner of a folder: the file owner.json in it names the job that writes there.
 
-The first job creates the file (O_EXCL). Where there is one, a job looks whether its owner lives,
-which can be known on the owner's own host alone, by the id and start time of the process that leads
-it:
+The first job creates the file (O_EXCL). Where there is one, its owner
 
-    lives, or may live on another host          wait some seconds for it to leave, then OwnerError
-    has died, or its host has started anew      replace it
-    an earlier start of the same job of SLURM   replace it: SLURM ends the one before it starts the next
+    lives, or may live on another host          OwnerError
+    has died, or its host has started anew      is replaced
+    is an earlier start of the same SLURM job   is replaced: SLURM ends one before it starts the next
 
-An owner is replaced by a claim with its token in the name, which one job alone can create. It is
-renamed to owner.json, and the job whose token is found there has won. A claim whose job has died is
-removed by the same rules. A job that has lost its folder, as one whose owner.json was removed,
-finds another token before it gives a file its name.
+Whether it lives can be known on its own host alone, by the id and start time of the process that
+leads the job. Of several jobs that replace a dead owner the last one has the folder: each looks
+again after SETTLING_SECONDS. A job that has lost its folder, as one that was stopped or whose
+owner.json was removed, finds another token before it gives a file its name.
 """
 
 from __future__ import annotations
@@ -23,25 +21,25 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from mpipipe import files
 from mpipipe.errors import OwnerError
-from mpipipe.job import RankGroup, current_rank, is_rank, wait_locally, write
+from mpipipe.job import RankContext, RankGroup, current_rank, is_rank, write
 
-Explain = Callable[
-    [Path], AbstractContextManager[None]
-]  # turns an OSError of a folder into an error of this package
+# turns an OSError of a folder into an error of this package
+Explain = Callable[[Path], AbstractContextManager[None]]
 NAME = "owner.json"
-CLAIM = "owner.json.after-"
 MOST_BYTES = 1 << 20
-LIVING_SECONDS = 10.0  # that a job waits for an owner that lives: it may be about to leave
+SETTLING_SECONDS = 1.0
 # the id of a batch job, and the variable that counts its starts, where there is one
 JOBS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "PBS_JOBID": ""}
+_owners: WeakKeyDictionary[RankContext, list[Owner]] = WeakKeyDictionary()
 
 
 class Owner:
@@ -57,14 +55,12 @@ class Owner:
         self.made = made
         self.holds = holds
         self.users = 1
-        current_rank().owners.append(self)
+        _owners.setdefault(current_rank(), []).append(self)
         if holds:
             atexit.register(self._release_all)  # in a program that ends without closing its saver
 
     def check(self) -> None:
-        """Raise OwnerError if the folder is not this job's any more; to be called before a
-        write.
-        """
+        """Raise OwnerError if the folder is not this job's any more; call it before a write."""
         try:
             owner = read(self.folder / NAME)
         except FileNotFoundError:
@@ -81,9 +77,7 @@ class Owner:
             )
 
     def is_taken(self) -> bool:
-        """Whether another job has the folder. Where no job has it, this one may have released it on
-        another rank.
-        """
+        """True if another job has the folder; not where this one has released it on another rank."""
         try:
             record = read(self.folder / NAME)
         except OSError:
@@ -97,9 +91,10 @@ class Owner:
     def release(self) -> None:
         """Let other jobs have the folder, where this rank holds the file. Never raises OSError."""
         self.users -= 1
-        if self.users > 0 or self not in current_rank().owners:
+        owners = _owners.get(current_rank(), [])
+        if self.users > 0 or self not in owners:
             return
-        current_rank().owners.remove(self)
+        owners.remove(self)
         if not self.holds or not is_rank():
             return
         atexit.unregister(self._release_all)
@@ -112,9 +107,7 @@ class Owner:
 
 @contextmanager
 def released_at_end(owner: Owner, group: RankGroup) -> Iterator[None]:
-    """Release a folder at the end of the block. Where the group comes to it alike, each rank knows
-    that it is free.
-    """
+    """Release a folder at the end of the block; if all ranks come to it, each knows it is free."""
     together = True
     try:
         yield
@@ -128,10 +121,8 @@ def released_at_end(owner: Owner, group: RankGroup) -> Iterator[None]:
 
 
 def owner_of(path: Path) -> Owner | None:
-    """Return what this rank knows of the ownership of `path`, or of a folder above it; None if its
-    job has none.
-    """
-    for owner in current_rank().owners:
+    """Return the ownership of `path`, or of a folder above it; None if this job has none."""
+    for owner in _owners.get(current_rank(), []):
         if owner.folder == path or owner.folder in path.parents:
             return owner
     return None
@@ -145,14 +136,12 @@ def check_owned(path: Path) -> None:
 
 
 def is_owner_file(name: str) -> bool:
-    """Whether a file of this name says who owns a folder."""
-    return name == NAME or name.startswith(CLAIM)
+    """True for the file that says who owns a folder, also while it is written."""
+    return name.startswith(NAME)
 
 
 def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
-    """Take part in the ownership of a folder that this job has already, or take it; collective. See
-    `take_folder`.
-    """
+    """Share this job's ownership of a folder, or take the folder (`take_folder`); collective."""
     place = None
     if group.rank == 0:
         known = owner_of(folder.absolute())
@@ -170,102 +159,56 @@ def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
 def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     """Make the folder that rank 0 names this job's, and make it where it is missing; collective.
 
-    Raises, on every rank, OwnerError where another job keeps it, and what `explained` makes of an
+    Raises, on every rank, OwnerError where another job has it, and what `explained` makes of an
     OSError.
     """
 
-    def take() -> tuple[Path, str, bool]:
+    def take_it() -> tuple[Path, str, bool]:
         record = OwnerRecord.of_this_job()
         with explained(folder):
             made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            taking = Taking(folder / NAME, record)
-            wait_locally(taking.ended, f"the owner of {folder} to leave")
+            take(folder / NAME, record)
         return folder, record.token, made
 
-    folder, token, made = group.from_one("the owner of a folder", take)
+    folder, token, made = group.from_one("the owner of a folder", take_it)
     return Owner(folder, token, made, holds=group.rank == 0)
 
 
-class Taking:
-    """A try to become the owner of a folder by the file `path`, which goes on until it has
-    `ended`.
-    """
-
-    def __init__(self, path: Path, record: OwnerRecord) -> None:
-        self.path = path
-        self.record = record
-        self._begin = time.monotonic()
-        self._told = False
-
-    def ended(self, seconds: float) -> bool:
-        """Look once more, and return whether the folder is this job's. Raises OSError and
-        OwnerError.
-        """
-        if _create(self.path, self.record):
-            return True
-        with suppress(FileNotFoundError):  # it was released, or another job was faster
-            owner = read(self.path)
-            if owner is not None and owner.token == self.record.token:
-                return True
-            if self._is_left(self.path, owner):
-                self._replace(owner)
-        time.sleep(seconds)
-        return False
-
-    def _is_left(self, path: Path, owner: OwnerRecord | None) -> bool:
-        """Whether the job that a file names writes no more. Raises OwnerError for one that lives on
-        after all.
-        """
-        late = time.monotonic() - self._begin > LIVING_SECONDS
-        # a file that stays cut short is of a job that died while it wrote it
-        if late if owner is None else owner.has_ended(self.record):
-            return True
-        if late:
-            raise OwnerError(
-                "another job owns the folder",
-                found=f"{owner}, in {path}",
-                expected="a folder that no other job writes to",
-                remedy="wait for the end of that job, or choose another folder; if it hangs, end "
-                "its processes; if it "
-                f"has died on another host, remove {path}",
-            )
-        if not self._told:
-            self._told = True
-            owns = owner or "a job that has not said who it is"
-            write(
-                f"mpipipe: {path.parent} is owned by {owns}; waits {LIVING_SECONDS:g} s for it to "
-                "leave\n"
-            )
-        return False
-
-    def _replace(self, owner: OwnerRecord | None) -> None:
-        """Put this job in the place of a dead owner, unless another job does that at the same
-        time.
-        """
-        token = "none" if owner is None else owner.token
-        claim = self.path.with_name(f"{CLAIM}{token}")
-        if not _create(claim, self.record):
-            if self._is_left(claim, read(claim)):
-                claim.unlink()
-            return
-        try:
-            if read(self.path) == owner:
-                claim.rename(self.path)
-                write(
-                    f"mpipipe: {self.path.parent} was owned by {owner or 'a job'}, which is dead: "
-                    "taken over\n"
-                )
-        finally:
-            claim.unlink(missing_ok=True)
+def take(path: Path, record: OwnerRecord) -> None:
+    """Make the job of `record` the owner by the file `path`. Raises OSError and OwnerError."""
+    if _create(path, record):
+        return
+    try:
+        owner = read(path)
+        if owner is None:  # just made by another job, or cut short by one that died
+            time.sleep(SETTLING_SECONDS)
+            owner = read(path)
+    except FileNotFoundError:  # released meanwhile
+        return take(path, record)
+    if owner is not None and not owner.has_ended(record):
+        raise OwnerError(
+            "another job owns the folder",
+            found=f"{owner}, in {path}",
+            expected="a folder that no other job writes to",
+            remedy="wait for the end of that job, or choose another folder; if it hangs, end "
+            f"its processes; if it has died on another host, remove {path}",
+        )
+    new = path.with_name(f"{NAME}.{record.token}")
+    _create(new, record)
+    new.rename(path)
+    time.sleep(SETTLING_SECONDS)
+    winner = read(path)
+    if winner is None or winner.token != record.token:  # another job came later
+        return take(path, record)
+    write(f"mpipipe: {path.parent} was owned by {owner or 'a job'}, which is dead: taken over\n")
 
 
 def _create(path: Path, record: OwnerRecord) -> bool:
     """Create a file with a record; return False where there is one. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-        )
+        descriptor = os.open(path, flags, 0o644)
     except FileExistsError:
         return False
     try:
@@ -290,13 +233,13 @@ def read(path: Path) -> OwnerRecord | None:
     with open(files.open_regular(path), "rb") as file:
         content = file.read(MOST_BYTES)
     try:
-        facts = json.loads(content)
-        kinds = {name: type(value).__name__ for name, value in facts.items()}
-        int(facts["token"], 16)  # it becomes part of a name
-        int(facts["starts"])
-        return OwnerRecord(**facts) if kinds == OwnerRecord.__annotations__ else None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        record = OwnerRecord(**json.loads(content))
+    except (ValueError, TypeError, RecursionError):
         return None
+    for name, kind in OwnerRecord.__annotations__.items():
+        if type(getattr(record, name)).__name__ != kind:
+            return None
+    return record
 
 
 @dataclass(frozen=True)
@@ -306,39 +249,41 @@ class OwnerRecord:
     token: str
     host: str
     machine: str  # names the boot of the host and the space of process ids, in which `process` is
-    process: int  # that leads the job, and when it was started
-    start: str
+    process: int  # that leads the job
+    start: str  # of that process
     job: str  # number of the scheduler's job with the variable that has it, "" without one
-    starts: str  # how often the scheduler has started the job again, "0" where it does not count
+    starts: int  # how often the scheduler has started the job again, where it counts
     since: str
 
     @classmethod
     def of_this_job(cls) -> OwnerRecord:
         """Describe the job that this process leads."""
-        own = os.getpid()
-        since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-        host, (job, starts) = socket.gethostname(), _job(os.environ)
+        job = ""
+        starts = ""
+        for name, count in JOBS.items():
+            if os.environ.get(name) and not job:
+                job = f"{name} {os.environ[name]}"
+                starts = os.environ.get(count, "")
         return cls(
-            secrets.token_hex(8),
-            host,
-            this_machine(),
-            own,
-            _start_of(own) or "",
-            job,
-            starts,
-            since,
+            token=secrets.token_hex(8),
+            host=socket.gethostname(),
+            machine=this_machine(),
+            process=os.getpid(),
+            start=start_of(os.getpid()) or "",
+            job=job,
+            starts=int(starts) if starts.isdigit() else 0,
+            since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
         )
 
     def has_ended(self, other: OwnerRecord) -> bool:
-        """Whether this owner writes no more, as far as the job of `other`, on this machine, can
-        know.
-        """
+        """True if this owner writes no more, as far as the job of `other`, on this host, can know."""
         if self.machine == other.machine:
-            return _start_of(self.process) not in (self.start, HIDDEN)
-        boot, own_boot = (record.machine.rpartition(" ")[0] for record in (self, other))
-        if boot and own_boot and boot != own_boot and self.host == other.host:
+            return start_of(self.process) not in (self.start, HIDDEN)
+        boot = self.machine.rpartition(" ")[0]
+        other_boot = other.machine.rpartition(" ")[0]
+        if boot and other_boot and boot != other_boot and self.host == other.host:
             return True
-        return bool(other.job) and self.job == other.job and int(self.starts) < int(other.starts)
+        return bool(other.job) and self.job == other.job and self.starts < other.starts
 
     def __str__(self) -> str:
         job = f"{self.job}, " if self.job else ""
@@ -349,15 +294,13 @@ class OwnerRecord:
 HIDDEN = "hidden"
 
 
-def _start_of(number: int) -> str | None:
-    """Return when a process of this machine began, in ticks since the boot; None if it has
-    ended.
-    """
+def start_of(process: int) -> str | None:
+    """Return when a process of this machine began, in ticks since the boot; None if it is gone."""
     with suppress(OSError):
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     try:  # it may be that of another user in a /proc that is mounted with hidepid
-        os.kill(number, 0)
+        os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return None
     except OSError:
@@ -372,13 +315,3 @@ def this_machine() -> str:
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return secrets.token_hex(8)  # like no other: nothing is known of its processes
-
-
-def _job(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the number of the batch job with its variable, and how often it was started again; ""
-    without one.
-    """
-    for name, count in JOBS.items():
-        if environment.get(name):
-            return f"{name} {environment[name]}", environment.get(count) or "0"
-    return "", "0"

@@ -1,7 +1,9 @@
-"""A job of ranks, from its first communicator to its exit code. The room that initialises MPI, and
-only when called.
+"""A job of ranks, from its first communicator to its exit code.
 
-where a rank stands      runtime (world), settings, cores, types; context: its state and what it knows of the others
+This room initialises MPI, and only when called.
+
+where a rank stands      runtime (world), settings, cores, types
+its state                context: also what it knows of the others, by the messages of control
 agreement                group, consensus, communicators
 waiting                  wait, requests
 hangs                    flight, watch/
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         raise_on_all,
     )
     from mpipipe.job.context import (
+        RankContext,
         current_rank,
         in_place_of,
         is_rank,

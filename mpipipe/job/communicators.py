@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import Any
 from zlib import crc32
@@ -18,10 +18,10 @@ import numpy as np
 
 from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
-from mpipipe.job.context import Making, current_rank, whoami
+from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
-from mpipipe.job.types import AnyCommunicator, Communicator, Testable
-from mpipipe.job.wait import LongWait, advancing_first
+from mpipipe.job.types import AnyCommunicator, Communicator, Meeting, Testable
+from mpipipe.job.wait import MakingWait, advancing_first
 
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
@@ -29,27 +29,24 @@ ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 def wait_for_ranks(
     request: Testable,
     what: str,
-    members: Collection[int],
+    members: tuple[int, ...],
     grace: float = 0.0,
-    making: Making | None = None,
+    meeting: Meeting | None = None,
 ) -> None:
     """Wait, before there is a group, while the world ranks `members` make a communicator together.
 
     Messages of other groups, also of those that have failed, say that a rank does not come: it
-    raised in such a wait, its script has ended `grace` seconds ago, or it waits for this rank
-    elsewhere (`making`).
+    raised in such a wait, or its script has ended `grace` seconds ago.
     """
     context = current_rank()
     test = advancing_first(context, request.Test) if context.advancing else request.Test
     try:
-        with LongWait(
-            context, what, absent=frozenset(members), grace=grace, making=making
-        ) as long_wait:
+        with MakingWait(context, what, members, meeting, grace) as wait:
             while not context.withdrawn.keys().isdisjoint(members) or not test():
-                if time.perf_counter() - long_wait.start < context.patience:
+                if time.perf_counter() - wait.start < context.patience:
                     os.sched_yield()
                     continue
-                long_wait.look()
+                wait.look()
                 time.sleep(context.pause)
     except BaseException as error:
         context.withdraw(members, error)
@@ -62,20 +59,19 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
     When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
     """
     members = world_ranks(comm)
-    counts = current_rank().makings
-    code = crc32(repr(members).encode())
-    counts[code] += 1
+    makings = current_rank().makings
+    name = (crc32(repr(members).encode()),)
+    makings[name] += 1
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
-    wait_for_ranks(own(request), what, members, making=Making(code, counts[code]))
+    wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
     if new.size > 1:
-        mine = np.array([counts[code]], np.int64)
+        mine = np.array([makings[name]], np.int64)
         table = np.empty(new.size, np.int64)
         request = own(new.Iallgather(mine, table))
         wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
-        # Where a making has failed, not all ranks have begun it: from here on they count alike
-        # again.
-        counts[code] = int(table.max())
+        # Where a making has failed, not all ranks have begun it: they count alike again from here.
+        makings[name] = int(table.max())
     return new
 
 
@@ -95,18 +91,14 @@ def world_ranks(comm: Communicator) -> tuple[int, ...]:
 
 
 def split(comm: Communicator, color: int, key: int, name: str) -> Communicator:
-    """Return the ranks of a private communicator with this `color`, by `key`; call it right after
-    an agreement.
-    """
+    """Return the ranks with this `color`, by `key`; call it right after an agreement."""
     part = comm.Split(color, key)
     part.Set_name(f"mpipipe {name}")
     return part
 
 
 def rank_on_host(comm: Communicator) -> int:
-    """Return the position of this rank among those of its host; call it right after an
-    agreement.
-    """
+    """Return the place of this rank on its host; call it right after an agreement."""
     node = comm.Split_type(runtime.library_of(comm).COMM_TYPE_SHARED)
     try:
         return node.rank
@@ -114,7 +106,7 @@ def rank_on_host(comm: Communicator) -> int:
         node.Free()
 
 
-# -- Objects that belong to a user's communicator: made once, and closed when that communicator is freed --
+# -- Objects that belong to a user's communicator: made once, closed when it is freed --------------
 #
 # MPI calls this attribute caching. This package has one key; its value is a dict of what belongs to
 # the communicator.
@@ -125,13 +117,14 @@ _keyvals: dict[ModuleType, int] = {}  # for MPI, and for ranks in one process
 
 
 def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return `make()` on the first call with this `key` on `comm`, the same object later. `make`
-    may be collective.
+    """Return `make()` on the first call with this `key` on `comm`, the same object later.
+
+    `make` may be collective.
     """
-    kept = attributes(comm)
-    if key not in kept:
-        kept[key] = make()
-    return kept[key]
+    items = attributes(comm)
+    if key not in items:
+        items[key] = make()
+    return items[key]
 
 
 def attributes(comm: Communicator) -> dict[Hashable, Any]:
@@ -139,13 +132,14 @@ def attributes(comm: Communicator) -> dict[Hashable, Any]:
     library = runtime.library_of(comm)
     if library not in _keyvals:  # one key for all, although threads may come here at once
         _keyvals.setdefault(library, library.Comm.Create_keyval(delete_fn=_close_all))
-    kept: dict[Hashable, Any] | None = comm.Get_attr(_keyvals[library])
-    if kept is None:
-        comm.Set_attr(_keyvals[library], kept := {})
-    return kept
+    items: dict[Hashable, Any] | None = comm.Get_attr(_keyvals[library])
+    if items is None:
+        items = {}
+        comm.Set_attr(_keyvals[library], items)
+    return items
 
 
-def _close_all(comm: Communicator, _keyval: int, kept: dict[Hashable, Any]) -> None:
+def _close_all(comm: Communicator, _keyval: int, items: dict[Hashable, Any]) -> None:
     """Close what belongs to a communicator that is freed; both are collective.
 
     COMM_WORLD is never freed: MPI_Finalize deletes its attributes, and nothing can be closed any
@@ -153,7 +147,7 @@ def _close_all(comm: Communicator, _keyval: int, kept: dict[Hashable, Any]) -> N
     """
     if comm == runtime.library_of(comm).COMM_WORLD:
         return
-    for item in reversed(kept.values()):  # the group, in which the others were made, last
+    for item in reversed(items.values()):  # the group, in which the others were made, last
         try:
             item.close()
         except MpipipeError as error:  # out of a callback of MPI it could not be caught

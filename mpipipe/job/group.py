@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,7 +21,7 @@ from mpipipe.job.consensus import Ballot, Facts, spread
 from mpipipe.job.context import OpenGroup, current_rank
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Testable
-from mpipipe.job.wait import Condition, wait_for
+from mpipipe.job.wait import wait_for
 from mpipipe.job.watch.watchdog import enrol, watch
 
 T = TypeVar("T")
@@ -143,25 +142,10 @@ class RankGroup(OpenGroup):
         return communicators.split(self.comm, color, key, name)
 
     def close(self) -> None:
-        """Free the communicator; may be called twice. After a failure it is kept for messages under
-        way.
-        """
+        """Free the communicator; may be called twice. After a failure messages may be under way."""
         if self.closed or self.failure is not None:
             return
         self.agree("close")
-        self.closing = (
-            True  # from here on no rank sends WAITING, so that the number of messages is final
-        )
-        messages = int(self.agree("close: the number of notes", values=[self.sent])[:, 0].sum())
-        with self.failing("close"):
-            self.wait(
-                Condition(partial(self.settled, messages)),
-                "the last notes of a group",
-                everyone=True,
-            )
-        while self.agree("close: notes on their way", values=[self.on_the_way])[:, 0].sum():
-            with self.context.lock:
-                self.read_messages()
         self._detach()
         self.closed = True
         self.comm.Free()

@@ -1,218 +1,28 @@
-"""Several ranks in one process, a thread each, with the few methods of an mpi4py communicator that
-mpipipe uses.
+"""Several ranks in one process, a thread each.
 
 For unit tests, and for trying a pipeline on a machine without MPI; it is never chosen in place of
-MPI. It is stricter than MPI: a receive must have exactly the sender's length and dtype, all ranks
-must call the same collective, and nothing may be left unreceived at the end. Sends can be
-synchronous, and messages can be delayed at random.
-
-Besides `run`, this module has the names of mpi4py.MPI that the methods of a communicator go with,
-so that `runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED,
-IN_PLACE and TAG_UB.
+MPI. Their communicator is in threads.py.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, TypeVar
-
-import numpy as np
+from collections.abc import Callable
+from typing import TypeVar
 
 from mpipipe.errors import ArgumentError, HangError, MpipipeError, PeerError
-from mpipipe.job.context import RankContext, adopt
+from mpipipe.job import settings
+from mpipipe.job.context import Failure, adopt
+from mpipipe.job.threads import InProcessError, ThreadCommunicator, World
+from mpipipe.job.watch import verdict
+from mpipipe.job.watch.channel import make_dump
 
-__all__ = ["InProcessError", "run"]
+__all__ = ["InProcessError", "ThreadCommunicator", "run"]
 
-ANY = -1
-PAUSE = 2e-5
-LOOK_SECONDS = 0.5  # between two looks at the errors of ranks
-QUIET_SECONDS = 0.5  # before a rank whose function has returned tells the others that it has left
-GRACE_SECONDS = 1.0  # once a rank has reported a hang: for each of the others to learn of it
-Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
-Box: TypeAlias = tuple[Context, int]  # of a rank of a communicator
-Finish: TypeAlias = Callable[[list[Any]], object]  # what a rank does with the values of all ranks
+LOOK_SECONDS = 0.2  # between two looks at the ranks
+GRACE_SECONDS = 1.0  # once ranks hang: for each of them to learn of it
 Result = TypeVar("Result")
-
-
-class InProcessError(MpipipeError, RuntimeError):
-    """The program under test broke a rule of message passing."""
-
-
-class World:
-    r"""What all ranks of one `inprocess.run` share: messages under way, and collectives that wait
-    for more ranks.
-
-    Isend  -> sent      \
-                          >  progress: matched in the order that MPI prescribes, copied, both done
-    Irecv  -> posted    /
-    Ixxx   -> meetings  one for each collective call; complete when all ranks have brought their value
-
-    Nothing happens by itself: as in MPI, messages advance when somebody tests a request.
-    """
-
-    def __init__(self, ranks: int, synchronous: bool, delay: float, seed: int, tag_ub: int) -> None:
-        self.synchronous = synchronous
-        self.delay = delay
-        self.tag_ub = tag_ub
-        self.random = random.Random(seed)
-        self.lock = threading.RLock()
-        self.sent: dict[Box, list[Send]] = defaultdict(list)
-        self.posted: dict[Box, list[Receive]] = defaultdict(list)
-        # (communicator, number of the collective call) -> its kind, and the value of each rank that
-        # has come
-        self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
-        self.broken = False  # whether a rank has failed, so that collectives cannot complete
-        self.contexts = {rank: RankContext() for rank in range(ranks)}
-        self.running = ranks
-        self.all_ended = threading.Event()
-        self.farewells = False  # whether a rank has told the others that it has left
-
-    def leave(self, rank: int, returned: bool) -> None:
-        """Note that the function of this rank has ended; tell the others, unless they end within
-        moments.
-        """
-        self.contexts[rank].ended = True
-        with self.lock:
-            self.running -= 1
-            if not self.running:
-                self.all_ended.set()
-        if not returned or self.all_ended.wait(QUIET_SECONDS):
-            return
-        self.farewells = True
-        for group in tuple(self.contexts[rank].groups):
-            group.leave()
-        for context in self.contexts.values():
-            context.left[rank] = f"the function of rank {rank} has returned"
-
-    def progress(self, box: Box) -> None:
-        """Match posted receives with sent messages, in the order that MPI prescribes."""
-        with self.lock:
-            sent = self.sent[box]
-            posted = self.posted[box]
-            for receive in list(posted):
-                message = next((m for m in sent if m.fits(receive.source, receive.tag)), None)
-                if message is not None and message.visible <= time.monotonic():
-                    posted.remove(receive)
-                    sent.remove(message)
-                    receive.complete(message)
-                    message.done = True
-
-    def check_nothing_left(self, context: Context | None = None) -> None:
-        """Raise InProcessError for a message without a receive, or the other way round; None: in
-        any communicator.
-        """
-        with self.lock:
-            for boxes, what in (
-                (self.sent, "was never received"),
-                (self.posted, "was posted, and nothing came"),
-            ):
-                for (where, dest), box in boxes.items():
-                    if box and context in (None, where):
-                        peer = f"from rank {box[0].source} " if box[0].source != ANY else ""
-                        text = f"a message {peer}to rank {dest} with tag {box[0].tag} {what}"
-                        raise InProcessError(text, rank=dest)
-
-
-class Send:
-    """The request of a sender; an array that is sent synchronously is not copied."""
-
-    def __init__(
-        self, world: World, box: Box, source: int, tag: int, array: np.ndarray, synchronous: bool
-    ) -> None:
-        self.world = world
-        self.box = box
-        self.source = source
-        self.tag = tag
-        self.array = array if synchronous else array.copy()
-        self.visible = time.monotonic() + (
-            world.random.uniform(0, world.delay) if world.delay else 0.0
-        )
-        self.done = not synchronous
-        with world.lock:
-            world.sent[box].append(self)
-
-    def fits(self, source: int, tag: int) -> bool:
-        """Return whether a receive from this source, with this tag, takes the message."""
-        return source in (ANY, self.source) and tag in (ANY, self.tag)
-
-    def Test(self) -> bool:
-        self.world.progress(self.box)
-        return self.done
-
-    def Cancel(self) -> None:
-        """A message that was sent stays sent."""
-
-
-class Receive:
-    """The request of a receiver."""
-
-    def __init__(self, world: World, box: Box, source: int, tag: int, array: np.ndarray) -> None:
-        self.world = world
-        self.box = box
-        self.source = source
-        self.tag = tag
-        self.array = array
-        self.done = False
-        self.error: InProcessError | None = None
-        with world.lock:
-            world.posted[box].append(self)
-
-    def complete(self, send: Send) -> None:
-        """Copy the message, which must fit exactly."""
-        self.done = True
-        sent = (send.array.nbytes, send.array.dtype)
-        expected = (self.array.nbytes, self.array.dtype)
-        if sent != expected:
-            self.error = InProcessError(
-                f"message from rank {send.source} with tag {send.tag} does not fit the receive "
-                "buffer",
-                rank=self.box[1],
-                found=f"{sent[0]} bytes of {sent[1]}",
-                expected=f"{expected[0]} of {expected[1]}",
-            )
-            return
-        self.array.reshape(-1)[...] = send.array.reshape(-1)
-
-    def Test(self) -> bool:
-        self.world.progress(self.box)
-        if self.error is not None:
-            raise self.error
-        return self.done
-
-    def Cancel(self) -> None:
-        with self.world.lock:
-            if self in self.world.posted[self.box]:
-                self.world.posted[self.box].remove(self)
-
-
-class MeetingRequest:
-    """One rank's request in a collective call; `values` are those of the ranks that have come."""
-
-    def __init__(
-        self, comm: ThreadCommunicator, values: dict[int, Any], finish: Finish | None
-    ) -> None:
-        self.comm = comm
-        self.values = values
-        self.finish = finish
-
-    def Test(self) -> bool:
-        if len(self.values) < self.comm.size:
-            if self.comm.world.broken:
-                raise PeerError("another rank failed during a collective")
-            return False
-        if self.finish is not None:
-            finish = self.finish
-            self.finish = None
-            finish([self.values[rank] for rank in range(self.comm.size)])
-        return True
-
-    def Cancel(self) -> None:
-        self.finish = None
 
 
 def run(
@@ -279,194 +89,62 @@ def run(
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        while thread.is_alive() and not any(
-            isinstance(error, HangError) for error in tuple(errors.values())
-        ):
-            thread.join(LOOK_SECONDS)
-        thread.join(
-            GRACE_SECONDS if thread.is_alive() else None
-        )  # a rank that hangs keeps none waiting
+    watch = ThreadWatch(world)
+    while watch.error is None and any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(LOOK_SECONDS / ranks)
+        watch.look()
+    if watch.error is not None:
+        for thread in threads:
+            thread.join(GRACE_SECONDS)  # a rank that hangs keeps none waiting
+        raise watch.error
     failed = [errors[rank] for rank in sorted(errors)]
+    for error in failed:
+        if not isinstance(error, PeerError):
+            raise error
     if failed:
-        raise next((error for error in failed if not isinstance(error, PeerError)), failed[0])
+        raise failed[0]
     if not world.farewells:
         world.check_nothing_left()
     return [results[rank] for rank in range(ranks)]
 
 
-class ThreadCommunicator:
-    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py. `members`
-    are world ranks.
+class ThreadWatch:
+    """The watchdog of ranks that are threads: it looks at them in their own memory.
+
+    It sets `error` where none has made progress for the limit, or some wait for each other. It does
+    not watch ranks while all of them compute.
     """
 
-    def __init__(self, world: World, context: Context, members: tuple[int, ...], rank: int) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.context = context
-        self.members = members
-        self.rank = rank
-        self.size = len(members)
-        self.name = ""
-        self._attributes: dict[int, Any] = {TAG_UB: world.tag_ub}
-        self._collectives = 0
+        self.limit = settings.watchdog()
+        self.error: MpipipeError | None = None
+        self._token: object = None
+        self._since = time.monotonic()
 
-    # -- messages ----------------------------------------------------------------------------------
-
-    def Isend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Send:
-        return self._send(buf, dest, tag, self.world.synchronous)
-
-    def Issend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Send:
-        return self._send(buf, dest, tag, True)
-
-    def _send(self, array: np.ndarray, dest: int, tag: int, synchronous: bool) -> Send:
-        for what, number, largest in (
-            ("tag out of range", tag, self.world.tag_ub),
-            ("no such rank", dest, self.size - 1),
-        ):
-            if not 0 <= number <= largest:
-                raise InProcessError(what, rank=self.rank, found=number, expected=f"0 to {largest}")
-        return Send(self.world, (self.context, dest), self.rank, tag, array, synchronous)
-
-    def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> Receive:
-        return Receive(self.world, (self.context, self.rank), source, tag, buf)
-
-    def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
-        with self.world.lock:
-            now = time.monotonic()
-            sent = self.world.sent[self.context, self.rank]
-            return any(message.fits(source, tag) and message.visible <= now for message in sent)
-
-    # -- collectives -------------------------------------------------------------------------------
-
-    def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> MeetingRequest:
-        mine = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
-
-        def finish(parts: list[np.ndarray]) -> None:
-            total = parts[0].copy()
-            for part in parts[1:]:
-                total += part
-            recvbuf[...] = total
-
-        return self._collective("Iallreduce", mine, finish)
-
-    def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> MeetingRequest:
-        def finish(parts: list[np.ndarray]) -> None:
-            recvbuf.reshape(self.size, -1)[...] = [part.reshape(-1) for part in parts]
-
-        return self._collective("Iallgather", sendbuf.copy(), finish)
-
-    def Iallgatherv(
-        self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
-    ) -> MeetingRequest:
-        whole, (counts, starts) = recvbuf  # in place: this rank's part lies there
-        ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
-
-        def finish(parts: list[np.ndarray]) -> None:
-            for at, part in zip(ranges, parts):
-                whole[at] = part
-
-        return self._collective("Iallgatherv", whole[ranges[self.rank]].copy(), finish)
-
-    def Ibcast(self, buf: np.ndarray, root: int = 0) -> MeetingRequest:
-        def finish(parts: list[np.ndarray]) -> None:
-            buf[...] = parts[root]
-
-        return self._collective("Ibcast", buf.copy(), finish)
-
-    def allgather(self, sendobj: Any) -> list[Any]:
-        gathered: list[Any] = []
-        request = self._collective("allgather", sendobj, gathered.extend)
-        while not request.Test():
-            time.sleep(PAUSE)
-        return gathered
-
-    def bcast(self, obj: Any, root: int = 0) -> Any:
-        return self.allgather(obj)[root]
-
-    def Barrier(self) -> None:
-        self.allgather(None)
-
-    def _collective(self, kind: str, value: Any, finish: Finish | None) -> MeetingRequest:
-        self._collectives += 1
-        world = self.world
-        key = (self.context, self._collectives)
-        with world.lock:
-            expected, values = world.meetings.setdefault(key, (kind, {}))
-            if expected != kind:
-                world.broken = True
-                raise InProcessError(
-                    "ranks call different collectives",
-                    rank=self.rank,
-                    found=kind,
-                    expected=expected,
-                )
-            values[self.rank] = value
-            if len(values) == self.size:
-                del world.meetings[key]
-        return MeetingRequest(self, values, finish)
-
-    # -- communicators and their attributes --------------------------------------------------------
-
-    def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
-        number = self._collectives
-        entries = sorted(
-            (k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color
-        )
-        ranks = [r for _, r in entries]
-        context = (*self.context, number, color)
-        members = tuple(self.members[r] for r in ranks)
-        return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
-
-    def Split_type(self, split_type: int, key: int = 0) -> ThreadCommunicator:
-        """Split by host: all ranks share the memory of one process."""
-        if split_type != COMM_TYPE_SHARED:
-            raise InProcessError(
-                "no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED"
+    def look(self) -> None:
+        """Compare where the ranks are."""
+        contexts = self.world.contexts
+        token = [context.progress_token() for context in contexts.values()]
+        if token != self._token or self.world.broken:
+            self._token = token
+            self._since = time.monotonic()
+            return
+        quiet = time.monotonic() - self._since
+        waiting = any(context.long_waits for context in contexts.values())
+        if quiet < min(self.limit, verdict.TELL_SECONDS) or not waiting:
+            return
+        dumps = {}
+        for rank, context in contexts.items():
+            dumps[rank] = make_dump(context, rank, quiet, self.limit)
+        self.error = verdict.mismatch(dumps)
+        if self.error is None and quiet > self.limit:
+            self.error = HangError(
+                f"no rank has made progress for {quiet:.1f} s",
+                found="\n    ".join(verdict.judge(dumps).lines()),
+                remedy=verdict.REMEDY,
             )
-        return self.Split(0, key)
-
-    def Dup(self) -> ThreadCommunicator:
-        return self.Split(0, self.rank)
-
-    def Idup(self) -> tuple[ThreadCommunicator, MeetingRequest]:
-        number = self._collectives
-        request = self._collective("Idup", None, None)
-        return ThreadCommunicator(
-            self.world, (*self.context, number, "dup"), self.members, self.rank
-        ), request
-
-    def Set_name(self, name: str) -> None:
-        self.name = name
-
-    @classmethod
-    def Create_keyval(cls, *, delete_fn: Callable[[ThreadCommunicator, int, Any], None]) -> int:
-        """Return a new key for attributes; `delete_fn(comm, key, value)` is called when a
-        communicator is freed.
-        """
-        keyval = next(_keyvals)
-        _delete_functions[keyval] = delete_fn
-        return keyval
-
-    def Get_attr(self, keyval: int) -> Any:
-        return self._attributes.get(keyval)
-
-    def Set_attr(self, keyval: int, attrval: Any) -> None:
-        self._attributes[keyval] = attrval
-
-    def Free(self) -> None:
-        for keyval, value in self._attributes.items():
-            if keyval in _delete_functions:
-                _delete_functions[keyval](self, keyval, value)
-        self.Barrier()
-        self.world.check_nothing_left(self.context)
-
-
-# -- names of mpi4py.MPI ---------------------------------------------------------------------------
-
-Comm = ThreadCommunicator
-COMM_WORLD = None  # each call of `run` has its own
-COMM_TYPE_SHARED = 1
-IN_PLACE = "in place"
-TAG_UB = 0
-_keyvals = itertools.count(1)
-_delete_functions: dict[int, Callable[[ThreadCommunicator, int, Any], None]] = {}
+        if self.error is not None:
+            for context in contexts.values():
+                context.add_failure(Failure(1, str(self.error)))

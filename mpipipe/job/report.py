@@ -132,7 +132,7 @@ def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
     raise SystemExit(code)  # the signal comes first
 
 
-# -- In a script that was started without `run_or_abort`: an exception on one rank ends the whole job --
+# -- In a script that was started without `run_or_abort`: an exception ends the whole job ----------
 #
 # The rank reports it as Python does, gives its peers some seconds to say where they were, and calls
 # MPI_Abort.
@@ -174,7 +174,7 @@ def suspended() -> Iterator[None]:
         _suspended.pop()
 
 
-# -- What happens at the end of a rank's script: its peers learn of it, so that none of them waits for it --
+# -- What happens at the end of a rank's script: its peers learn of it -----------------------------
 #
 # A process that a script forked is no rank: it says nothing when it ends.
 
@@ -188,8 +188,9 @@ def say_farewell() -> None:
 
 def stop_watching() -> None:
     """End the watchdog of this rank: MPI is about to be finalized."""
-    if is_rank() and current_rank().watchdog is not None:
-        current_rank().watchdog.stop()
+    watchdog = current_rank().watchdog
+    if is_rank() and watchdog is not None:
+        watchdog.stop()
 
 
 def before_finalize() -> None:

@@ -1,5 +1,4 @@
-"""MPI as this process finds it: the library, COMM_WORLD, and which library a communicator belongs
-to.
+"""MPI as this process finds it: the library, COMM_WORLD, and what library a communicator is of.
 
 mpi4py is imported when the first communicator is asked for, never by `import mpipipe`: a login node
 may have no MPI.
@@ -14,7 +13,7 @@ from types import ModuleType
 from typing import TypeGuard
 
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.job import inprocess, report
+from mpipipe.job import report, threads
 from mpipipe.job.settings import TAG_UB, refuse_singleton
 from mpipipe.job.types import Communicator, MpiCommunicator
 from mpipipe.text import how_to_install
@@ -120,16 +119,14 @@ def resolve(comm: Communicator | None = None) -> Communicator:
     return comm
 
 
-def in_process(comm: object) -> TypeGuard[inprocess.ThreadCommunicator]:
+def in_process(comm: object) -> TypeGuard[threads.ThreadCommunicator]:
     """Return whether the ranks of `comm` are threads of this process, without MPI."""
-    return isinstance(comm, inprocess.ThreadCommunicator)
+    return isinstance(comm, threads.ThreadCommunicator)
 
 
 def library_of(comm: Communicator) -> ModuleType:
-    """Return the module with the constants that the methods of `comm` take: mpi4py.MPI, or
-    `job.inprocess`.
-    """
-    return inprocess if in_process(comm) else mpi()
+    """Return the module with the constants of `comm`: mpi4py.MPI, or job.threads."""
+    return threads if in_process(comm) else mpi()
 
 
 def tag_upper_bound(comm: Communicator) -> int:

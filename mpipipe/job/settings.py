@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 from mpipipe.errors import ArgumentError, LaunchError
 
@@ -108,18 +109,14 @@ def check_settings() -> None:
         variable.check(os.environ.get(variable.name))
 
 
-def timeout() -> float | None:
-    """Return MPIPIPE_TIMEOUT in seconds; None for no limit, and for a value that `check_settings`
-    refuses.
-    """
-    return _seconds(os.environ.get(TIMEOUT.name) or "0")
+def timeout() -> float:
+    """Return MPIPIPE_TIMEOUT in seconds; inf for none, and for what `check_settings` refuses."""
+    return _seconds(os.environ.get(TIMEOUT.name) or "0") or inf
 
 
-def watchdog() -> float | None:
-    """Return MPIPIPE_WATCHDOG in seconds; None for no watchdog, and for a value that
-    `check_settings` refuses.
-    """
-    return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS)
+def watchdog() -> float:
+    """Return MPIPIPE_WATCHDOG in seconds; inf for none, and for what `check_settings` refuses."""
+    return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS) or inf
 
 
 @contextmanager

@@ -1,25 +1,27 @@
-"""The interfaces that this room is built on: a communicator, a request, and what a wait keeps
-going.
-"""
+"""The interfaces of this room: communicators, requests, waits, and what a wait keeps going."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from mpipipe.errors import MismatchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MpiCommunicator: TypeAlias = (
-    "MPI.Intracomm"  # where threads will not do: the end of a job, measurements of MPI itself
-)
-AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")  # one type, whichever it is
+# Where threads will not do: the end of a job, measurements of MPI itself.
+MpiCommunicator: TypeAlias = "MPI.Intracomm"
+AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")
 
 
 class Testable(Protocol):
     """Anything that can be waited for."""
 
     def Test(self) -> bool:
-        """Whether it is complete. Lets it advance; never waits."""
+        """Let it advance, without waiting; return whether it is complete."""
 
 
 class Request(Testable, Protocol):
@@ -43,9 +45,46 @@ class Advancing(Protocol):
         """Let everything under way advance; never waits."""
 
 
+# The name of a group, or of a communicator that is made, and the number of a call of all its ranks.
+Meeting: TypeAlias = tuple[tuple[int, ...], int]
+
+
+@dataclass(eq=False)
+class RankWait:
+    """A long wait, as the watchdog sees it."""
+
+    what: object
+    members: Sequence[int]  # the world ranks that must come
+    meeting: Meeting | None  # the call to which they all must come; None: a message of one
+    start: float  # on the clock of time.perf_counter()
+    note: str = ""  # what others are to read after `what`
+    error: MismatchError | None = None  # found by the watchdog; ends the wait
+
+
+class RankWatch(Protocol):
+    """The watchdog of a rank."""
+
+    limit: float
+    folder: Path | None
+
+    def configure(self, limit: float, folder: Path | None) -> None:
+        """Set the seconds without progress that are a hang, and the folder of a report."""
+
+    def look(self) -> None:
+        """Look around, in a long wait."""
+
+    def blame(self) -> str:
+        """Say what others do that keeps this rank waiting; "" if that is not known."""
+
+    def ended_neighbours(self) -> set[int]:
+        """Return the world ranks on this host whose process has ended."""
+
+    def stop(self) -> None:
+        """Stop watching: MPI is about to be finalized."""
+
+
 class Communicator(Protocol):
-    """What this package uses of a communicator: `mpi4py.MPI.Intracomm`, or
-    `job.inprocess.ThreadCommunicator`.
+    """What this package uses of a communicator, of mpi4py or of `job.threads`.
 
     Only `runtime.in_process` asks which of the two it is.
     """

@@ -9,11 +9,9 @@ rank
 
 - reads the control messages of all its groups: one that says that a peer has failed, or has left
   before the call that this rank is in, ends the wait with PeerError;
-- after TELL_SECONDS sends rank 0 of its group word that it waits, so that rank 0 knows who is
-  missing;
-- after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds
-  raises StallError;
-- lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
+- lets the watchdog look around, which knows where the other ranks are (watch/watchdog.py);
+- after WARNING_SECONDS logs what it waits for, and who is to blame; after MPIPIPE_TIMEOUT seconds
+  raises StallError.
 
 Every poll also advances what this thread has registered (context.register_progress): the peer may
 wait for it.
@@ -27,30 +25,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from mpipipe.errors import MismatchError, StallError
+from mpipipe.errors import StallError
 from mpipipe.job import settings
-from mpipipe.job.context import (
-    Failure,
-    Making,
-    OpenGroup,
-    RankContext,
-    current_rank,
-    peer_error,
-    whoami,
-)
-from mpipipe.job.types import Testable
+from mpipipe.job.context import Failure, OpenGroup, RankContext, current_rank, peer_error, whoami
+from mpipipe.job.types import Meeting, RankWait, Testable
 
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
-TELL_SECONDS = 2.0  # then a waiting rank tells rank 0 that it waits
 WARNING_SECONDS = 60.0
-# In which a communicator is made once all its ranks wait for it: some milliseconds in truth.
-MEETING_SECONDS = 5.0
-GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it speaks first
-SPOKESMEN = 4  # ranks that warn where rank 0 is missing: not all of thousands
+GRACE_SECONDS = 3.0  # at the limit, a rank that knows who is to blame speaks first
 
 
 def wait_for(
@@ -70,11 +55,10 @@ def wait_for(
     context = current_rank() if group is None else group.context
     if not context.recorders:
         return _wait(request, what, group, everyone, peer, context)
+    key = group.key if everyone and group is not None else None
     with ExitStack() as stack:
         for recorder in context.recorders.copy():  # a pipeline may be freed meanwhile
-            stack.enter_context(
-                recorder.waiting(what, group.key if everyone and group is not None else None)
-            )
+            stack.enter_context(recorder.waiting(what, key))
         _wait(request, what, group, everyone, peer, context)
 
 
@@ -95,7 +79,7 @@ def _wait(
         if test():
             return
         os.sched_yield()
-    with LongWait(context, what or "other ranks", group, everyone, start, peer=peer) as long_wait:
+    with LongWait(context, what or "other ranks", group, everyone, peer, start) as long_wait:
         while not test():
             long_wait.look()
             time.sleep(context.pause)
@@ -111,34 +95,32 @@ def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[
     return advance_and_test
 
 
-@dataclass(eq=False)
-class LongWait:
-    """A wait that has become long: what the rank reads and sends meanwhile.
+class LongWait(RankWait):
+    """A wait that has become long: a rank looks around meanwhile. Arguments as of `wait_for`."""
 
-    Fields are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by
-    default; `absent`, world ranks without which this wait cannot end, and which can send nothing
-    but word of their end; `grace`, the seconds that it may still last once such a rank has left or
-    failed, for what the rank has sent before; `making`, the communicator that this rank waits to
-    have made.
-    """
-
-    context: RankContext
-    what: object
-    group: OpenGroup | None = None
-    everyone: bool = False
-    start: float = field(default_factory=time.perf_counter)
-    absent: frozenset[int] = frozenset()
-    grace: float = 0.0
-    peer: int | None = None
-    making: Making | None = None
-
-    def __post_init__(self) -> None:
-        self.absent_since: float | None = None
-        self.met_since = 0.0  # since when all wait to have a communicator made; 0.0 before
-        self.known = len(self.context.failures)
+    def __init__(
+        self,
+        context: RankContext,
+        what: object,
+        group: OpenGroup | None = None,
+        everyone: bool = False,
+        peer: int | None = None,
+        start: float | None = None,
+    ) -> None:
+        super().__init__(what, (), None, time.perf_counter() if start is None else start)
+        if group is not None and peer is not None and not everyone:
+            member = group.members[peer]
+            self.members = (member,)
+            if member != peer:
+                self.note = f", which is rank {member} of the job"
+        elif group is not None:
+            self.members = group.members
+            self.meeting = (group.key, group.calls)
+        self.context = context
+        self.group = group
+        self.known = len(context.failures)
         self.warned = False
         self.limit = settings.timeout()
-        self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
     def __enter__(self) -> LongWait:
         self.context.long_waits_begun += 1
@@ -149,134 +131,94 @@ class LongWait:
         self.context.long_waits.remove(self)
 
     def look(self) -> None:
-        """Read control messages; raise where they or the clock end the wait."""
+        """Read control messages; raise where they, the watchdog or the clock end the wait."""
         context = self.context
-        group = self.group
         if context.watchdog is not None:
             context.watchdog.look()
         with context.lock:
             for known in (*context.groups, *context.failed):
                 known.read_messages()
+        self.raise_news()
+        if self.error is not None:
+            for group in tuple(context.groups):
+                group.fail(self.error, f"MismatchError: {self.error}")
+            raise self.error
         waited = time.perf_counter() - self.start
-        news = context.failures[self.known :] if waited >= self.grace else ()
-        if news and (
-            group is None or context.single_threaded
-        ):  # else those of groups concerned alone
-            raise peer_error(
-                next((failure for failure in news if failure.number > 0), news[0])
-            )  # failed, before left
-        for concerned in () if group is None else (group, *group.related):
-            if concerned.failure is not None:
-                raise peer_error(concerned.failure)
-        for rank in self.absent.intersection(context.withdrawn):
-            raise peer_error(context.withdrawn[rank])
-        for rank in self.absent.intersection(context.left):
-            self.absent_since = waited if self.absent_since is None else self.absent_since
-            if waited - self.absent_since >= self.grace:
-                raise peer_error(Failure(-1 - rank, context.left[rank]))
-        if waited > self.tell_after and group is not None:
-            if self.everyone:
-                group.tell_leader(str(self.what))
-            if context.single_threaded:
-                self._look_for_a_circle(group, self.everyone)
-        elif waited > self.tell_after and self.making is not None and context.single_threaded:
-            self._look_for_makers(self.making)
-        if self.limit is not None and waited > self.limit:
+        if waited > self.limit:
             self._give_up(waited, self.limit)
         if waited > WARNING_SECONDS and not self.warned:
             self.warned = True
             self._warn()
 
-    def _look_for_a_circle(self, mine: OpenGroup, concerns_all: bool) -> None:
-        """Raise MismatchError if this rank and another wait for each other in different groups.
+    def raise_news(self) -> None:
+        """Raise PeerError where this wait cannot end: a peer has failed, or has left."""
+        group = self.group
+        news = self.context.failures[self.known :]
+        # With several threads, those of the groups concerned alone.
+        if news and (group is None or self.context.single_threaded):
+            errors = [failure for failure in news if failure.number > 0]
+            raise peer_error((errors or news)[0])
+        for concerned in () if group is None else (group, *group.related):
+            if concerned.failure is not None:
+                raise peer_error(concerned.failure)
 
-        With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While
-        rank 0 itself waits in group B, it sends one of those ranks a message of that in B. If that
-        rank has not come to this call of B, each of the two waits for the other. So do a rank that
-        waits for all of this group, and one that had not come to that call when it said that it
-        waits for the first to make a communicator.
-        """
-        for peer in tuple(mine.makers) if concerns_all else ():
-            maker = mine.absent_maker(peer)
-            if maker is not None and maker.calls < mine.calls:
-                error = self._circle_error(mine, peer, maker.text)
-                mine.fail(error, f"{type(error).__name__}: {error}")
-                raise error
-        for group in tuple(self.context.groups):
-            if group is mine:
-                continue
-            if concerns_all:
-                group.tell_who_waits_here(mine, str(self.what))
-            message = group.elsewhere
-            if message is not None and message.call > group.calls:
-                error = self._circle_error(group, message.source, message.text)
-                group.fail(error, f"{type(error).__name__}: {error}")
-                raise error
-
-    def _look_for_makers(self, making: Making) -> None:
-        """Raise MismatchError if this rank and another wait for each other to make different
-        communicators.
-
-        Each tells the other which one it waits for, and again once it knows that this is not that
-        of the other. Where all are of the same ranks, and none comes to its end, they are made of
-        different communicators.
-        """
-        same = set()
-        for group in tuple(self.context.groups):
-            group.tell_making(making, str(self.what), self.absent)
-            for peer, last in tuple(group.makers.items()):
-                if last.making == making:
-                    same.add(group.members[peer])
-                maker = group.absent_maker(peer)
-                is_first = group.world_rank < group.members[peer]  # the other learns of it
-                is_over = len(same) == len(self.absent) - 1 and self._have_met()
-                if is_first and (is_over or (maker is not None and maker.answered == making)):
-                    raise self._circle_error(group, peer, last.text)
-
-    def _have_met(self) -> bool:
-        """Return whether all have been here for MEETING_SECONDS."""
-        now = time.perf_counter()
-        self.met_since = self.met_since or now
-        return now - self.met_since > MEETING_SECONDS
-
-    def _circle_error(self, group: OpenGroup, peer: int, text: str) -> MismatchError:
-        return MismatchError(
-            "ranks wait for each other in different calls",
-            rank=group.rank,
-            found=str(self.what),
-            expected=f"{text}, in which rank {peer} waits",
-            remedy="make the same calls on the same objects, in the same order on all ranks",
-        )
-
-    def _missing(self) -> str:
-        """Name who is missing, after "; "; "" where that cannot be known."""
-        missing = self.group.describe_missing() if self.group is not None and self.everyone else ""
-        return f"; {missing}" if missing else ""
+    def _blame(self) -> str:
+        watchdog = self.context.watchdog
+        return "" if watchdog is None else watchdog.blame()
 
     def _warn(self) -> None:
-        group = self.group
-        missing = self._missing()
-        if (
-            self.everyone
-            and group is not None
-            and group.rank > 0
-            and (not missing or group.rank >= SPOKESMEN)
-        ):
-            return  # rank 0 is there and knows more, or others say the same
-        logger.warning("%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, missing)
+        blame = self._blame()
+        if self.meeting is None or blame or self.group is None or self.group.rank == 0:
+            seconds = WARNING_SECONDS
+            logger.warning("%s has waited %d s for %s%s", whoami(), seconds, self.what, blame)
 
     def _give_up(self, waited: float, limit: float) -> None:
-        missing = self._missing()
-        patience = (
-            GRACE_SECONDS if self.everyone and self.group is not None and self.group.rank > 0 else 0
-        )
+        blame = self._blame()
+        patience = 0.0 if blame or self.meeting is None else GRACE_SECONDS
         if waited > limit + patience:
             raise StallError(
                 f"nothing came within {limit:g} s",
                 rank=None if self.group is None else self.group.rank,
-                found=f"waiting for {self.what}{missing}",
+                found=f"waiting for {self.what}{blame}",
                 remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
             )
+
+
+class MakingWait(LongWait):
+    """A wait for the world ranks `members` to make a communicator, before there is a group.
+
+    Such a rank can send nothing but word of its end. The wait may still last `grace` seconds then,
+    for what the rank has sent before.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        what: object,
+        members: tuple[int, ...],
+        meeting: Meeting | None,
+        grace: float,
+    ) -> None:
+        super().__init__(context, what)
+        self.members = members
+        self.meeting = meeting
+        self.making = frozenset(members)
+        self.grace = grace
+        self.absent_since: float | None = None
+
+    def raise_news(self) -> None:
+        now = time.perf_counter()
+        if now - self.start >= self.grace:
+            super().raise_news()
+        for rank, failure in self.context.withdrawn.items():
+            if rank in self.making:
+                raise peer_error(failure)
+        for rank, text in self.context.left.items():
+            if rank in self.making:
+                if self.absent_since is None:
+                    self.absent_since = now
+                if now - self.absent_since >= self.grace:
+                    raise peer_error(Failure(-1 - rank, text))
 
 
 class Condition:
@@ -290,8 +232,7 @@ LOOK_SECONDS = 2e-3  # between two looks around
 
 
 def wait_locally(ended: Callable[[float], bool], what: object) -> None:
-    """Return once something of this rank itself has ended, such as one of its threads; raise as
-    `wait_for` does.
+    """Return once something of this rank has ended, as one of its threads; raise as `wait_for`.
 
     `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that
     waits for no other.
@@ -309,8 +250,7 @@ Result = TypeVar("Result")
 
 
 class ThreadTask(Generic[Result]):
-    """A call of `work` in a thread of this name, which can be waited for, asked for its error, and
-    given up.
+    """A call of `work` in a thread of this name, which can be waited for and given up.
 
     The thread is a daemon: the end of the interpreter does not wait for it.
     """

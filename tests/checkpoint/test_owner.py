@@ -17,18 +17,17 @@ from support.saved_model import trained
 
 from mpipipe import Mesh, checkpoint
 from mpipipe.checkpoint import owner, tensor_files
-from mpipipe.checkpoint.owner import OwnerRecord, Taking
+from mpipipe.checkpoint.owner import OwnerRecord
 from mpipipe.errors import OwnerError, StorageError
 from mpipipe.job.group import group_of
 
 DEAD = "0123456789abcdef"
-CLAIM = f"owner.json.after-{DEAD}"
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """The time of a job that is watched by people in a hurry."""
-    monkeypatch.setattr(owner, "LIVING_SECONDS", 0.2)
+    monkeypatch.setattr(owner, "SETTLING_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def sleeper():
 def record(token=DEAD, process=None, **facts):
     """What a job says that has this process, by default one that has ended."""
     number = 2**22 + 1 if process is None else process  # no process has so high a number
-    start = owner._start_of(number) or "1"
+    start = owner.start_of(number) or "1"
     return replace(OwnerRecord.of_this_job(), token=token, process=number, start=start, **facts)
 
 
@@ -57,10 +56,8 @@ def machine(**changed):
 
 
 def taken(folder, own=None):
-    """Go on until the folder is this process's."""
-    taking = Taking(folder / "owner.json", own or record("f" * 16, os.getpid()))
-    while not taking.ended(0.01):
-        pass
+    """Make the folder this process's."""
+    owner.take(folder / "owner.json", own or record("f" * 16, os.getpid()))
 
 
 def token_in(folder):
@@ -81,8 +78,6 @@ def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, c
 LEFT = {
     "the number of a dead process": lambda folder: leave(folder, replace(record(), process=os.getpid(), start="1")),
     "a token that is a path": lambda folder: leave(folder, record(token="/../../evil")),
-    "by a job that died while it took over": lambda folder: leave(folder, record("e" * 16), CLAIM),
-    "by one that died before it wrote its claim": lambda folder: leave(folder, None, CLAIM),
     "before the host was started again": lambda folder: leave(folder, record(machine=machine(boot="before"))),
     **{
         f"cut short: {content!r}": lambda folder, content=content: (folder / "owner.json").write_bytes(content)
@@ -90,7 +85,7 @@ LEFT = {
     },
     **{
         f"damaged: {facts}": lambda folder, facts=facts: leave(folder, replace(record(), **facts))
-        for facts in ({"starts": "abc", "machine": "b"}, {"host": None}, {"machine": ["a"]}, {"process": 1.5})
+        for facts in ({"starts": "1", "machine": "b"}, {"host": None}, {"machine": ["a"]}, {"process": 1.5})
     },
 }
 
@@ -105,37 +100,17 @@ def test_what_a_dead_job_has_left_is_taken_over_and_leads_nowhere_else(tmp_path,
     assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["owner.json"]
 
 
-@pytest.mark.parametrize("name", ["owner.json", CLAIM])
-def test_an_owner_that_lives_is_waited_for_and_then_the_job_is_refused(tmp_path, capfd, quick, sleeper, name):
-    """So is one that has begun to take over from a dead one."""
-    leave(tmp_path, record())
-    leave(tmp_path, record(process=sleeper.pid), name)
-    there = sorted(os.listdir(tmp_path))
+def test_an_owner_that_lives_is_no_zombie_and_keeps_its_folder(tmp_path, quick, sleeper):
+    leave(tmp_path, record(process=sleeper.pid))
     with pytest.raises(OwnerError, match="another job owns the folder") as caught:
         taken(tmp_path)
-    assert f"process {sleeper.pid} on " in caught.value.found and caught.value.found.endswith(f"/{name}")
-    assert "choose another folder" in caught.value.remedy and sorted(os.listdir(tmp_path)) == there
+    assert f"process {sleeper.pid} on " in caught.value.found and caught.value.found.endswith("/owner.json")
+    assert "choose another folder" in caught.value.remedy and os.listdir(tmp_path) == ["owner.json"]
     assert token_in(tmp_path) == DEAD
-    assert capfd.readouterr().err.count("waits 0.2 s for it to leave") == 1
-
-
-@pytest.mark.parametrize("how", ["release", "kill", "zombie"])
-def test_an_owner_that_leaves_meanwhile_is_followed(tmp_path, monkeypatch, sleeper, how):
-    monkeypatch.setattr(owner, "LIVING_SECONDS", 60.0)
-    leave(tmp_path, record(process=sleeper.pid))
-
-    def go():
-        if how == "release":
-            (tmp_path / "owner.json").unlink()
-        else:
-            sleeper.send_signal(signal.SIGKILL)  # nobody waits for it: it stays in the table of processes
-        if how == "kill":
-            sleeper.wait()
-
-    timer = threading.Timer(0.3, go)
-    timer.start()
+    sleeper.send_signal(signal.SIGKILL)  # nobody waits for it: it stays in the table of processes
+    while owner.start_of(sleeper.pid) is not None:
+        time.sleep(0.01)
     taken(tmp_path)
-    timer.join()
     assert token_in(tmp_path) == "f" * 16
 
 
@@ -159,12 +134,12 @@ def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_de
 @pytest.mark.parametrize("left", [{"machine": machine(host="b"), "host": "b"}, {"machine": machine(space="b")}])
 def test_an_owner_on_another_host_is_refused_unless_it_is_an_earlier_start_of_the_same_job(tmp_path, quick, left):
     """So it is in another container of this host. PBS does not count the starts of a job."""
-    again = replace(record("f" * 16, os.getpid()), job="SLURM_JOB_ID 17", starts="1")
+    again = replace(record("f" * 16, os.getpid()), job="SLURM_JOB_ID 17", starts=1)
     leave(tmp_path, record(job="PBS_JOBID 17", **left))
     with pytest.raises(OwnerError, match="another job owns the folder"):
         taken(tmp_path, record("f" * 16, job="PBS_JOBID 17"))
     leave(tmp_path, record(job="SLURM_JOB_ID 17", **left))
-    for other in (record("f" * 16), replace(again, starts="0"), replace(again, job="SLURM_JOB_ID 18")):
+    for other in (record("f" * 16), replace(again, starts=0), replace(again, job="SLURM_JOB_ID 18")):
         with pytest.raises(OwnerError, match=r"another job owns the folder(.|\n)*has died on another host, remove"):
             taken(tmp_path, other)
         assert token_in(tmp_path) == DEAD
@@ -173,23 +148,21 @@ def test_an_owner_on_another_host_is_refused_unless_it_is_an_earlier_start_of_th
 
 
 @pytest.mark.long
-def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):
+def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path):
     """Processes of their own, again and again; each says by its exit code whether it owns the folder."""
-    for turn in range(5):
+    for turn in range(3):
         leave(tmp_path, record())
-        leave(tmp_path, record("e" * 16) if turn % 2 else None, CLAIM)
         begin, children = time.time() + 0.2, []
         for number in range(6):
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
-                    taking = Taking(tmp_path / "owner.json", record(f"{turn:08x}{number:08x}", os.getpid()))
+                    own = record(f"{turn:08x}{number:08x}", os.getpid())
                     time.sleep(max(0.0, begin - time.time()))
-                    while not taking.ended(0.001):
-                        pass
-                    time.sleep(1.0)  # others must find it alive
-                    code = 0 if token_in(tmp_path) == taking.record.token else 3
+                    taken(tmp_path, own)
+                    time.sleep(2.5)  # others must find it alive
+                    code = 0 if token_in(tmp_path) == own.token else 3
                 except OwnerError:
                     code = 2
                 finally:
@@ -199,14 +172,19 @@ def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):
         assert codes == [0, 2, 2, 2, 2, 2]
 
 
-def test_the_job_of_the_scheduler():
+def test_the_job_of_the_scheduler(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID"):
+        monkeypatch.delenv(name, raising=False)
     for environment, expected in (
-        ({}, ("", "0")),
-        ({"SLURM_JOB_ID": "17"}, ("SLURM_JOB_ID 17", "0")),
-        ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("SLURM_JOB_ID 17", "2")),
-        ({"PBS_JOBID": "17.server"}, ("PBS_JOBID 17.server", "0")),
+        ({}, ("", 0)),
+        ({"PBS_JOBID": "17.server"}, ("PBS_JOBID 17.server", 0)),
+        ({"SLURM_JOB_ID": "17"}, ("SLURM_JOB_ID 17", 0)),
+        ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("SLURM_JOB_ID 17", 2)),
     ):
-        assert owner._job(environment) == expected
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        own = OwnerRecord.of_this_job()
+        assert (own.job, own.starts) == expected
 
 
 @contextmanager

@@ -20,7 +20,7 @@ BLOCKING = set(
 )
 EXCEPTIONS = {
     "job/communicators.py": {"Split", "Split_type"},  # behind an agreement, see there
-    "job/inprocess.py": {"Split", "allgather", "Barrier"},  # these are its own, between threads
+    "job/threads.py": {"Split", "allgather", "Barrier"},  # these are its own, between threads
     "bench/pipeline.py": {"Recv", "Wait"},  # bare mpi4py, which the package is measured against
 }
 
@@ -53,7 +53,7 @@ def test_requests_of_mpi_have_an_owner():
     """Each non-blocking call stands inside own(...), or in the transports and notes, which own what they start."""
     starts = {"Isend", "Issend", "Irecv", "Iallgather", "Iallgatherv", "Iallreduce", "Ibcast", "Ibarrier", "Idup"}
     for name, tree in sources():
-        if name in ("job/inprocess.py", "bench/pipeline.py"):
+        if name in ("job/threads.py", "bench/pipeline.py"):
             continue
         owned = set()
         for node in nodes(tree):

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpipipe.errors import ArgumentError, PeerError
-from mpipipe.job import RankGroup, communicators, inprocess, runtime
+from mpipipe.job import RankGroup, communicators, inprocess, runtime, threads
 from mpipipe.job.communicators import attributes, cached
 from mpipipe.job.context import current_rank, finalized
 from mpipipe.job.requests import own
@@ -77,7 +77,7 @@ def test_place_on_the_host(comm):
 def test_what_stands_behind_a_communicator(comm):
     assert not runtime.in_process(comm) and runtime.library_of(comm) is MPI
     assert inprocess.run(2, runtime.in_process) == [True, True]
-    assert inprocess.run(2, runtime.library_of) == [inprocess, inprocess]
+    assert inprocess.run(2, runtime.library_of) == [threads, threads]
     assert inprocess.run(2, lambda _: finalized()) == [False, False] and not finalized()
 
 

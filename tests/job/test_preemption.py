@@ -277,7 +277,7 @@ child = subprocess.Popen(["sleep", "60"])
 hosts = ("here", os.getpid()), ("here", child.pid), ("there", 2**22 + 1)
 places = [RankPlace(host, pid, True, -1) for host, pid in hosts]
 watchdog = Watchdog(SimpleNamespace())
-watchdog._channels = [SimpleNamespace(members=(4, 5, 6), places=places, rank=0)]
+watchdog._channels = [SimpleNamespace(members=(4, 5, 6), places=places, neighbours=[0, 1])]
 ends = []
 def hopeless():
     return watchdog.ended_neighbours() == {5}

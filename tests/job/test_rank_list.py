@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import rank_list
-from mpipipe.job.context import OpenGroup
 from mpipipe.job.group import group_of
 from mpipipe.job.inprocess import run
 
@@ -63,15 +61,3 @@ def test_errors_of_many_ranks_name_them_in_short():
 
     for refused, differing, _ in run(12, refuse):
         assert refused == "all 12 ranks: no paint" and differing == "ranks 3-11: ranks differ in colour"
-
-
-def test_the_ranks_that_miss_a_call_are_named_in_short():
-    elsewhere = {4: (2, "its input"), 6: (2, "its input"), 2: (2, "a sum"), 8: (1, "what is here by now")}
-    unanswered = {rank: call for rank, (call, _) in elsewhere.items()}
-    other = SimpleNamespace(calls=1, waiting=elsewhere, unanswered=unanswered, members=range(9))
-    group = SimpleNamespace(
-        rank=0, size=9, calls=3, waiting={5: (3, "painting"), 7: (2, "painting")}, members=range(9),
-        context=SimpleNamespace(groups=[other]),
-    )  # fmt: skip
-    text = OpenGroup.describe_missing(group)
-    assert text == "missing: ranks 1, 3, 7-8, rank 2 (waits for a sum), ranks 4, 6 (wait for its input)"

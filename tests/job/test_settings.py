@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,10 @@ def test_what_has_none_is_refused_with_both_sides(unset, monkeypatch, name, valu
 
 @pytest.mark.parametrize(
     "value, wait, watchdog",
-    [("", None, 600.0), ("0", None, None), ("abc", None, None), ("inf", None, None), ("2.5", 2.5, 2.5)],
+    [("", inf, 600.0), ("0", inf, inf), ("abc", inf, inf), ("inf", inf, inf), ("2.5", 2.5, 2.5)],
 )
 def test_limits_of_a_wait_and_of_the_watchdog(unset, monkeypatch, value, wait, watchdog):
-    assert settings.timeout() is None
+    assert settings.timeout() == inf
     for name in ("MPIPIPE_TIMEOUT", "MPIPIPE_WATCHDOG"):
         monkeypatch.setenv(name, value)
     assert (settings.timeout(), settings.watchdog()) == (wait, watchdog)

@@ -17,26 +17,26 @@ from mpipipe.errors import HangError
 from mpipipe.job import inprocess
 from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import RankGroup
-from mpipipe.job.watch.channel import Dump, RankPlace, Seen, Waits, state_of
-from mpipipe.job.watch.verdict import Unresponsive, judge
+from mpipipe.job.watch.channel import Dump, RankPlace, Waits, state_of
+from mpipipe.job.watch.verdict import judge, mismatch
 
-CALL = ((0, 1), "step (call 7)")
+CALL = ((0, 1), 7)
 
 
-def dump(rank, *waits, snapshots=(), ended=False, neighbours=()):
-    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", "", dict(neighbours))
+def dump(rank, *waits, snapshots=(), ended=False, states=(), reached=()):
+    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", "", dict(states), dict(reached))
 
 
 def for_rank(peer, text="a message"):
     return Waits(text, 5.0, (peer,), None)
 
 
-def for_all(ranks, meeting=CALL):
-    return Waits(meeting[1], 5.0, tuple(range(ranks)), meeting)
+def for_all(ranks, meeting=CALL, text="step (call 7)"):
+    return Waits(text, 5.0, tuple(range(ranks)), meeting)
 
 
-def verdict(*dumps, unresponsive=()):
-    return judge({each.rank: each for each in dumps}, unresponsive)
+def verdict(*dumps, silent=None):
+    return judge({each.rank: each for each in dumps}, silent, 6.0)
 
 
 def test_who_has_not_come_to_a_call_is_to_blame_though_others_wait_for_each_other():
@@ -93,13 +93,28 @@ def test_a_message_is_lost_only_where_nobody_else_is_to_blame():
     ]
 
 
+def test_ranks_that_wait_for_each_other_in_different_calls_are_found_at_once():
+    """A rank that several threads serve, that computes, or that has been to the call, is in no circle."""
+    texts = ["one", "two", "three"]
+    calls = [((name,), 1) for name in range(3)]
+    waits = [for_all(3, call, text) for call, text in zip(calls, texts)]
+    dumps = {rank: dump(rank, waits[rank], reached={(rank,): 1}) for rank in range(3)}
+    error = mismatch(dumps)
+    assert (error.rank, error.found, error.expected) == (0, "one", "two, in which rank 1 waits")
+    pair = {rank: dumps[rank] for rank in (0, 1)}
+    assert mismatch(pair) is not None
+    assert mismatch(pair | {1: dumps[1]._replace(reached=None)}) is None
+    assert mismatch(pair | {1: dumps[1]._replace(waits=())}) is None
+    assert mismatch(pair | {1: dumps[1]._replace(reached={(0,): 1, (1,): 1})}) is None
+    assert mismatch(pair | {1: dump(1, for_rank(0), reached={})}) is None  # its message may be on its way
+
+
 def test_what_neighbours_saw_of_a_silent_rank_is_told():
-    unresponsive = Unresponsive(2, RankPlace("node", 77, True, -1), 6.0)
+    silent = {2: RankPlace("node", 77, True, -1)}
     text = "rank 2 on node (process 77) is silent: it has not answered for 6 s; "
-    assert verdict(
-        dump(0, for_rank(2), neighbours={2: Seen("it is asleep", "")}), unresponsive=[unresponsive]
-    ).culprits[0].text == (text + "it is asleep")
-    (found,) = verdict(dump(0, for_rank(2)), unresponsive=[unresponsive]).culprits
+    (found,) = verdict(dump(0, for_rank(2), states={2: "it is asleep"}), silent=silent).culprits
+    assert found.text == text + "it is asleep"
+    (found,) = verdict(dump(0, for_rank(2)), silent=silent).culprits
     assert found.text == text + ("nothing is known of its process: a slow node, a lost one, or one without a watchdog")
 
 
@@ -148,10 +163,8 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
 def test_a_process_that_runs_sleeps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
     monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
     assert state_of(77) == text
-    unresponsive = Unresponsive(2, RankPlace("node", 77, True, -1), 6.0)
-    (found,) = verdict(
-        dump(0, for_rank(2), neighbours={2: Seen(state_of(77), "")}), unresponsive=[unresponsive]
-    ).culprits
+    silent = {2: RankPlace("node", 77, True, -1)}
+    (found,) = verdict(dump(0, for_rank(2), states={2: state_of(77)}), silent=silent).culprits
     assert found.text.endswith(f"it has not answered for 6 s; {text}") and "ended" not in found.text
 
 

@@ -106,7 +106,7 @@ class HostAttend:
             raise ArgumentError("jax_attend", found=type(attend).__name__, expected=expected)
         self.attend: Any = attend
         self.ranks = attend.group.size if isinstance(attend, Ring) else 1
-        if isinstance(attend, Ring) and self.ranks > 1 and attend.group.context.alone:
+        if isinstance(attend, Ring) and self.ranks > 1 and attend.group.context.is_thread:
             raise ArgumentError(
                 "a ring of threads within JAX, whose own threads would wait for each other",
                 found="a communicator of job.inprocess",

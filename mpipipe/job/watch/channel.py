@@ -1,6 +1,4 @@
-"""Messages between the watchdogs of several ranks, and what they say. Only the ranks that open a
-channel wait here.
-"""
+"""Messages between the watchdogs of several ranks, and what a rank says of itself in them."""
 
 from __future__ import annotations
 
@@ -26,42 +24,27 @@ from mpipipe.job.communicators import wait_for_ranks
 from mpipipe.job.context import RankContext
 from mpipipe.job.flight import Snapshot
 from mpipipe.job.requests import own
-from mpipipe.job.types import MpiCommunicator, Request
-from mpipipe.job.wait import LongWait
+from mpipipe.job.types import Meeting, MpiCommunicator, RankWait, Request
 
 PLACE_BYTES = 64
 
 
-class WatchMessage(NamedTuple):
-    """A question where each rank is, or an answer to it, a Dump.
-
-    `probe` names what it belongs to: (world rank that asks, count of its questions). A question has
-    the ranks on the host of the one that is asked, which have not answered, and which that is to
-    look at.
-    """
-
-    source: int
-    probe: tuple[int, int]
-    content: Sequence[int] | Dump
-
-
 class RankPlace(NamedTuple):
-    """Where a rank runs, whether its watchdog answers while it computes, and where its stacks can
-    be read.
-    """
+    """Where a rank runs, and how it can be watched from outside."""
 
     host: str  # "" for a rank that has said nothing of itself
     pid: int
-    threaded: bool
-    descriptor: int  # see offer_stacks
+    threaded: bool  # whether its watchdog answers while it computes
+    descriptor: int  # of its stacks, see offer_stacks
 
 
 UNKNOWN = RankPlace("", 0, True, -1)
 
 
 class WatchChannel:
-    """The watchdogs of the ranks of a communicator, which has no other messages; `members` are
-    ranks of COMM_WORLD.
+    """The watchdogs of the ranks of a communicator, which has no other messages.
+
+    `members` are their ranks in COMM_WORLD.
     """
 
     def __init__(
@@ -72,15 +55,23 @@ class WatchChannel:
         self.places = places
         self.rank = comm.rank
         self._status = runtime.mpi().Status()
-        self._sending: list[Request] = []
+        self.sending: list[Request] = []
         self._receiving: tuple[Request, np.ndarray, int] | None = None
 
-    def send(self, peer: int, probe: tuple[int, int], content: Sequence[int] | Dump) -> None:
-        data = np.frombuffer(pickle.dumps((probe, content)), np.uint8)
-        self._sending = [request for request in self._sending if not request.Test()]
-        self._sending.append(own(self.comm.Isend(data, peer)))
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks on the host of this one."""
+        host = self.places[self.rank].host
+        return [rank for rank, place in enumerate(self.places) if place.host == host]
 
-    def read(self) -> list[WatchMessage]:
+    def send(self, peer: int, number: int, dump: Dump | None) -> None:
+        """Ask a rank where it is, or answer the question `number`; never waits."""
+        data = np.frombuffer(pickle.dumps((number, dump)), np.uint8)
+        self.sending = [request for request in self.sending if not request.Test()]
+        self.sending.append(own(self.comm.Isend(data, peer)))
+
+    def read(self) -> list[tuple[int, int, Dump | None]]:
+        """Return (rank, number of the question, its answer or None) of all that has arrived."""
         arrived = []
         status = self._status
         while self._receiving is not None or self.comm.Iprobe(status=status):
@@ -92,8 +83,8 @@ class WatchChannel:
             if not request.Test():
                 break
             self._receiving = None
-            arrived.append(WatchMessage(source, *pickle.loads(buffer.tobytes())))
-        self._sending = [request for request in self._sending if not request.Test()]
+            arrived.append((source, *pickle.loads(buffer.tobytes())))
+        self.sending = [request for request in self.sending if not request.Test()]
         return arrived
 
 
@@ -107,24 +98,19 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     """Return the channel of the ranks of `comm`, on a duplicate; collective."""
     private = communicators.duplicate(comm)
     private.Set_name("mpipipe watchdog")
-    row = np.zeros(PLACE_BYTES, np.uint8)
+    text = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}"
+    row = np.frombuffer(text.encode().ljust(PLACE_BYTES, b"\0")[:PLACE_BYTES], np.uint8)
     table = np.empty((comm.size, PLACE_BYTES), np.uint8)
-    mine = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}".encode()[
-        :PLACE_BYTES
-    ]
-    row[: len(mine)] = np.frombuffer(mine, np.uint8)
     wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
-    places = [
-        line.tobytes().rstrip(b"\0").decode("utf-8", "replace").split(" ", 3) for line in table
-    ]
-    return WatchChannel(
-        private,
-        members,
-        [RankPlace(host, int(pid), t == "1", int(d)) for pid, t, d, host in places],
-    )
+    places = []
+    for line in table:
+        words = line.tobytes().rstrip(b"\0").decode("utf-8", "replace")
+        pid, threaded, descriptor, host = words.split(" ", 3)
+        places.append(RankPlace(host, int(pid), threaded == "1", int(descriptor)))
+    return WatchChannel(private, members, places)
 
 
-# -- What one rank says of itself when a job hangs -------------------------------------------------
+# -- What one rank says of itself ------------------------------------------------------------------
 
 
 TRIES = 5  # a list may change while another thread reads it
@@ -138,9 +124,7 @@ class Waits(NamedTuple):
     text: str  # what for
     seconds: float  # how long
     peers: tuple[int, ...]  # world ranks that must come, each of which may be the reason
-    meeting: (
-        tuple[tuple[int, ...], str] | None
-    )  # equal on all ranks that wait for each other; None: one peer must come
+    meeting: Meeting | None  # the call to which all of them must come
 
 
 class Dump(NamedTuple):
@@ -153,33 +137,40 @@ class Dump(NamedTuple):
     snapshots: tuple[Snapshot, ...]  # how far it has come in each plan
     ended: bool  # whether its program is over
     where: str  # the line of code that it is in
-    stacks: str  # of all its threads
-    neighbours: Mapping[int, Seen]  # by world rank: processes on this host that do not answer
+    stacks: str  # of all its threads; "" where it has not been quiet for long
+    states: Mapping[int, str]  # by world rank: processes on this host, as the system sees them
+    # The number of the last call that it has begun, of all that it may come to by itself: none
+    # where a thread waits and another goes on.
+    reached: Mapping[tuple[int, ...], int] | None = None
 
 
 def make_dump(
     context: RankContext,
     rank: int,
     quiet: float,
-    neighbours: Mapping[int, Seen] | None = None,
+    limit: float,
+    states: Mapping[int, str] | None = None,
     watcher: int | None = None,
 ) -> Dump:
-    """Describe this rank, `quiet` seconds without progress, and its `neighbours`; the thread
-    `watcher` is left out.
-    """
+    """Describe a rank that has been quiet so long; with its stacks, if for `limit` seconds."""
     snapshots = _patiently(lambda: tuple(thing.snapshot() for thing in context.inspectables))
-    waits = _patiently(
-        lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits))
-    )
-    busy = next((snapshot.thread for snapshot in snapshots if snapshot.doing), context.thread)
+    waits = _patiently(lambda: tuple(_waits_of(wait) for wait in tuple(context.long_waits)))
+    busy = [snapshot.thread for snapshot in snapshots if snapshot.doing]
     frames = sys._current_frames()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = [
-        f"thread {names.get(number, number)}, most recent call "
-        f"last:\n{''.join(traceback.format_stack(frame))}"
-        for number, frame in frames.items()
-        if number != watcher
-    ]
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    rank_thread = busy[0] if busy else context.thread
+    stacks = []
+    if quiet >= limit:
+        for number, frame in frames.items():
+            if number != watcher:
+                name = threads[number].name if number in threads else number
+                lines = "".join(traceback.format_stack(frame))
+                stacks.append(f"thread {name}, most recent call last:\n{lines}")
+    others = [thread for thread in threads.values() if thread.ident != context.thread]
+    reached = None
+    if context.is_thread or all(thread.daemon for thread in others):
+        groups = tuple(context.groups)
+        reached = {group.key: group.calls for group in groups} | context.makings
     return Dump(
         rank=rank,
         host=socket.gethostname(),
@@ -187,9 +178,10 @@ def make_dump(
         waits=waits,
         snapshots=snapshots,
         ended=context.ended,
-        where=_where(frames.get(busy or 0)),
+        where=_where(frames.get(rank_thread or 0)),
         stacks="\n".join(stacks),
-        neighbours=neighbours or {},
+        states=states or {},
+        reached=reached,
     )
 
 
@@ -203,37 +195,26 @@ def _patiently(make: Callable[[], tuple[Item, ...]]) -> tuple[Item, ...]:
     return ()
 
 
-def _waits_of(long_wait: LongWait) -> Waits:
-    group = long_wait.group
-    seconds = time.perf_counter() - long_wait.start
-    text = str(long_wait.what)
-    if group is None:
-        members = tuple(sorted(long_wait.absent))
-        return Waits(text, seconds, members, (members, text) if members else None)
-    if long_wait.everyone or long_wait.peer is None:
-        return Waits(text, seconds, group.members, (group.key, text))
-    peer = group.members[long_wait.peer]
-    text += "" if peer == long_wait.peer else f", which is rank {peer} of the job"
-    return Waits(text, seconds, (peer,), None)
+def _waits_of(wait: RankWait) -> Waits:
+    seconds = time.perf_counter() - wait.start
+    return Waits(f"{wait.what}{wait.note}", seconds, tuple(wait.members), wait.meeting)
 
 
 def _where(frame: FrameType | None) -> str:
     """Return the innermost line that is not of this package, else the innermost one."""
     if frame is None:
         return ""
-    stack = traceback.extract_stack(frame)
-    users = [
-        line
-        for line in stack
-        if not line.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))
-    ]
-    innermost = users[-1] if users else stack[-1]
-    return f"{innermost.filename}:{innermost.lineno} in {innermost.name}"
+    place = None
+    for line in traceback.extract_stack(frame):
+        ours = line.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))
+        if place is None or not ours:
+            place = line
+    return f"{place.filename}:{place.lineno} in {place.name}" if place is not None else ""
 
 
-# -- What can be seen, from outside, of a process on this host that does not answer: its state, and its Python stacks
+# -- What can be seen, from outside, of a process on this host that does not answer ----------------
 #
-# The state is what Linux says: stopped, waiting for a disk, running. Stacks come from a signal,
+# Its state is what Linux says: stopped, waiting for a disk, running. Its stacks come by a signal,
 # which Python's faulthandler answers in C, so also where one call keeps the interpreter busy for
 # ever. It writes into memory of the silent process that has a file descriptor, and the sender of
 # the signal reads that.
@@ -250,39 +231,31 @@ STATES = {
     "X": GONE,
 }
 STACK_SECONDS = 0.5  # for the answer to the signal
+SIGNAL = signal.SIGRTMIN + 9
 _descriptors: list[int] = []  # of the memory for stacks, once there is any
 
 
-class Seen(NamedTuple):
-    """What was seen of a process: its state in words, and its stacks; "" for what cannot be
-    known.
-    """
-
-    state: str
-    stacks: str
-
-
 def offer_stacks() -> int:
-    """Answer the signal with the stacks of this process; return the descriptor of what is written,
-    -1 without one.
-    """
+    """Answer the signal with the stacks of this process; return where they go, or -1."""
     if sys.platform != "linux":
         return -1
     if not _descriptors:
-        if signal.getsignal(_signal()) is not signal.SIG_DFL:  # somebody else uses it
-            return -1
         _descriptors.append(os.memfd_create("mpipipe stacks"))
-        faulthandler.register(_signal(), file=_descriptors[0], all_threads=True, chain=False)
+        faulthandler.register(SIGNAL, file=_descriptors[0], all_threads=True, chain=False)
     return _descriptors[0]
 
 
-def look_at(pid: int, descriptor: int) -> Seen:
-    """Return what can be seen of a process on this host whose `offer_stacks` returned
-    `descriptor`.
-    """
-    state = state_of(pid)
-    answers = state in (STATES["R"], STATES["S"])
-    return Seen(state, _stacks_of(pid, descriptor) if answers and descriptor >= 0 else "")
+def stacks_of(place: RankPlace) -> str:
+    """Return the stacks of a process on this host; "" for one that cannot answer."""
+    text = ""
+    if place.host == socket.gethostname() and state_of(place.pid) in (STATES["R"], STATES["S"]):
+        with suppress(OSError):
+            path = Path(f"/proc/{place.pid}/fd/{place.descriptor}")
+            if "mpipipe stacks" in os.readlink(path):  # else another program has this id by now
+                os.kill(place.pid, SIGNAL)
+                time.sleep(STACK_SECONDS)
+                text = path.read_text(errors="replace")
+    return text
 
 
 def state_of(pid: int) -> str:
@@ -293,26 +266,7 @@ def state_of(pid: int) -> str:
         return GONE if Path("/proc/self/status").exists() else ""
     except OSError:
         return ""
-    letter = next((line.split()[1] for line in lines if line.startswith("State:")), "")
-    return STATES.get(letter, "")
-
-
-def _stacks_of(pid: int, descriptor: int) -> str:
-    place = Path(f"/proc/{pid}/fd/{descriptor}")
-    with suppress(OSError):
-        if "mpipipe stacks" not in os.readlink(place):  # another program has this process id by now
-            return ""
-        os.kill(pid, _signal())
-        deadline = time.monotonic() + STACK_SECONDS
-        text = ""
-        while time.monotonic() < deadline:
-            before = text
-            text = place.read_text(errors="replace")
-            if text and text == before:
-                return text
-            time.sleep(STACK_SECONDS / 10)
+    for line in lines:
+        if line.startswith("State:"):
+            return STATES.get(line.split()[1], "")
     return ""
-
-
-def _signal() -> int:
-    return signal.SIGRTMIN + 9
