@@ -1,6 +1,4 @@
-"""The configuration of the training of a language model: the options of its data and of its
-model.
-"""
+"""The configuration of the training of a language model: options of its data and model."""
 
 from __future__ import annotations
 

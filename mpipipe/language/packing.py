@@ -1,5 +1,4 @@
-"""Attention within documents, where sequences hold several: it does not cross from one into the
-next.
+"""Attention within documents, where a sequence holds several.
 
 Every rank needs the segments of the batch under way; they follow from (seed, step), so no message
 brings them. In a forward, the layer says which micro-batch it is of (`Attend.begin`), also where
@@ -23,18 +22,14 @@ from mpipipe.nn import Attend, Position
 
 
 class Packing:
-    """The segments of the batch under way, by micro-batch, in a call of the pipeline with
-    `microbatches` of them.
-    """
+    """The segments of the batch under way, for each of `microbatches` micro-batches."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
         self.parts: list[np.ndarray] = []
 
     def begin(self, segments: np.ndarray) -> None:
-        """Take the segments of this replica's rows, integers (rows, seq_len), before a call of the
-        pipeline.
-        """
+        """Take the segments of this replica's rows, integers (rows, seq_len)."""
         self.parts = [
             segments[part.start : part.stop]
             for part in even_split(len(segments), self.microbatches)

@@ -113,9 +113,7 @@ def train(
 
 
 class TextTask(Task):
-    """The training of a model on windows of text; `base` is the model that it begins from, if it
-    does.
-    """
+    """The training of a model on windows of text; `base` is the model it begins from, if any."""
 
     rehearses = False
     read_ahead = True
@@ -155,9 +153,7 @@ class TextTask(Task):
         comm: Communicator,
         data: Source | None = None,
     ) -> TextTask:
-        """Open the folder of the model to begin from, and that of adapters, if there are any;
-        collective.
-        """
+        """Open the folders of the model to begin from and of adapters; collective."""
         config, base = fine_tuning.find_pretrained(config, comm)
         tuning = fine_tuning.find_tuning(config, comm)
         return cls(
@@ -177,9 +173,7 @@ class TextTask(Task):
 
     @cached_property
     def model(self) -> GPT:
-        """The sizes of the model. Raises ConfigError where they cannot be, or the data have more
-        token ids.
-        """
+        """The sizes of the model; ConfigError where they cannot be, or the data have more ids."""
         config = self.config
         check_layers(config.layers)
         names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
@@ -217,9 +211,7 @@ class TextTask(Task):
         return self.tuning.costs(self.model, self.trained())
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
-        """Return lengths of slices that take equal times, and equal shards of each where there is
-        room for them.
-        """
+        """Return lengths of slices that take equal times, with equal shards if they can be."""
         seq = self.config.seq
         windows = self.model.windows or (None,)
         unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
@@ -302,9 +294,7 @@ class TextTask(Task):
         return self._labelled(shard.part(inputs), shard.part(targets))
 
     def _labelled(self, inputs: Any, targets: Any) -> Pair:
-        """Return inputs and targets; the inputs with the targets where slices of the head take them
-        as labels.
-        """
+        """Return inputs and targets; slices of the head take the targets as labels."""
         return (
             arrays.Branches(inputs, labels=targets) if self.head_slices > 1 else inputs
         ), targets
@@ -344,9 +334,7 @@ class TextTask(Task):
 
     @property
     def origin(self) -> huggingface.Origin:
-        """Where the model comes from; without a base that is the folder of the tokenizer, if one
-        was named.
-        """
+        """Where the model comes from, or else the folder of the tokenizer."""
         if self.base is not None:
             return self.base.origin
         if self.config.tokenizer is None:
@@ -360,9 +348,7 @@ class TextTask(Task):
         return nn.softmax_cross_entropy(output, target, factor)
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
-        """Return the loss after a stage: with its head, in tiles, where the logits of all rows are
-        large.
-        """
+        """Return the loss after a stage: in tiles, with its head, where the logits are large."""
         if self.head_slices > 1:
             return nn.mean_of_losses
         tiles = worth_tiles(stage, rows * max(shard.slice_lengths or [self._length(shard)]))
@@ -448,9 +434,7 @@ class TextTask(Task):
     def save(
         self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int
     ) -> None:
-        """Write the model to weights/, and adapters, which are merged there, to adapter/ as
-        well.
-        """
+        """Write the model to weights/, with adapters merged, and adapters to adapter/ as well."""
         lora = self.tuning.lora
         if lora is not None:
             save_adapter(

@@ -1,6 +1,4 @@
-"""What the data and the tokens of a training are: how they are found, counted in bits per byte, and
-shown as text.
-"""
+"""The data and tokens of a training: found, counted in bits per byte, shown as text."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
 def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | Source:
-    """Return what the data are, on every rank: those of `config.data`, or a source of the user's
-    own; collective.
+    """Return `config.data`, listed by rank 0, or a source of the user's own; collective.
 
     Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share
     is slow.
@@ -94,8 +91,7 @@ def open_data(
 
 @dataclass(frozen=True)
 class TokenUnits:
-    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes
-    and without one.
+    """What the tokens of a training are; `tokenizer` is None for bytes and without one.
 
     `bytes_per_token` are means, where they are known, by the names that the rates have in a Record.
     """
@@ -114,9 +110,7 @@ class TokenUnits:
         }
 
     def summary(self, record: Mapping[str, float]) -> str:
-        """Return what the last line of a training says besides: of tokens, the validation in bits
-        per byte.
-        """
+        """Return the validation in bits per byte of tokens, for the last line of a training."""
         bits = record.get(RATES[1])
         return "" if bits is None or self.unit == "bytes" else f" bits/byte={bits:.4f}"
 
@@ -129,8 +123,7 @@ class TokenUnits:
 def find_tokenizer(
     found: DataListing | Source, named: str | None, model: Path | None
 ) -> Tokenizer | None:
-    """Return the tokenizer of the data, that in the folder `named` or else `model`; one rank calls
-    this.
+    """Return the tokenizer of the data in the folder `named`, or else in `model`.
 
     Without the library BackendError is raised where the tokenizer was named; that of a model is
     used for its name alone.

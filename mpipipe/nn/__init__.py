@@ -1,9 +1,10 @@
 """Layers, stages and losses on plain arrays.
 
 stage         consecutive layers of the model on one rank, bound to flat buffers
-parameters    what a layer says about an array before it exists, initial values, flat buffers, frozen parameters
-layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with
-layers/       for fields: convolution, spectral, and field, with norm, sampling and patches
+parameters    descriptions of arrays, initial values, flat buffers, frozen parameters
+layers/       layer, the base class; containers, linear, norm, embedding
+layers/       attention, and attend, what it attends with
+layers/       convolution, spectral and field, for fields
 layers/       head_slices, a head cut into slices of the vocabulary
 layers/       names, by which layers give and take values of a micro-batch
 rope          rotary positions: scalings of their frequencies, and tables

@@ -1,6 +1,4 @@
-"""What several layers and losses ask of their arguments, and the matrix that they see in an
-array.
-"""
+"""Checks of arguments that several layers and losses share."""
 
 from __future__ import annotations
 
@@ -31,8 +29,9 @@ def check_features(layer: Any, x: Array, expected: int) -> None:
 
 
 def check_sequence(layer: Any, x: Array, dim: int, positions: np.ndarray | None) -> None:
-    """Raise ArgumentError unless x is (batch, seq, dim), with one of the positions, where there are
-    some, for a row.
+    """Raise ArgumentError unless x is (batch, seq, dim), with a position for each row.
+
+    `positions` is None where they are not known.
     """
     check_features(layer, x, dim)
     seq = "seq" if positions is None else len(positions)
@@ -57,9 +56,7 @@ def check_axes(name: str, sizes: tuple[int, ...]) -> None:
 
 
 def check_field(layer: Any, x: Array, axes: int, channels: int) -> None:
-    """Raise ArgumentError unless x is a field with this number of axes of space, and of
-    channels.
-    """
+    """Raise ArgumentError unless x is a field with these axes of space and channels."""
     if x.ndim != axes + 2 or 0 in x.shape:
         raise ArgumentError(
             f"layer {layer.name} ({type(layer).__name__}): the input is not a field, or an empty "
@@ -95,9 +92,7 @@ def check_slice_count(slices: int, vocab: int) -> None:
 
 
 def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
-    """Return integers on `device`; host arrays, uploaded as int64, must be in 0 ... limit - 1, else
-    ArgumentError.
-    """
+    """Return integers on `device`; raise ArgumentError for those on the host out of range."""
     if x.dtype.kind not in "iu":
         raise ArgumentError(
             f"{what} must be integers",

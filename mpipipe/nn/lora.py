@@ -1,7 +1,6 @@
-"""Low-rank adapters: W + (alpha / rank) B A in place of W, where W stays as it is (Hu et al.,
-"LoRA", 2021).
+"""Low-rank adapters: W + (alpha / rank) B A in place of W (Hu et al., "LoRA", 2021).
 
-    parameters   W (outputs, inputs) frozen,  A (rank, inputs),  B (outputs, rank): zeros at the start
+    parameters   W (outputs, inputs) frozen, A (rank, inputs), B (outputs, rank), zeros at first
     compute      W + (alpha / rank) B A, made anew after each step of the optimizer
     gradients    dB = (alpha / rank) dy^T (x A^T),   dA = (alpha / rank) (dy B)^T x
 
@@ -50,8 +49,12 @@ class LoRA:
     >>> from mpipipe.language.models import GPT
     >>> layers = GPT(dim=64, layers=1, heads=4).build(attention.Local())
     >>> stage = nn.Stage(nn.LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj"]).apply(layers))
-    >>> list(stage.gradients)
-    ['1.layer.1.q_proj.lora_A', '1.layer.1.q_proj.lora_B', '1.layer.1.v_proj.lora_A', '1.layer.1.v_proj.lora_B']
+    >>> for name in stage.gradients:
+    ...     print(name)
+    1.layer.1.q_proj.lora_A
+    1.layer.1.q_proj.lora_B
+    1.layer.1.v_proj.lora_A
+    1.layer.1.v_proj.lora_B
     """
 
     rank: int
@@ -149,8 +152,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> None:
-    """Set the rows of `target` that have adapters to W + (alpha / rank) B A, for the matrix W
-    called `name`.
+    """Set the rows of `target` with adapters to W + (alpha / rank) B A, W called `name`.
 
     W is read once, and each row of the target is written once: on the host piece by piece, while it
     is in cache.
@@ -180,9 +182,7 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
 def merge(
     stage: StageOfLayer, merged: Mapping[str, tuple[Layer, Array]], anew: bool = False
 ) -> None:
-    """Renew the rows with adapters of the matrices that a stage computes with, or all rows
-    `anew`.
-    """
+    """Renew the rows with adapters of a stage's matrices, or all rows `anew`."""
     for name, (layer, target) in merged.items():
         if anew:
             plain = stage.parameters[name]
@@ -191,8 +191,7 @@ def merge(
 
 
 class PlainStage:
-    """A stage with adapters, as one that loads or saves a model sees it: with the parameters of the
-    plain model.
+    """A stage with adapters as a plain one, for loading and saving its parameters.
 
     Matrices come with their adapters, as new arrays, where they are `merged`; else they are the
     frozen ones themselves.
@@ -210,7 +209,5 @@ class PlainStage:
 
 
 def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
-    """Return stages whose parameters are those of the plain model: frozen, to be loaded, or merged,
-    to be saved.
-    """
+    """Return stages with the parameters of the plain model, to load or, merged, to save."""
     return [PlainStage(stage, merged) if stage.adapted else stage for stage in stages]

@@ -1,5 +1,4 @@
-"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the
-micro-batch.
+"""Losses: loss(output, target) -> (mean over the micro-batch, gradient of the output).
 
 That mean is over all entries of the target. The losses say so by `mean_over_entries`, and a
 pipeline weighs each micro-batch by its entries.
@@ -27,9 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _over_entries(loss: F) -> F:
-    """Mark a loss whose value is a mean over all entries of the target, which it looks at before it
-    uploads it.
-    """
+    """Mark a loss whose value is a mean over all entries of its targets on the host."""
     vars(loss)["mean_over_entries"] = vars(loss)["wants_host_targets"] = True
     return loss
 
@@ -211,8 +208,8 @@ def _check_side(output: Array, target: Array) -> None:
 
 # -- Cross-entropy with the product of the head, in tiles of rows: logits never exist as a whole ---
 #
-#     x (rows, dim)     for each tile of rows:   logits = x W^T   ->   loss, dlogits   ->   dx = dlogits W
-#     W (vocab, dim)                             (tile, vocab)          in its place        dW += dlogits^T x
+#     x (rows, dim)   for each tile of rows:  logits = x W^T  ->  loss, dlogits  ->  dx = dlogits W
+#     W (vocab, dim)                          (tile, vocab)       in its place     dW += dlogits^T x
 #
 # A tile goes all the way, from its rows to its part of dW, before the next one begins. So nothing
 # is computed twice: there are three products, as for a head and a loss apart. The cost is traffic:
@@ -235,8 +232,7 @@ def worth_tiles(stage: Stage, count: int) -> bool:
 
 
 class HeadCrossEntropy:
-    """`softmax_cross_entropy` of logits that a `Head` would have made, with the product of the
-    head, in tiles of rows.
+    """`softmax_cross_entropy` that makes the product of the `Head` itself, in tiles of rows.
 
     Give it to the pipeline as its loss. `step` and `evaluate` then never hold more logits than a
     tile; `forward` gives logits as ever. With a single tile, all results have the bits of head and
@@ -280,8 +276,7 @@ class HeadCrossEntropy:
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Within this context the stage ends before its head. A pipeline does that around each call
-        with a loss.
+        """Let the stage end before its head within this context.
 
         Yields
         ------
@@ -297,8 +292,9 @@ class HeadCrossEntropy:
     def __call__(
         self, output: Array, target: Array, factor: float = 1.0
     ) -> tuple[Any, Array | None]:
-        """Return the mean loss over all rows, and its gradient times `factor`; add to the gradient
-        of the head.
+        """Return the mean loss over all rows, and its gradient times `factor`.
+
+        The gradient of the head is added to.
 
         `output` is what the stage puts out before its head, (..., dim); all else is as for
         `softmax_cross_entropy`. Without a training step the gradient is None, and that of the head
@@ -341,9 +337,7 @@ class HeadCrossEntropy:
         return total, dx
 
     def _tile(self, x: Array, ids: Array, factor: float) -> tuple[Any, Array | None]:
-        """Return the mean loss of some rows, and the gradient of x; logits are gone when this
-        returns.
-        """
+        """Return the mean loss of some rows, and the gradient of x."""
         head = self.head
         kernels = self.stage.kernels
         logits = kernels.linear(x, head.weight)

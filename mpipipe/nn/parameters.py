@@ -1,6 +1,4 @@
-"""Parameters: their description before a stage exists, and the flat buffers with named views
-after.
-"""
+"""Parameters: their descriptions, and the flat buffers with named views."""
 
 from __future__ import annotations
 
@@ -89,8 +87,7 @@ SKIPPED = 1 << 20  # elements that are drawn at a time, and dropped
 
 
 def row_slices(whole: Parameter, parts: int, stream: str | None = None) -> list[Parameter]:
-    """Cut a matrix into parameters of its rows, which start as these do where the whole is drawn
-    for `stream`.
+    """Cut a matrix into parameters of its rows, with the initial values of the whole.
 
     Those of a tied matrix are tied, each by a key of its own, and their stream is its tie.
     """
@@ -221,8 +218,9 @@ class FlatBuffer(Mapping[str, Any]):
 
 
 def divide_buffer(buffer: FlatBuffer, share: Array, entries: Mapping[str, Any]) -> None:
-    """Let `flat` go but for a share, and `entry` return these. Views of it become NaN: they are
-    never old.
+    """Replace `flat` by a share, and the arrays by `entries`.
+
+    Old views of it become NaN, so that they are never used by mistake.
     """
     arrays.fill(buffer.flat, math.nan)
     buffer.whole = share
@@ -236,9 +234,7 @@ def unite_buffer(buffer: FlatBuffer, flat: Array) -> None:
 
 
 def showing(buffer: FlatBuffer, views: Mapping[str, Array]) -> FlatBuffer:
-    """Return a buffer with the same `flat`, and these arrays, which are not to be looked up in
-    it.
-    """
+    """Return a buffer with the same `flat`, and these arrays in place of its own."""
     other = copy(buffer)
     other._views = dict(views)
     other.offsets = {}
@@ -292,8 +288,9 @@ def decay_ranges(
 
 
 def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
-    """Return names as they are to lie in memory: with decay, without, tied, and tied again in one
-    stage (see sharing).
+    """Return names as they lie in memory: with decay, without, tied, tied again.
+
+    The last are ties within one stage.
 
     So there are few ranges of equal decay, and what a pipeline shares lies at the end.
     """
@@ -306,16 +303,14 @@ def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
     return sorted(declared, key=ranks.__getitem__)
 
 
-# -- Which parameters are frozen, and the buffers in which they lie: apart, so that `flat` is what is trained --
+# -- Frozen parameters, and the buffers in which they lie: apart, so that `flat` is what is trained
 #
 #     parameters   | trained ...        |   held   | frozen ... |
 #     gradients    | of the trained ... |
 
 
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether the last pattern that fits a name freezes it: a pattern that begins with !
-    keeps it trained.
-    """
+    """Return True if the last pattern that fits a name freezes it; `!` keeps it trained."""
     for pattern in reversed(patterns):
         if fnmatchcase(name, pattern.removeprefix("!")):
             return not pattern.startswith("!")
@@ -323,9 +318,7 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def frozen_names(declared: Mapping[str, Parameter], patterns: Sequence[str]) -> set[str]:
-    """Return the names of frozen parameters; raise ArgumentError if only some places of a tied one
-    are frozen.
-    """
+    """Return the names of frozen parameters; raise ArgumentError for ties frozen in part."""
     frozen = {
         name
         for name, parameter in declared.items()
@@ -353,8 +346,7 @@ def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
 
 @dataclass
 class StageBuffers:
-    """The arrays of a stage: `parameters.flat` and `compute.flat` are those that are trained,
-    `held` the frozen ones.
+    """The arrays of a stage: flat ones of what is trained, and `held` for frozen parameters.
 
     `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged`
     are the layers with adapters, by the name of a matrix, and its sum with them. With
@@ -457,7 +449,5 @@ class StageBuffers:
 
 
 def _show(buffer: FlatBuffer, other: FlatBuffer, order: Iterable[str]) -> None:
-    """Show the arrays of another buffer next to those of this one, in this order of all names;
-    `flat` stays.
-    """
+    """Show the arrays of another buffer next to those of this one, in this order of names."""
     buffer._views = {name: other[name] if name in other else buffer[name] for name in order}

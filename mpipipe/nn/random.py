@@ -33,8 +33,9 @@ def initial_generator(seed: int, name: str) -> np.random.Generator:
 def random_bits(
     stream: np.ndarray, counter: tuple[int, int, int], count: int, first: int = 0
 ) -> np.ndarray:
-    """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers
-    below 2**64.
+    """Return `count` random 16-bit integers of the stream of a key at `counter`.
+
+    A counter is three integers below 2**64.
 
     They begin with number `first`, a multiple of 16, since 16 come from one step of the counter.
     """

@@ -1,5 +1,4 @@
-"""Rotary positions: scalings of the frequencies for sequences longer than those of the first
-training, and tables.
+"""Rotary positions: scalings of frequencies for longer sequences, and tables.
 
 Each scaling takes the plain frequencies base^(-2i/head_dim) of the pairs i, and gives those that
 are used in their place. Frequencies of few turns within the first length are divided by a factor;
@@ -24,9 +23,7 @@ from mpipipe.errors import ArgumentError
 
 
 class RopeScaling(ABC):
-    """A scaling of rotary frequencies: a frozen dataclass, whose `kind`, such as "yarn", names its
-    class in files.
-    """
+    """A scaling of rotary frequencies: a frozen dataclass whose `kind` names it in files."""
 
     kind: str
 
@@ -53,8 +50,9 @@ class RopeScaling(ABC):
 
 @dataclass(frozen=True)
 class LinearScaling(RopeScaling):
-    """All frequencies divided by a factor: Chen et al., "Extending context window via position
-    interpolation" (2023).
+    """All frequencies divided by a factor.
+
+    Chen et al., "Extending context window via position interpolation" (2023).
 
     Parameters
     ----------
@@ -101,7 +99,8 @@ class Llama3Scaling(RopeScaling):
     --------
     >>> import numpy as np
     >>> from mpipipe.nn import Llama3Scaling
-    >>> scaling = Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192)
+    >>> turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    >>> scaling = Llama3Scaling(8.0, **turns, original_positions=8192)
     >>> scaling.scaled(np.array([1.0, 1e-5]), 500000.0)
     array([1.00e+00, 1.25e-06])
     """
@@ -125,8 +124,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """Frequencies by the place of their pair, and larger cosines and sines: Peng et al., "YaRN"
-    (2023).
+    """Frequencies scaled by the place of their pair: Peng et al., "YaRN" (2023).
 
     Pair i makes r turns within the first length where i(r) = head_dim ln(original_positions / (2 pi
     r)) / (2 ln base). Up to i(beta_fast), rounded down, a frequency stays; from i(beta_slow),
@@ -200,8 +198,7 @@ ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
 
 
 def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
-    """Return the scaling whose fields these are, as `dataclasses.asdict` gives them; for
-    descriptions from files.
+    """Return the scaling with these fields, as `dataclasses.asdict` gives them.
 
     Raises ArgumentError for an unknown kind, and for numbers that do not belong to it.
     """
@@ -220,9 +217,7 @@ def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
 
 
 def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
-    """Raise ArgumentError unless the numbers are in their ranges, and that called `low` is below
-    that called `high`.
-    """
+    """Raise ArgumentError unless the numbers are in their ranges, and `low` below `high`."""
     of = f"of {type(scaling).__name__}"
     numbers = vars(scaling)
     for name, value in numbers.items():
@@ -260,8 +255,9 @@ def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
 def angles(
     positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None
 ) -> tuple[np.ndarray, float]:
-    """Return angles (seq, head_dim / 2) of positions (seq,) or (seq, axes), and the factor on
-    cosine and sine.
+    """Return angles (seq, head_dim / 2) of positions, and the factor on cosine and sine.
+
+    Positions are (seq,) or (seq, axes).
     """
     numbers = np.asarray(positions, np.float64)
     width = head_dim if numbers.ndim == 1 else head_dim // numbers.shape[1]
@@ -273,9 +269,7 @@ def angles(
 
 
 def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | None) -> np.ndarray:
-    """Return positions of several axes as float64 (seq, axes); raises ArgumentError where they do
-    not fit a head.
-    """
+    """Return coordinates as float64 (seq, axes); raise ArgumentError if they do not fit."""
     numbers = np.asarray(coordinates)
     real = numbers.ndim == 2 and numbers.dtype.kind in "iuf"
     pairs = head_dim // 2
@@ -302,8 +296,7 @@ TABLES = 64  # of one stage at most, each for its own positions
 
 
 class RopeTables:
-    """Tables for `kernels.apply_rope`, made by `make` for arrays of one dtype, and kept for the
-    next use.
+    """Tables for `kernels.apply_rope` on arrays of one dtype, made once by `make`.
 
     Layers of a stage that turn the same positions share one.
     """
@@ -320,8 +313,7 @@ class RopeTables:
         base: float,
         scaling: RopeScaling | None = None,
     ) -> Array:
-        """Return the table whose i-th row turns the i-th row of the sequence: of these positions,
-        or of the first ones.
+        """Return the table whose i-th row turns the i-th row of the sequence.
 
         Positions are integers (seq,), or numbers (seq, axes). The table of the first ones is a part
         of that of the next power of two. A table lives as long as a graph which is recorded now.
@@ -342,9 +334,7 @@ class RopeTables:
         scaling: RopeScaling | None,
         axes: int = 0,
     ) -> Array:
-        """Make the table of the first positions, or of those whose int64 or, of several axes,
-        float64 these are.
-        """
+        """Make the table of the first positions, or of those in int64 or float64 bytes."""
         kind = np.float64 if axes else np.int64
         numbers = (
             np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, kind)

@@ -1,5 +1,4 @@
-"""Hooks around writes to a stage: before its parameters are written, and when a range of its
-gradients is ready.
+"""Hooks around writes to a stage: before its parameters, and after its gradients.
 
 A checkpoint is read from the arrays themselves while the next step computes. Whatever writes
 parameters, or what an optimizer remembers, calls `announce_write` first; a checkpoint that still
@@ -16,9 +15,7 @@ from mpipipe.nn.stage import Stage
 
 
 def announce_write(*owners: Any) -> None:
-    """Call the functions in `before_write` of stages and optimizers whose arrays are about to be
-    written.
-    """
+    """Call the `before_write` of stages and optimizers whose arrays are about to change."""
     for owner in owners:
         for function in tuple(owner.before_write):
             function()
@@ -27,7 +24,7 @@ def announce_write(*owners: Any) -> None:
 # -- Which layer of a stage is the last one to write to each range of its gradients ----------------
 #
 #     layers       0 -- 1 -- 2 -- 3                  a backward goes from the last one to the first
-#     gradients    | 0 | 1 | 2 | 3 | 0 1 2 3 | 0 |   matrices, gains and biases, tied ones (parameters.memory_order)
+#     gradients    | 0 | 1 | 2 | 3 | 0 1 2 3 | 0 |   matrices, gains and biases, tied ones
 #
 # Each array of parameters belongs to one layer, which adds to its gradient in its own backward and
 # nowhere else. Places of a tied parameter that share a storage add to arrays of their own within a
@@ -47,8 +44,9 @@ class GradientPieces(NamedTuple):
 
 
 class GradientReady(NamedTuple):
-    """All gradients of a stage, the flat buffer and then the parts, and the place of each layer in
-    `Stage.layers`.
+    """All gradients of a stage, cut into pieces, and the place of each layer.
+
+    The flat buffer comes first, then the parts.
     """
 
     arrays: list[GradientPieces]
@@ -56,8 +54,7 @@ class GradientReady(NamedTuple):
 
 
 def gradient_ready(stage: Stage) -> GradientReady | None:
-    """Return which layers complete which gradients of a stage within a step; None if that is not
-    known.
+    """Return which layers complete which gradients of a stage; None if that is not known.
 
     That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
     """

@@ -1,10 +1,9 @@
-"""Optimizers on flat buffers, clipping by the global norm, scaling of the loss, learning-rate
-curves.
+"""Optimizers on flat buffers, clipping by the global norm, loss scaling, learning rates.
 
 optimizers   AdamW and SGD, groups of parameters, the curve of the learning rate
 shards       the state of an optimizer over replicas, a share on each
 norm         the global norm of gradients: gathered by MPI, begun and ended, or on GPUs
-step         clipping, the scale of the loss, and steps with a norm and a scale: at once, or begun and ended
+step         clipping, the scale of the loss, and steps with a norm and a scale
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ class NonFiniteParameter(NamedTuple):
     name: str
 
     def refuse(self, comm: Communicator | None, when: str = "") -> NoReturn:
-        """Raise the NonFiniteError that names it: on all ranks of `comm`, which have all learnt of
-        it.
-        """
+        """Raise the NonFiniteError that names it, on all ranks of `comm`."""
         remedy = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"
         message = f"the gradient of parameter {self.name} is not finite{when}"
         error = NonFiniteError(message, rank=self.rank, stage=self.stage, remedy=remedy)
@@ -70,9 +68,7 @@ class Counted(NamedTuple):
 
 
 class Norm:
-    """The norm over these stages of this rank and those of the ranks of `comm`, without names in
-    `skip`.
-    """
+    """The norm over stages of this rank and of the ranks of `comm`, without names in `skip`."""
 
     def __init__(
         self, stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = ()
@@ -313,8 +309,9 @@ class GlobalNorm(Norm):
 
 
 class NormOnDevice:
-    """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply
-    gradients by.
+    """The norm of all gradients, begun on the device.
+
+    `factor`, () in float64, is what to multiply gradients by.
 
     It is NaN where a gradient is not finite. The numbers are those of `clip_factor`.
     """

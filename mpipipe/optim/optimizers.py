@@ -1,6 +1,4 @@
-"""Adam with decoupled weight decay, stochastic gradient descent with momentum, and learning-rate
-curves.
-"""
+"""AdamW, stochastic gradient descent with momentum, and learning-rate curves."""
 
 from __future__ import annotations
 
@@ -130,8 +128,7 @@ class FlatOptimizer:
         raise NotImplementedError
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Within this context `stage.parameters` of all stages are whole, to be read and written;
-        collective.
+        """Make `stage.parameters` whole within this context; collective.
 
         With `replicas`, a stage that computes in half precision keeps float32 parameters of this
         replica's share alone, and reading the others raises ArgumentError. Here they are put
@@ -156,8 +153,7 @@ class FlatOptimizer:
         return nullcontext() if self._shards is None else self._shards.whole()
 
     def named_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state by kind and by the names of parameters: views, which may be read and
-        set.
+        """Return the state by kind and parameter name: views to read and to set.
 
         With `steps` this is all that an optimizer has to remember.
 
@@ -203,8 +199,9 @@ class FlatOptimizer:
 
 
 class AdamW(FlatOptimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay
-    regularization", 2019).
+    """Adam with decoupled weight decay.
+
+    Loshchilov and Hutter, "Decoupled weight decay regularization" (2019).
 
     Their algorithm 2: m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * weight_decay * p;
     then p -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). Updates are in place, in the
@@ -285,8 +282,7 @@ class AdamW(FlatOptimizer):
 
 
 class SGD(FlatOptimizer):
-    """Stochastic gradient descent: u = momentum * u + gradient + weight_decay * p, then p -= lr *
-    u.
+    """Stochastic gradient descent: u = momentum * u + gradient + weight_decay * p; p -= lr * u.
 
     Updates are in place, in the dtype of the stage's parameters.
 
@@ -353,10 +349,10 @@ def _checked_stages(stages: Sequence[Any]) -> list[StageAdapter]:
     return adapters
 
 
-# -- Groups of parameters with a learning rate and a weight decay of their own, as pieces of the flat buffers --
+# -- Groups of parameters with their own learning rate and weight decay, as pieces of flat buffers
 #
-# flat     | 0.weight | 0.gain | 2.weight | 2.bias |        Group("*.bias", lr=2): two pieces, and two calls
-# pieces   |             lr             |   2 lr   |        of the kernel that updates them
+# flat     | 0.weight | 0.gain | 2.weight | 2.bias |     Group("*.bias", lr=2): two pieces, and
+# pieces   |             lr             |   2 lr   |     two calls of the kernel that updates them
 
 
 @dataclass(frozen=True)
@@ -404,8 +400,9 @@ class Group:
 
 
 class GroupPiece(NamedTuple):
-    """A part of the flat buffers with one learning rate; `ranges` are within it, None where all of
-    it decays.
+    """A part of the flat buffers with one learning rate.
+
+    `ranges` are relative to its start, None where all of it decays.
     """
 
     at: slice
@@ -417,7 +414,7 @@ class GroupPiece(NamedTuple):
 def pieces(
     stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int]
 ) -> list[GroupPiece]:
-    """Cut a share (start, stop) of the flat buffers of a stage into the longest pieces of one group.
+    """Cut a share of the flat buffers of a stage into the longest pieces of one group.
 
     A gap goes with the parameter before it.
     """

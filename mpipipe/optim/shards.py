@@ -1,5 +1,4 @@
-"""The state of an optimizer over replicas: each one keeps it for a share of the parameters, and
-updates that share.
+"""The state of an optimizer in shares: each replica updates one share of the parameters.
 
     replica 0   gradients whole | update share 0 | share 0 -->  --> parameters whole
     replica 1   gradients whole | update share 1 | share 1 -->  --> parameters whole
@@ -50,8 +49,7 @@ def shares_of(size: int, replicas: int) -> list[Range]:
 
 
 class Shards:
-    """The share of each replica of the flat parameters of each stage; the constructor is collective
-    over them.
+    """The shares of the replicas in the flat parameters of stages; made collectively.
 
     `error` is why this rank has none: all replicas raise it.
     """
@@ -220,7 +218,7 @@ class Shards:
     def shard(
         self, number: int, start: int, like: Array, state: Array, copy: Array | None = None
     ) -> StateShard:
-        """Return this replica's part of the state of the parameter that starts here in its stage."""
+        """Return this replica's part of the state of a parameter that starts here in its stage."""
         parts = []
         for low, high in self.ranges[number]:
             parts.append(
@@ -249,8 +247,7 @@ def _sample(flat: Array) -> float:
 
 @dataclass(frozen=True)
 class StateShard:
-    """What one replica has of an array of a sharded optimizer; all replicas together have the
-    array.
+    """The part of an array of a sharded optimizer that one replica has.
 
     That is its state, and parameters in float32 of stages that compute with a copy in a half dtype.
 

@@ -89,8 +89,7 @@ LARGEST = 2.0**64
 
 
 class LossScaler:
-    """The scale of the loss from step to step. It depends on nothing but the outcomes that `update`
-    gets.
+    """The scale of the loss from step to step, which follows from the outcomes of steps.
 
     Parameters
     ----------
@@ -284,8 +283,7 @@ def _step_on_device(
 
 @total_ordering
 class NormOfStep:
-    """The norm of a step on a GPU. The host waits for it where `float()`, a comparison or a text
-    reads it.
+    """The norm of a step on a GPU; reading it by `float()` or comparing waits for the GPU.
 
     It is no number of Python: `round`, `sum` and `json.dumps` take `float(norm)`.
 

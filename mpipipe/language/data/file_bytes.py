@@ -1,5 +1,4 @@
-"""Bytes of data files, read by position, and short hashes by which ranks find out whether they have
-the same files.
+"""Bytes of data files, read by position, and short hashes that ranks compare.
 
 Files are not mapped into memory: where one is cut short during a training, reading a map would end
 the process.
@@ -22,9 +21,7 @@ REMEDY = "leave the data alone while a training reads them; train on a copy"
 
 
 def read_bytes(path: Path, start: int, count: int) -> bytes:
-    """Read the bytes start .. start + count of a file. Raises DataError if it has fewer, or cannot
-    be read.
-    """
+    """Read the bytes start .. start + count of a file; raise DataError if it has fewer."""
     with files.reading("data", path, DataError, remedy=REMEDY):
         opened = _opened(
             path
@@ -77,8 +74,7 @@ GLANCED = 16  # files
 
 
 def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of
-    sampled contents.
+    """Return 32 hexadecimal digits: a hash of names, sizes and sampled contents of files.
 
     Of each file the first and last 4 KiB are read, and some between: about 16 MiB in all, and 8192
     files at most. So a change in a big file between the samples can be missed.
@@ -96,9 +92,7 @@ def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
 
 
 def glance(entries: Sequence[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits for what a rank sees of files that another listed: sizes and
-    ends of 16 of them.
-    """
+    """Return 32 hexadecimal digits of sizes and ends of 16 of the files that another rank listed."""
     content = blake2b(digest_size=16)
     for index in spread(len(entries), GLANCED):
         path, size = entries[index]
@@ -111,8 +105,9 @@ def glance(entries: Sequence[tuple[Path, int]]) -> str:
 
 
 def spread(total: int, count: int) -> list[int]:
-    """Choose at most `count` >= 2 of the numbers 0 ... total - 1, evenly spread, with the first and
-    the last.
+    """Choose at most `count` of the numbers 0 ... total - 1, with the first and the last.
+
+    They are evenly spread; `count` is at least 2.
     """
     if total <= count:
         return list(range(total))

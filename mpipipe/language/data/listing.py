@@ -1,5 +1,4 @@
-"""The data that `--data` names: which files they are, what a token is, and what is held out for
-validation.
+"""The data that `--data` names: their files, what a token is, what is held out for validation.
 
     a text file   |=================train=================|-val-|            the last 5 % of its bytes
     tokens        |====train====|-val-|====train====|-val-|                  about the last 5 % of each section
@@ -51,8 +50,7 @@ MOST = 0.1
 
 @dataclass(frozen=True)
 class DataListing:
-    """Data as one rank finds them and sends them to the others, which open them without looking for
-    them again.
+    """Data as one rank lists them; the other ranks open them without another look.
 
     `entries` are (path, bytes) of all files; the paths of the `default` data begin in the folder of
     the standard library. `token_files` is empty for files of text.
@@ -73,9 +71,7 @@ class DataListing:
         return [(root / name, size) for name, size in self.entries]
 
     def open(self, seq_len: int) -> Source:
-        """Split the data into training and validation. Raises DataError if one is shorter than
-        `seq_len` + 1.
-        """
+        """Split the data into training and validation; raise DataError if one is too short."""
         train, validation = _held_out(self._token_files())
         if min(len(train), len(validation)) <= seq_len:
             total = sum(len(file) for file in self._token_files())
@@ -101,9 +97,7 @@ class DataListing:
 
 
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
-    """Look at the data: what kind they are, and how much. No paths stand for the source of the
-    standard library.
-    """
+    """List the data and their kind; no paths stand for the source of the standard library."""
     forget_files()
     places = [Path(path) for path in paths]
     tokens = [path for path in places if is_token_file(path)]
@@ -132,8 +126,9 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
 
 
 def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
-    """List files of tokens for a vocabulary, by default what they say, or one more than their
-    largest id.
+    """List files of tokens for a vocabulary, by default their own.
+
+    Without one it is one more than their largest id.
     """
     opened = [open_tokens(path) for path in paths]
     known = [
@@ -217,9 +212,7 @@ def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]
 
 
 def _by_documents(file: TokenFile) -> list[TokenPart]:
-    """Return what is held out of a file, between starts of documents; nothing if that cannot be
-    about 5 %.
-    """
+    """Return what is held out of a file between starts of documents, if that is about 5 %."""
     starts = file.documents.starts
     count = max(1, min(SECTIONS, len(starts) // DOCUMENTS))
     held = []
@@ -242,8 +235,9 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
 
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
-    """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and
-    empty ones not.
+    """List (file, bytes) of a file, or of the text files below a folder, sorted by path.
+
+    Hidden and empty files are left out.
     """
     with files.reading(
         "data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY
@@ -276,8 +270,9 @@ def library_folder() -> Path:
 
 
 def _walk(folder: Path) -> list[tuple[Path, int]]:
-    """List regular files below `folder` with their sizes, sorted by path, without hidden and
-    generated folders.
+    """List regular files below `folder` with their sizes, sorted by path.
+
+    Hidden and generated folders are left out.
     """
 
     def fail(error: OSError) -> None:

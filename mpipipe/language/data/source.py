@@ -1,6 +1,4 @@
-"""What a training reads: tokens for training and validation. `--data` becomes a Source; users may
-give their own.
-"""
+"""What a training reads: tokens for training and validation, from `--data` or a user's own."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ class Tokens(Protocol):
         """Return `count` tokens from the position `start` on: (count,), integers of any dtype."""
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Return at which positions from start to stop - 1 documents begin: int64, rising; None if
-        not known.
-        """
+        """Return where documents begin from start to stop - 1: int64, rising; None if not known."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,7 @@ class Source:
     files: ClassVar[Sequence[tuple[Path, int]]] = ()  # to look at
 
     def open(self, seq_len: int) -> Source:
-        """Return the source itself. Raises DataError for fewer tokens than a sequence and one
-        more.
-        """
+        """Return the source itself; raise DataError for fewer than `seq_len` + 1 tokens."""
         for name, tokens in (("training", self.train), ("validation", self.validation)):
             if len(tokens) <= seq_len:
                 raise DataError(
@@ -85,8 +79,7 @@ class Source:
 
     @classmethod
     def of_arrays(cls, train: ArrayLike, validation: ArrayLike, vocab: int) -> Source:
-        """Make a source of two arrays of token ids, of one axis each; its fingerprint is a hash of
-        all of them.
+        """Make a source of two arrays of token ids of one axis, with a hash as fingerprint.
 
         DataError is raised for other things than integers of at least 0 and below `vocab`, the
         number of token ids.

@@ -1,5 +1,4 @@
-"""Tokens in files, read by position, in every format: integers one after the other, and where
-documents begin.
+"""Tokens in files, read by position: integers in a row, and where documents begin.
 
     text               its bytes; the file is one document
     tokens             a .npy file of unsigned integers that `mpipipe tokenize` wrote, with two files next to it
@@ -70,8 +69,9 @@ class FileIntegers(Sequence[int]):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a file, as `path` says them: the first token of each, and the bytes of text
-    before it, if known.
+    """The documents of a file: the first token of each, and the bytes of text before it.
+
+    `path` says so; the bytes are None where they are not known.
 
     `nbytes` are those of all.
     """
@@ -115,8 +115,9 @@ class TokenFile:
         return starts
 
     def bytes_before(self, position: int) -> int | None:
-        """Return the bytes of text before a token; within a document all tokens count as equally
-        long.
+        """Return the bytes of text before a token.
+
+        Within a document all tokens count as equally long.
         """
         if self.documents.before is None:
             return None
@@ -189,9 +190,7 @@ class FileTokens(Tokens):
         return np.concatenate(rows)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[TokenPart, int, int, int]]:
-        """Yield each part in a range: (part, its first and last position in the file, what to add
-        for those here).
-        """
+        """Yield (part, first and last position in the file, shift to positions here)."""
         index = bisect_right(self._ends, start)
         while start < stop:
             part = self.parts[index]
@@ -214,8 +213,9 @@ MOST_FACTS = 1 << 20  # bytes of the first
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What the .json next to a file of tokens says; `tokenizer` and `index` are hashes, `end` the
-    end-of-text token.
+    """The content of the .json next to a file of tokens.
+
+    `tokenizer` and `index` are hashes, `end` is the end-of-text token.
     """
 
     vocab: int
@@ -247,9 +247,7 @@ def is_token_file(path: Path) -> bool:
 
 
 class OpenedTokens(NamedTuple):
-    """A file of tokens; `facts` are what `mpipipe tokenize` has said of it, `paths` all its
-    files.
-    """
+    """A file of tokens with all its `paths`, and what `mpipipe tokenize` says of it."""
 
     ids: FileIntegers
     documents: Documents
@@ -258,9 +256,7 @@ class OpenedTokens(NamedTuple):
 
 
 def open_tokens(path: Path) -> OpenedTokens:
-    """Open what `is_token_file` accepts. Raises DataError if it is damaged or was written by
-    another program.
-    """
+    """Open what `is_token_file` accepts; raise DataError if it is damaged or foreign."""
     pair = megatron_pair(path)
     if pair is not None:
         return OpenedTokens(*_open_megatron(pair), None, pair)
@@ -371,9 +367,7 @@ class MegatronStarts(Sequence[int]):
 
 
 def megatron_pair(path: Path) -> tuple[Path, Path] | None:
-    """Return (.bin, .idx) that `path` names, by either of them or without the ending; None for
-    others.
-    """
+    """Return (.bin, .idx) that `path` names, by either or without the ending; else None."""
     text = str(path)
     prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
     pair = Path(prefix + ".bin"), Path(prefix + ".idx")
@@ -416,9 +410,7 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
 
 
 def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) -> int:
-    """The number of tokens; raises DataError unless each sequence begins where the one before it
-    ends.
-    """
+    """Return the number of tokens; raise DataError unless sequences follow each other."""
     total = 0
     for start, block in lengths.blocks():
         sizes = block.astype(np.int64)

@@ -39,9 +39,7 @@ LINES = (".jsonl", ".ndjson")  # names of files of JSON lines
 
 
 class Tokenized(NamedTuple):
-    """What has been written, from how many files of text, and the seconds from the first text to
-    the last name.
-    """
+    """What has been written, from how many files of text, and in how many seconds."""
 
     facts: TokenFacts
     path: Path
@@ -143,9 +141,7 @@ class Encoder:
         return np.concatenate(pieces)
 
     def index_and_facts(self) -> tuple[np.ndarray, TokenFacts]:
-        """Return the index of the documents, and the facts. Raises DataError where there are no
-        tokens.
-        """
+        """Return the index of the documents, and the facts; raise DataError without tokens."""
         every = np.array([self.lengths, self.nbytes], np.int64)
         tokens, nbytes = every.sum(axis=1).tolist()
         if not tokens:
@@ -159,9 +155,7 @@ class Encoder:
 
 
 def documents_of(path: Path, size: int) -> Iterator[Document]:
-    """Yield the documents of a file. Raises DataError, which names the file and the line or
-    byte.
-    """
+    """Yield the documents of a file; raise DataError with the file and the line or byte."""
     if path.name.lower().endswith(LINES):
         yield from _lines(path)
         return

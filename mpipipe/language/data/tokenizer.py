@@ -41,9 +41,7 @@ class Tokenizer:
     library: Any = field(repr=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that goes on: with what the tokenizer puts before it, and
-        nothing after it.
-        """
+        """Return the ids of a text that goes on, after what the tokenizer puts before a text."""
         with library_errors(self.path):
             return [*self.before, *self.library.encode(text, add_special_tokens=False).ids]
 
@@ -56,8 +54,9 @@ class Tokenizer:
 
 
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
-    """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the
-    folder names.
+    """Open the tokenizer in a folder, or a tokenizer.json.
+
+    `end` is the token that ends a text, by default that of the folder.
     """
     path = path_of(folder)
     tokenizers = optional_library("tokenizers", "read a tokenizer.json", "tokens")
@@ -78,9 +77,7 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
 
 @contextmanager
 def library_errors(path: Path, text: str = "the tokenizer fails") -> Iterator[None]:
-    """Turn what the library raises, also a panic of its Rust, which is a BaseException, into
-    DataError.
-    """
+    """Turn what the library raises, panics of its Rust too, into DataError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -96,9 +93,7 @@ def path_of(folder: str | Path) -> Path:
 
 
 def hash_of(folder: str | Path) -> str | None:
-    """Return the hash of the tokenizer in a folder, without the library; None if there is no
-    tokenizer.json.
-    """
+    """Return the hash of the tokenizer in a folder; None if there is no tokenizer.json."""
     try:
         return _hash(files.read_text(path_of(folder), MOST_BYTES))
     except (OSError, UnicodeDecodeError):
@@ -120,9 +115,7 @@ def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int | None:
-    """Return the id of the token that ends a text: the one named, else the first that a file next
-    to `path` names.
-    """
+    """Return the id of the token that ends a text: `named`, or that of a file next to `path`."""
     names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
     token: Any = named
     source = "the command line"

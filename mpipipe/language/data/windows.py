@@ -29,9 +29,7 @@ def training_starts(
     seq_len: int,
     order: str = "random",
 ) -> list[int]:
-    """Return where the windows of the rows `rows` of the batch of a step begin, in `length`
-    tokens.
-    """
+    """Return where the windows of these rows of a step's batch begin, in `length` tokens."""
     if order == "random":
         return generator(seed, "training", step).integers(0, length - seq_len, batch)[rows].tolist()
     count = (length - 1) // seq_len  # windows of an epoch; what is left at the end is left out
@@ -46,9 +44,7 @@ def training_starts(
 def validation_starts(
     length: int, *, index: int, batches: int, batch: int, rows: slice, seq_len: int
 ) -> list[int]:
-    """Return where the windows of the rows `rows` of validation batch `index` of `batches` begin:
-    spread evenly.
-    """
+    """Return where the windows of these rows of a validation batch begin: spread evenly."""
     last = length - seq_len - 1
     numbers = range(index * batch, (index + 1) * batch)[rows]
     return [number * last // max(1, batches * batch - 1) for number in numbers]
@@ -63,8 +59,9 @@ def read_windows(
 
 
 def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
-    """Return the document of each position of the windows, from 0 in each row: int32 (rows,
-    seq_len).
+    """Return the document of each position of the windows: int32 (rows, seq_len).
+
+    Documents count from 0 in each row.
     """
     rows = []
     for start in starts:
@@ -77,9 +74,7 @@ def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
 
 
 def generator(seed: int, purpose: str, step: int, turn: int = 0) -> np.random.Generator:
-    """Return the random numbers for one purpose in one step. They are counter-based: none depends
-    on earlier ones.
-    """
+    """Return the random numbers for one purpose in one step, whatever was drawn before."""
     return np.random.Generator(
         np.random.Philox(key=random_key(purpose, seed), counter=[0, 0, turn, step])
     )
@@ -99,8 +94,9 @@ ROUNDS = 6
 
 
 def shuffled(place: int, count: int, key: bytes) -> int:
-    """Return what stands at `place` of a permutation of 0 ... count - 1 that follows from `key`, at
-    most 64 bytes.
+    """Return the number at `place` of a permutation of 0 ... count - 1 that `key` fixes.
+
+    The key has at most 64 bytes.
     """
     half = max(1, -(-max(1, count - 1).bit_length() // 2))
     mask = (1 << half) - 1

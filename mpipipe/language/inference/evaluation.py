@@ -1,5 +1,4 @@
-"""The loss of a model on tokens: windows one after the other, each token predicted once, over any
-mesh.
+"""The loss of a model on tokens, in windows that predict each token once, over any mesh.
 
     tokens      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...
     window 0   [t0 t1 t2 t3]               predicts t1 ... t4
@@ -38,8 +37,9 @@ TOKENS = 4096  # of a micro-batch, by default
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The tokens predicted, and their mean loss in nats; `bits_per_byte` is None where the bytes
-    are not known.
+    """The tokens predicted, and their mean loss in nats.
+
+    `bits_per_byte` is None where the bytes of text are not known.
     """
 
     tokens: int
@@ -53,8 +53,7 @@ def perplexity(loss: float) -> float:
 
 
 class WindowLosses(nn.HeadCrossEntropy):
-    """The loss of an evaluation: it adds up the losses of windows, with the product of the head in
-    tiles.
+    """The sum of the losses of windows, with the product of the head in tiles.
 
     With `slices` of the head the output is the losses themselves.
     """
@@ -75,9 +74,7 @@ class WindowLosses(nn.HeadCrossEntropy):
         return 0.0, None
 
     def settle(self) -> None:
-        """Add up what was noted; waits for a GPU. Raises NonFiniteError if a loss is NaN or
-        infinite.
-        """
+        """Add up what was noted, on the host; raise NonFiniteError for NaN and infinity."""
         for count, value in self._noted:
             mean = float(arrays.download(value)) if arrays.is_device(value) else float(value)
             if not math.isfinite(mean):
@@ -106,8 +103,9 @@ def count_windows(tokens: Tokens, length: int) -> int:
 
 
 class Evaluator:
-    """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the
-    last stage.
+    """A pipeline that evaluates some windows in each micro-batch.
+
+    `losses` is None but after the last stage.
     """
 
     def __init__(
@@ -131,9 +129,7 @@ class Evaluator:
         self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
 
     def run(self, tokens: Tokens, length: int, windows: int) -> Evaluation:
-        """Evaluate the first `windows` windows, the same on every rank; collective. Every rank gets
-        the result.
-        """
+        """Evaluate the first `windows` windows; collective, with the result on every rank."""
         group = group_of(self.mesh.comm)
         at_once = self.share * self.mesh.data.size
         for start in range(0, windows, at_once):
@@ -210,8 +206,7 @@ def build_evaluator(
 
 
 def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[Tokens, str]:
-    """Return the tokens at the paths, which rank 0 looks for, and what a token is called;
-    collective.
+    """Return the tokens at the paths, and the name of a token; collective.
 
     They are read by position. Text is for models of bytes alone.
     """

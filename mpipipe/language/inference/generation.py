@@ -1,5 +1,4 @@
-"""Answers to many prompts at once: which tokens go through the model next, and what is drawn after
-them.
+"""Answers to many prompts at once: which tokens go through the model, and what is drawn.
 
     sequence 0   prompt prompt prompt prompt | a | a | .      one forward = what waits of all sequences of a batch,
     sequence 1   prompt                      | a | a | a      some sequences side by side in each micro-batch
@@ -36,9 +35,7 @@ LEAST = 4
 
 
 class Drawn(NamedTuple):
-    """One token of the answer to a prompt; `ended` says why the answer has ended, "stop" or
-    "count", else None.
-    """
+    """One token of an answer; `ended` is "stop" or "count" for the last one, else None."""
 
     prompt: int
     token: int
@@ -57,9 +54,7 @@ class _Sequence:
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one sequence in a micro-batch (1, tokens), in which pieces stand side
-    by side.
-    """
+    """Consecutive tokens of one sequence, next to other pieces in a micro-batch (1, tokens)."""
 
     sequence: int  # its place in the batch
     start: int  # position of the first token; a sequence that begins has 0
@@ -67,9 +62,7 @@ class Piece(NamedTuple):
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> None:
-    """Raise ArgumentError for no prompts, an empty one, ids that the model does not have, and a
-    count below 1.
-    """
+    """Raise ArgumentError for no or empty prompts, unknown ids, and a count below 1."""
     if not prompts:
         raise ArgumentError("there are no prompts", expected="at least one")
     if count < 1:
@@ -92,8 +85,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
 def answers(
     decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
 ) -> Iterator[Drawn]:
-    """Yield the tokens of the answers to all prompts as they are drawn, the same on every rank;
-    collective.
+    """Yield the tokens of the answers to all prompts as they are drawn; collective.
 
     One rank draws for all: ranks whose logits differ in a last bit still write the same text.
     `check_prompts` has accepted the prompts, and an answer has `count` tokens at most. Raises
@@ -119,9 +111,7 @@ def answers(
 
 
 def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> list[list[Piece]]:
-    """Return the micro-batches of the next forward: what each sequence has that its caches do
-    not.
-    """
+    """Return the micro-batches of the next forward: the tokens that caches do not have."""
     parts: list[list[Piece]] = []
     for places in even_split(len(sequences), min(microbatches, -(-len(sequences) // LEAST))):
         parts.append([])
@@ -199,18 +189,14 @@ class Decoder:
 
 
 class Underway:
-    """The pieces of a forward: set by the decoder and its stages, read by the caches of all
-    layers.
-    """
+    """The pieces of a forward: the decoder and its stages set them, caches read them."""
 
     parts: Sequence[Sequence[Piece]] = ()  # of all micro-batches
     pieces: Sequence[Piece] = ()  # of the micro-batch that a stage computes now
 
 
 class SequenceCaches(nn.Attend):
-    """A KVCache for each sequence of a batch, in one layer. Each query sees its own sequence
-    alone.
-    """
+    """A KVCache for each sequence of a batch, in one layer."""
 
     def __init__(self, underway: Underway, capacity: int, window: int) -> None:
         self.underway = underway
@@ -243,8 +229,7 @@ class SequenceCaches(nn.Attend):
 
 
 class DecodingStage:
-    """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits
-    after each.
+    """A stage of a decoder, which computes the logits after each piece of a micro-batch.
 
     `inner_stages`: what it has of the layers before the head, and of the head; either may have no
     layers. `rows`: rows that a head is given at most which other stages go on with, since the
@@ -285,8 +270,7 @@ def build_decoder(
     *,
     batch: int = 1,
 ) -> Iterator[Decoder]:
-    """Build a decoder of a model for sequences of up to `capacity` tokens, `batch` at once;
-    collective.
+    """Build a decoder of a model, with `batch` sequences of `capacity` tokens; collective.
 
     Attention looks back over the last `model.seq` positions, or the layer's own window where that
     is shorter, so no distance occurs that the rotary positions did not have in training.
@@ -344,9 +328,7 @@ IN_FLIGHT = (
 
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
-    """Return the cut of a model for forwards alone, with micro-batches of `rows` rows. Raises
-    ConfigError.
-    """
+    """Return the cut of a model for forwards of `rows` rows; raise ConfigError."""
     microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
     check_layers(model.layers)
     schedule = schedules.forward_only(ranks, 1, microbatches)
@@ -354,9 +336,7 @@ def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
 
 
 def longest_text(layers: Sequence[nn.Layer]) -> int | None:
-    """Return how many tokens a text may have for learned positions, None for a model without; the
-    last is not read.
-    """
+    """Return the most tokens of a text with learned positions; None for other models."""
     tables = [
         layer.count
         for top in layers
@@ -369,8 +349,9 @@ def longest_text(layers: Sequence[nn.Layer]) -> int | None:
 def check_decoding(
     model: GPT, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int]
 ) -> None:
-    """Raise ConfigError if parameters and caches (sequences, positions of each) surely exceed
-    memory.
+    """Raise ConfigError if parameters and caches surely exceed memory.
+
+    `caches` are sequences, and positions of each.
     """
     batch, capacity = caches
     layers = model.build(Local())
@@ -397,8 +378,7 @@ def check_decoding(
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which tokens may be drawn, and when an answer ends. Raises ArgumentError for a value out of
-    its range.
+    """Which tokens may be drawn, and when an answer ends.
 
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with
     the lowest id seed, stop : of the draws; ids that end an answer
@@ -444,9 +424,7 @@ def continued(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """Return `count` ids that continue those of `prompt`, the same on every rank; collective over
-    the mesh.
-    """
+    """Return `count` ids that continue a prompt, the same on every rank; collective."""
     with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)

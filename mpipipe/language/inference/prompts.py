@@ -27,15 +27,11 @@ class Bytes:
     end: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text; those of a command line that are no UTF-8 come through as
-        they are.
-        """
+        """Return the bytes of a text, also those of a command line that are no UTF-8."""
         return list(text.encode(errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes, with a replacement character for what is no UTF-8; a model may
-        have more ids.
-        """
+        """Return the text of bytes, with replacement characters; skip ids above 255."""
         return bytes(token for token in tokens if token < self.vocab).decode(errors="replace")
 
 

@@ -1,6 +1,4 @@
-"""What of a model a training trains (--freeze, --lora), and the model that it begins from
-(--from).
-"""
+"""What a training trains (--freeze, --lora), and the model it begins from (--from)."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ FORM = "rank,alpha,target,target,... such as 8,16,q_proj,v_proj, or the folder o
 
 @dataclass(frozen=True)
 class FineTuning:
-    """What is trained: with `lora`, adapters alone, which begin as those of `start`; not what
-    patterns `freeze`.
-    """
+    """What is trained: not `freeze`, and with `lora` adapters alone, which begin as `start`."""
 
     freeze: tuple[str, ...] = ()
     lora: nn.LoRA | None = None
@@ -43,8 +39,7 @@ class FineTuning:
         return list(layers) if self.lora is None else self.lora.apply(layers)
 
     def costs(self, model: GPT, trained: Iterable[str]) -> list[float]:
-        """Return the costs of a model's layers, for the cut into stages, where the parameters
-        `trained` are.
+        """Return the costs of a model's layers, where only `trained` parameters are trained.
 
         A layer that is trained costs its forward and two products as large; one that is not, or
         that has adapters, one of these; and one below everything that is trained its forward alone.
@@ -79,9 +74,7 @@ class FineTuning:
 
 
 def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
-    """Return what a configuration trains; collective, since an adapter to begin with is read by
-    rank 0.
-    """
+    """Return what a configuration trains; collective, since rank 0 reads an adapter."""
     freeze = config.freeze
     text = config.lora
     if text is None:
@@ -123,18 +116,14 @@ class PretrainedModel:
     origin: huggingface.Origin
 
     def architecture(self, *, seq: int, dropout: float, **_: Any) -> GPT:
-        """Return the model for sequences of a training; an `Architecture` whose sizes are those of
-        the folder.
-        """
+        """Return the model for sequences of a training, with the sizes of the folder."""
         return replace(self.folder.model, seq=seq, dropout=dropout)
 
 
 def find_pretrained(
     config: TrainConfig, comm: Communicator
 ) -> tuple[TrainConfig, PretrainedModel | None]:
-    """Open the folder to begin from, if there is one, and return the configuration with the sizes
-    in it; collective.
-    """
+    """Open the folder to begin from, and return the configuration with its sizes; collective."""
     if config.from_ is None:
         return config, None
     folder = model_folder.open_on_all(comm, config.from_)

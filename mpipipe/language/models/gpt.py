@@ -176,8 +176,7 @@ class GPT:
         positions: ArrayLike | None = None,
         labels: bool = False,
     ) -> list[nn.Layer]:
-        """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq,
-        vocab) come out.
+        """Build the layers: integers (batch, seq) go in, logits (batch, seq, vocab) come out.
 
         Parameters
         ----------
@@ -239,9 +238,7 @@ class GPT:
     def _attend_with(
         self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward]
     ) -> Callable[[int | None], ForwardAndBackward]:
-        """Return the function that gives the attend object of one layer, from the window of that
-        layer.
-        """
+        """Return a function from the window of a layer to its attend object."""
         if not callable(attend):
             return lambda window: (
                 attend if window is None else as_attend(attend).with_window(window)
@@ -343,9 +340,7 @@ SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
 
 def check_sizes(values: dict[str, Any]) -> None:
-    """Raise ArgumentError unless each of these fields, by name, has a value that means something by
-    itself.
-    """
+    """Raise ArgumentError unless each of these fields means something by itself."""
     rules: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         (SIZES, _is_size, "an integer of at least 1"),
         *(
@@ -367,9 +362,7 @@ def check_sizes(values: dict[str, Any]) -> None:
 
 
 def check_heads(values: dict[str, Any]) -> None:
-    """Raise ArgumentError unless the heads go together; `head_dim` is None if it is to follow from
-    the width.
-    """
+    """Raise ArgumentError unless the heads go together; `head_dim` may be None."""
     dim = values["dim"]
     heads = values["heads"]
     head_dim = values["head_dim"]
@@ -401,9 +394,7 @@ def check_heads(values: dict[str, Any]) -> None:
 
 
 def check_positions(values: dict[str, Any]) -> None:
-    """Raise ArgumentError for options of rotary positions next to learned ones, or the other way
-    round.
-    """
+    """Raise ArgumentError for options of rotary and of learned positions together."""
     most = values["max_positions"]
     learned = values["positions"] == "learned"
     kind, other, name = (
@@ -447,9 +438,7 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
 
 
 def check_layers(layers: int) -> None:
-    """Raise ConfigError for more than LAYERS transformer blocks, before anything of such a size is
-    built.
-    """
+    """Raise ConfigError for more than LAYERS transformer blocks."""
     if layers > LAYERS:
         raise ConfigError(
             "too many layers",

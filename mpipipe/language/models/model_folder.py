@@ -57,9 +57,7 @@ class ModelFolder(ABC):
     @classmethod
     @abstractmethod
     def find(cls, path: Path) -> Path | None:
-        """Return the folder of this kind that is at `path` or below it, None if there is none.
-        Nothing is read.
-        """
+        """Return the folder of this kind at `path` or below it, or None, without reading."""
 
     @classmethod
     @abstractmethod
@@ -69,20 +67,14 @@ class ModelFolder(ABC):
     @property
     @abstractmethod
     def model(self) -> GPT:
-        """The description of the model. Raises ConfigError if the folder has sizes that no GPT
-        has.
-        """
+        """The description of the model; ConfigError for sizes that no GPT has."""
 
     @abstractmethod
     def read(self, parameters: Mapping[str, Array]) -> None:
-        """Set arrays by their names in the model. Raises ArgumentError or NonFiniteError with file
-        and parameter.
-        """
+        """Set arrays by their names in the model."""
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Set the parameters of this rank's stages, and read no others; collective over the
-        mesh.
-        """
+        """Set the parameters of this rank's stages, and read no others; collective."""
         group = group_of(mesh.comm)
         with group.raise_together("loading the model"):
             announce_write(*stages)
@@ -94,9 +86,7 @@ class ModelFolder(ABC):
                 checkpoint.check_same_folder(self.path, self.inode)
 
     def with_slices(self, count: int) -> ModelFolder:
-        """Return the folder of the same model with its head in `count` slices; raises ConfigError
-        if it has others.
-        """
+        """Return the folder of the model with its head in `count` slices, or raise ConfigError."""
         there = self.model.head_slices
         if there != count:
             raise ConfigError(
@@ -110,9 +100,7 @@ class ModelFolder(ABC):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens at which an answer ends: eos_token_id of generation_config.json, or
-        else of config.json.
-        """
+        """Ids that end an answer: eos_token_id of generation_config.json, or of config.json."""
         path = self.path / GENERATION
         if path.exists():
             facts: Mapping[str, Any] = read_json(
@@ -278,9 +266,7 @@ def open_model(path: str | Path) -> ModelFolder:
 
 
 def open_on_all(comm: Communicator, path: str) -> ModelFolder:
-    """Return on every rank the model that rank 0 finds at `path`, seen from its working folder;
-    collective.
-    """
+    """Return the model that rank 0 opens at `path`, on every rank; collective."""
     absolute = shared_path(comm, path)
     return group_of(comm).from_one("opening the model", lambda: open_model(absolute))
 
@@ -335,9 +321,7 @@ def read_group(
 
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
-    """Return names and shapes of the parameters, in groups of whole layers of at most `most`
-    bytes.
-    """
+    """Return names and shapes of parameters in groups of layers of at most `most` bytes."""
     layers = [declared([top], place) for place, top in enumerate(model.build(Local()))]
     first = len(layers) - model.head_slices
     layers[first:] = [

@@ -1,5 +1,4 @@
-"""Trained parameters as files, which any number of ranks can load. No state of an optimizer is
-kept.
+"""Trained parameters as files that any number of ranks can load, without optimizer state.
 
     weights/stage-0.safetensors ...  the parameters of one logical stage, by their names in the whole model
     weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
@@ -50,9 +49,7 @@ COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 
 @dataclass(frozen=True)
 class WeightsDescription:
-    """The content of model.json: sizes and dtype of the model, number of files, and checksums by
-    parameter.
-    """
+    """The content of model.json: model, dtype, number of files, checksums by parameter."""
 
     model: dict[str, Any]
     dtype: str
@@ -167,8 +164,7 @@ def own_arrays(stages: Sequence[nn.Stage]) -> dict[str, Array]:
 
 
 def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
-    """Set arrays, by their names in the model, however the model was cut when they were saved; only
-    these are read.
+    """Set arrays, by their names in the model, from the files of any cut into stages.
 
     Raises ArgumentError for a file or parameter that is missing, damaged or of another shape,
     NonFiniteError for NaN.
@@ -198,9 +194,7 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
 
 
 def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str]) -> np.ndarray:
-    """Return the values of a parameter, which is to have the shape of `like`, in the dtype of
-    `like`.
-    """
+    """Return the values of a parameter with the shape and dtype of `like`."""
     entry = file.arrays[name]
     if entry.kind.name not in FLOATS or entry.shape != like.shape:
         raise ArgumentError(
@@ -224,9 +218,7 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
 
 
 def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
-    """Set the parameters of `stages`, which are on the host, to those of others with the same
-    layers on this rank.
-    """
+    """Set the parameters of `stages` on the host to those of trained ones, by name."""
     for source in trained:
         for name, values in zip(
             source.parameters, arrays.download_all(list(source.parameters.values()))

@@ -1,9 +1,10 @@
-"""The arithmetic of layers, losses and optimizers: `interface` states the functions, and four
-modules hold them.
+"""The arithmetic of layers, losses and optimizers.
+
+`interface` states the functions, and four modules hold them.
 
 host.any_dtype        numpy arrays of every dtype
 host.full_precision   numpy arrays of float32 and float64, without a look at the dtype in each call
-torch_cpu             numpy arrays of halves by PyTorch, where the processor has instructions for them
+torch_cpu             numpy arrays of halves by PyTorch, where the processor multiplies them
 cuda                  cupy arrays, by CUDA C++ next to it and cuBLAS
 """
 

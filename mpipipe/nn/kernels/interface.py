@@ -51,18 +51,21 @@ class Kernels(Protocol):
     # -- products
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """Return y = x weight^T + bias (rows, outputs), of x (rows, inputs), weight (outputs,
-        inputs), all of T.
+        """Return y = x weight^T + bias (rows, outputs).
+
+        x is (rows, inputs), weight (outputs, inputs), all of T.
         """
 
     def linear_backward_input(self, dy: Array, weight: Array) -> Array:
-        """Return dx = dy weight (rows, inputs), of dy (rows, outputs), weight (outputs, inputs),
-        all of T.
+        """Return dx = dy weight (rows, inputs).
+
+        dy is (rows, outputs), weight (outputs, inputs), all of T.
         """
 
     def linear_backward_weight(self, dy: Array, x: Array, grad: Array, add: bool = True) -> None:
-        """Grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of
-        T.
+        """Grad += dy^T x.
+
+        grad (outputs, inputs) is of A, dy (rows, outputs) and x (rows, inputs) of T.
 
         Without `add` grad is set to that, and what was there is not read.
         """
@@ -104,8 +107,9 @@ class Kernels(Protocol):
         """Return x * factor, set in `out` where it is given, which may be x."""
 
     def copy(self, source: Array, target: Array, add: bool = False) -> None:
-        """Target = source or, with `add`, target += source: of one shape (five axes at most), with
-        any strides.
+        """Target = source or, with `add`, target += source, with any strides.
+
+        Both have one shape, of five axes at most.
 
         Values are rounded to nearest even in the dtype of the target; what is too large becomes
         infinite.
@@ -121,8 +125,9 @@ class Kernels(Protocol):
         """Return silu(gate) * up (rows, hidden), of both = gate | up (rows, 2 hidden)."""
 
     def swiglu_backward(self, both: Array, dinner: Array) -> tuple[Array, Array]:
-        """Return (gradient of `both`, silu(gate) * up), of both (rows, 2 hidden) and dinner (rows,
-        hidden).
+        """Return (gradient of `both`, silu(gate) * up).
+
+        both is (rows, 2 hidden) and dinner (rows, hidden).
 
         The second result may be written to `dinner`, whose values are lost.
         """
@@ -130,8 +135,9 @@ class Kernels(Protocol):
     # -- normalisation of rows
 
     def norm(self, x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[Array, Array]:
-        """Return (y, scale): y = gain * (x - mean) * scale + bias; without a bias y = gain * x *
-        scale.
+        """Return (y, scale): y = gain * (x - mean) * scale + bias.
+
+        Without a bias y = gain * x * scale.
 
         Scale (rows,) of A is 1 / sqrt(variance + eps) or, without a bias, 1 / sqrt(mean(x^2) +
         eps); gain and bias are (width,).
@@ -146,8 +152,7 @@ class Kernels(Protocol):
         centred: bool,
         more: Array | None = None,
     ) -> tuple[Array, ...]:
-        """Return (dx, part): dx of T, and a matrix of A from which `add_parts` makes the gradient
-        of the gain.
+        """Return (dx, part): `add_parts` makes the gradient of the gain from part, of A.
 
         There is a second matrix, for the gradient of the bias, where the rows were `centred`: less
         their mean. With `more`, of the shape of dx, the first result is more + dx, in the bits of
@@ -157,13 +162,13 @@ class Kernels(Protocol):
     # -- rotary positions
 
     def rope_table(self, angles: np.ndarray, amplitude: float, dtype: np.dtype) -> Array:
-        """Return the factors for `apply_rope` on arrays of `dtype`: amplitude exp(i angle), of
-        (seq, head_dim / 2).
+        """Return the factors amplitude exp(i angle) for `apply_rope`.
+
+        `angles` are (seq, head_dim / 2); `dtype` is that of the arrays to turn.
         """
 
     def apply_rope(self, x: Array, table: Array, target: Array, inverse: bool = False) -> None:
-        """Target = each pair of neighbours of x turned by its factor, or by its conjugate with
-        `inverse`.
+        """Target = each pair of neighbours of x times its factor, or the conjugate.
 
         x and target (batch, seq, heads, head_dim) of T may have any strides and be the same array;
         table has seq rows.
@@ -178,9 +183,7 @@ class Kernels(Protocol):
         """
 
     def embed_backward(self, dy: Array, ids: Array, grad: Array) -> None:
-        """Add each row of dy (..., dim) of T to the row of grad (vocab, dim) of A that its id
-        names.
-        """
+        """Add each row of dy (..., dim) of T to its row of grad (vocab, dim) of A."""
 
     # -- dropout
 
@@ -206,8 +209,9 @@ class Kernels(Protocol):
     def mean_squared_error(
         self, output: Array, target: Array, factor: float = 1.0
     ) -> tuple[Any, Array]:
-        """Return (mean of (output - target)^2, factor * its gradient), with arrays of one shape and
-        floating dtypes.
+        """Return (mean of (output - target)^2, factor * its gradient).
+
+        The arrays have one shape and floating dtypes.
         """
 
     def softmax_cross_entropy(
@@ -228,8 +232,9 @@ class Kernels(Protocol):
         before: Sequence[Array],
         after: Sequence[Array],
     ) -> None:
-        """Take some columns of logits into sums: L = log(exp(L before) + sum(exp(logits))), t = t
-        before + logits[id].
+        """Add some columns of logits to running sums L and t.
+
+        L = log(exp(L before) + sum(exp(logits))), and t = t before + logits[id].
 
         logits (rows, width) are the columns from columns[0] on, of columns[1] in all; t changes
         where id is among them. `before` and `after` are (L, t), each (rows,) of A. An id outside of
@@ -239,8 +244,9 @@ class Kernels(Protocol):
     def running_lse_backward(
         self, logits: Array, ids: Array, first: int, lse: Array, slopes: Sequence[Array], out: Array
     ) -> None:
-        """Out = dL exp(logits - lse), and dt more in column id - first; slopes are (dL, dt), each
-        (rows,) of A.
+        """Out = dL exp(logits - lse), and dt more in column id - first.
+
+        slopes are (dL, dt), each (rows,) of A.
 
         `lse` is L after. `out` may be logits.
         """
@@ -250,8 +256,9 @@ class Kernels(Protocol):
     def adamw(
         self, p: Array, g: Array, m: Array, v: Array, numbers: AdamWNumbers, update: Update = ...
     ) -> None:
-        """P = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW,
-        in place.
+        """Make one step of AdamW, in place.
+
+        p = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps).
 
         Before that m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. `shrink` is 1 where weights do
         not decay.
@@ -272,8 +279,9 @@ class Kernels(Protocol):
     def sums_of_squares(
         self, flat: Array, offsets: Sequence[tuple[int, int]], out: Array | None = None
     ) -> Array:
-        """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of
-        `flat`.
+        """Return the sum of flat[start:stop]^2 for each (start, stop), in float64.
+
+        It lies on the device of `flat`.
 
         It is set in `out` where that is given.
         """

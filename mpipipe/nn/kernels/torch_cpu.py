@@ -30,9 +30,7 @@ KERNELS = SimpleNamespace(
 
 
 def _of_halves(function: Callable[P, R]) -> Callable[P, R]:
-    """Let KERNELS compute by this function what is of halves, and by that of `any_dtype` with its
-    name all else.
-    """
+    """Put a function for halves into KERNELS; other dtypes go to that of `any_dtype`."""
     other: Callable[P, R] = getattr(any_dtype, function.__name__)
 
     @wraps(function)

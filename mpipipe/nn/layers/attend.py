@@ -1,6 +1,4 @@
-"""What SelfAttention attends with: the interface, and an adapter for objects that have only a part
-of it.
-"""
+"""What SelfAttention attends with: an interface, and an adapter for objects with a part of it."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class Attend(Protocol):
         """
 
     def positions(self, rows: int) -> np.ndarray | None:
-        """Return the positions of the next rows in the whole sequence, (rows,) integers; None for 0
-        ... rows - 1.
-        """
+        """Return the positions (rows,) of the next rows; None for 0 ... rows - 1."""
         return None
 
     def advance(self, rows: int) -> None:
@@ -75,14 +71,11 @@ class Attend(Protocol):
         return None
 
     def for_layer(self) -> Attend:
-        """Return what one layer attends with: this object or, if it has a state, another one with
-        its own.
-        """
+        """Return this object or, if it has a state, another one for one layer alone."""
         return self
 
     def with_window(self, window: int) -> Attend:
-        """Return what attends as this object does, but with another window; the same object for the
-        same window.
+        """Return an object that attends as this one with another window.
 
         A query sees itself and the window - 1 positions before it. Raises ArgumentError where there
         is no such object.
@@ -108,9 +101,7 @@ class ForwardAndBackward(Protocol):
 
 
 class AttendAdapter(Attend):
-    """An object with forward and backward, and perhaps positions, advance, begin, with_window or
-    poll.
-    """
+    """An object with forward and backward, and perhaps more functions of `Attend`."""
 
     def __init__(self, inner: ForwardAndBackward) -> None:
         self.inner = inner

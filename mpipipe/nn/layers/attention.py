@@ -1,6 +1,4 @@
-"""Self-attention: projections, norms of heads, rotary positions, and an attend object that is
-handed in.
-"""
+"""Self-attention: projections, norms of heads, rotary positions, and an attend object."""
 
 from __future__ import annotations
 
@@ -237,7 +235,7 @@ class SelfAttention(Layer):
             self.stage.kernels.apply_rope(heads, table, heads, inverse)
 
     def _begin(self, position: Position) -> None:
-        """Tell the attend object the micro-batch, and let it keep messages moving as it computes."""
+        """Tell the attend object the micro-batch, and let it keep messages moving."""
         self._attend.begin(position)
         if self.stage.poll is not None:
             self._attend.poll = self.stage.poll

@@ -201,8 +201,9 @@ class PreNormResidual(Layer):
 
 
 class Recompute(Layer):
-    """The layer it is given, keeping only the input: the backward runs the forward again, with the
-    same dropout masks.
+    """A layer that keeps only its input: the backward runs the forward again.
+
+    Dropout masks are the same.
 
     It adds nothing to names, so parameters, their initial values and masks are those of the layer
     without it.

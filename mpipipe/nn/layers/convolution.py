@@ -1,5 +1,4 @@
-"""Convolution of fields, arrays (batch, *space, channels) with one to three axes of space, as
-products of matrices.
+"""Convolution of fields (batch, *space, channels), as products of matrices.
 
 A product has a row for each point of the output: the window of the input that the point sees. Rows
 are gathered for some points at a time, so that they stay in a core's cache.
@@ -35,8 +34,9 @@ class _Shape(NamedTuple):
 
 
 class Conv(Layer):
-    """y[o] = sum over k of W[k] x[stride * o + k - before], where `before` = (width - 1) // 2, or 0
-    with "valid".
+    """y[o] = sum over k of W[k] x[stride * o + k - before].
+
+    Here `before` = (width - 1) // 2, or 0 with "valid".
 
     x is ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``. The parameter `weight` is
     ``(outputs, *width, inputs / groups)``. With "same" and "periodic" padding an axis of n points
@@ -189,14 +189,13 @@ class Conv(Layer):
         self.stage.kernels.add_parts(sums, grad)
 
     def _matrices(self, weight: Array) -> Array:
-        """View weights as a matrix for each group, (groups, outputs of a group, points of a window
-        x inputs).
-        """
+        """View weights as (groups, outputs of a group, points of a window x inputs)."""
         return weight.reshape(self.groups, self.outputs // self.groups, -1)
 
     def _turned_matrices(self) -> Array:
-        """Return the matrices (groups, points x outputs of a group, inputs of a group), the points
-        turned round.
+        """Return matrices for the gradient of x, with the points turned round.
+
+        They are (groups, points x outputs of a group, inputs of a group).
         """
         outputs, *width, inputs = self.weight.shape
         points = self._matrices(self.weight).reshape(
@@ -213,8 +212,7 @@ class Conv(Layer):
     def _windows(
         self, x: Array, shape: _Shape, outputs: int
     ) -> Iterator[tuple[Array, int, tuple[slice, ...]]]:
-        """Yield windows (points, numbers of a window), their group, and their places in `outputs`
-        channels.
+        """Yield windows (points, numbers of a window), their group, and their places in y.
 
         All points come, some at a time. The memory of the windows is used again for the next ones.
         """
@@ -268,17 +266,14 @@ class Conv(Layer):
 
 
 def _even(count: int, most: int) -> int:
-    """Return the size of pieces, of `most` or less, that cut `count` into equal ones but for the
-    last.
-    """
+    """Return the size of nearly equal pieces of `count`, at most `most`."""
     return -(-count // -(-count // min(count, most))) if count else 1
 
 
 def _pieces(
     start: int, count: int, step: int, points: int, periodic: bool
 ) -> Iterator[tuple[slice, slice | None]]:
-    """Cut the places start, start + step, ... into pieces within an axis: (of the places, of the
-    axis).
+    """Cut the places start, start + step, ... into pieces (of the places, of the axis).
 
     Places beyond its edges are at its other end where it is periodic, else nowhere: None.
     """

@@ -20,8 +20,7 @@ from mpipipe.nn.parameters import matrix, row_slices
 
 
 class Embedding(Layer):
-    """Row x of a (vocab, dim) table for each integer x: (...) to (..., dim). There is no gradient
-    of x.
+    """Row x of a (vocab, dim) table for each integer x: (...) to (..., dim).
 
     Integers on the host are checked before they are uploaded to a stage on a GPU. Nothing waits for
     integers that come from the GPU: there an id outside the table gives a row of NaN.
@@ -104,9 +103,7 @@ class Embedding(Layer):
             start += len(ids)
 
     def _of_slices(self, x: Array) -> tuple[Array, Any]:
-        """Return the rows (..., dim), and what the backward needs: the order of rows by slices, and
-        the ids in each.
-        """
+        """Return rows (..., dim), and for the backward their order and the ids in each slice."""
         kernels = self.stage.kernels
         device = self.stage.device
         starts = list(self.starts.values())
@@ -128,8 +125,7 @@ NUMBERS = 64  # arrays of row numbers that a layer keeps at most, each for its o
 
 
 class LearnedPositions(Layer):
-    """y = x + rows of a table, for x (batch, seq, dim): the row of its position for each place of a
-    sequence.
+    """y = x + a row of a table for each position, for x (batch, seq, dim).
 
     Parameters
     ----------
@@ -210,9 +206,7 @@ class LearnedPositions(Layer):
         return self.stage.kernels.embed(self.weight, numbers), numbers
 
     def _made(self, batch: int, known: int | bytes) -> Array:
-        """Return the numbers (batch, seq) of the first positions, or of those whose int64 values
-        these bytes are.
-        """
+        """Make the numbers (batch, seq) of the first positions, or of those in int64 bytes."""
         numbers = np.arange(known) if isinstance(known, int) else np.frombuffer(known, np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.count):
             raise ArgumentError(
@@ -226,8 +220,7 @@ class LearnedPositions(Layer):
 
 
 class Head(Linear):
-    """Logits = x W^T over the last axis of x, without a bias: a `Linear`, whose product a loss can
-    make itself.
+    """Logits = x W^T over the last axis of x: a `Linear` whose product a loss can make itself.
 
     It is the last layer of a model. A `HeadCrossEntropy` that was made for its stage takes over the
     product in the calls of a pipeline that have a loss: there the layer passes x on as it is, and

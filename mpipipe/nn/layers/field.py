@@ -1,6 +1,4 @@
-"""Fields, arrays (batch, *space, channels) with one to three axes of space, as sequences of
-patches.
-"""
+"""Fields (batch, *space, channels), with one to three axes of space, as sequences of patches."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from mpipipe.nn.layers.layer import Layer
 
 
 class Patches(Layer):
-    """A field ``(batch, *space, channels)`` as a sequence ``(batch, patches, points * channels)``
-    of patches, or back.
+    """A field as a sequence (batch, patches, points * channels) of patches, or back.
 
     Patches are in the order of C, as are the points in one. A Linear after it is the embedding of a
     vision transformer (Dosovitskiy et al., "An image is worth 16x16 words", 2020).

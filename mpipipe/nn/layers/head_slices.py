@@ -1,5 +1,4 @@
-"""The head and its loss, cut into slices of the vocabulary: ordinary layers, which stages divide
-among themselves.
+"""The head and its loss in slices of the vocabulary, as layers that stages divide.
 
     labels  ---------.-------------------.-------------------.
                      v                   v                   v
@@ -9,7 +8,9 @@ among themselves.
 L is the log-sum-exp of the logits so far, L_after = log(exp(L_before) + sum_v exp(l_v)), and t the
 logit of the label once its slice has come. With the gradients dL and dt of what a slice hands on,
 
-    dl_v = dL exp(l_v - L_after) + dt [v is the label]     dL_before = dL exp(L_before - L_after)     dt_before = dt
+    dl_v = dL exp(l_v - L_after) + dt [v is the label]
+    dL_before = dL exp(L_before - L_after)
+    dt_before = dt
 
 The gradient of h is the sum of those of all slices, which comes together on the way back. Messages
 carry two numbers a position besides h. No slice knows the L of all when it computes its logits. So
@@ -42,16 +43,12 @@ KEPT_BYTES = {
 
 
 def tile_rows(vocab: int, itemsize: int, device: str) -> int:
-    """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1; nn/loss.py has
-    its costs.
-    """
+    """Return how many rows of logits make a tile of about `TILE_BYTES`; see nn/loss.py."""
     return max(1, TILE_BYTES[device] // (vocab * itemsize))
 
 
 def tiles(stage: StageOfLayer, count: int, step: int) -> Iterator[slice]:
-    """Yield `step` of `count` rows at a time, whose logits are computed together; between them
-    messages advance.
-    """
+    """Yield `step` of `count` rows at a time; between them messages advance."""
     for start in range(0, count, step):
         if start and stage.poll is not None:
             stage.poll()
@@ -59,8 +56,7 @@ def tiles(stage: StageOfLayer, count: int, step: int) -> Iterator[slice]:
 
 
 class HeadSlice(Layer):
-    """Slice `number` of a head that is cut into `of` slices of the vocabulary; all of them follow
-    each other.
+    """Slice `number` of a head that is cut into `of` slices of the vocabulary, one after the other.
 
     Without labels it gives logits: the first slice takes h (..., inputs), each but the last one
     gives (h, its logits after those of the slices before), and the last one all logits (...,
@@ -228,9 +224,7 @@ class HeadSlice(Layer):
         return (h, *(each.reshape(shape) for each in after)), saved
 
     def _back(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
-        """Return the gradient of the input, if it is asked for, and add to that of the weight, if
-        that is.
-        """
+        """Compute the gradient of the input, add to that of the weight, or both."""
         if not self.takes:
             return self._back_from_logits(dy, saved, of_input, of_weight)
         (shape, flat, ids, before, lse, kept), kernels, device = (
@@ -266,9 +260,7 @@ class HeadSlice(Layer):
 
 
 def check_slices(entries: Sequence[Any]) -> None:
-    """Raise ArgumentError unless the slices of a head, if there are any, are the last layers of a
-    model, in order.
-    """
+    """Raise ArgumentError unless slices of a head are the last layers of a model, in order."""
     walked = (
         (k, each)
         for k, top in enumerate(entries)

@@ -1,6 +1,4 @@
-"""A layer: a pair of array functions, whose backward can be split in two, and how it adds to its
-gradients.
-"""
+"""A layer: a pair of array functions, whose backward can be split in two."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ LORA_B = "lora_B"
 
 
 class Projection(NamedTuple):
-    """Rows of a matrix that are a projection of their own: from `start` to before `stop` of the
-    parameter `key`.
-    """
+    """Rows of the parameter `key` that are a projection: from `start` to before `stop`."""
 
     key: str
     start: int
@@ -87,8 +83,9 @@ class Projection(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank adapter of some rows of a matrix; see nn.LoRA. Its parameters are
-    `<target>.lora_A` and `.lora_B`.
+    """A low-rank adapter of some rows of a matrix; see nn.LoRA.
+
+    Its parameters are `<target>.lora_A` and `.lora_B`.
     """
 
     target: str
@@ -108,14 +105,13 @@ def stacked_projections(key: str, rows: Mapping[str, int]) -> dict[str, Projecti
 
 
 class Differentiable(ABC):
-    """A function of arrays, and its backward, which can be split in two: what a layer and a stage
-    are.
-    """
+    """A function of arrays with a backward that can be split in two, as layers and stages are."""
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """Compute the output of one micro-batch, from an input of the stage's dtype and device, or
-        of integers.
+        """Compute the output of one micro-batch.
+
+        The input has the stage's dtype and device, or is of integers.
 
         Returns
         -------
@@ -127,8 +123,7 @@ class Differentiable(ABC):
 
     @abstractmethod
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        """Compute the gradient of the input of one micro-batch, from that of the output and what
-        `forward` saved.
+        """Compute the gradient of the input from that of the output.
 
         Returns
         -------
@@ -139,9 +134,7 @@ class Differentiable(ABC):
         """
 
     def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
-        """Add this micro-batch's part to the gradients of the parameters, from what
-        `backward_input` returned.
-        """
+        """Add this micro-batch's part to the gradients of the parameters."""
 
     def backward(self, dy: Array, saved: Any) -> Any:
         """Do `backward_input` and `backward_weight` at once.
@@ -220,7 +213,8 @@ class Layer(Differentiable):
     >>> from mpipipe import nn
     >>> class Shift(nn.Layer):
     ...     def __init__(self, dim):
-    ...         self.declared = {"shift": nn.Parameter((dim,), lambda generator, shape: np.ones(shape))}
+    ...         draw = lambda generator, shape: np.ones(shape)
+    ...         self.declared = {"shift": nn.Parameter((dim,), draw)}
     ...     def forward(self, x):
     ...         return x + self.shift, None
     ...     def backward_input(self, dy, saved):
@@ -262,22 +256,16 @@ class Layer(Differentiable):
         super().__setattr__(name, value)
 
     def upload(self, x: Array) -> Array:
-        """Bring an input of `forward` from the host to the device of the stage; asked of the first
-        layer.
-        """
+        """Bring an input of the first layer from the host to the device of the stage."""
         return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
 
     def unrecordable(self) -> str:
-        """Return why CUDA graphs cannot record this layer, where its class says that they can; ""
-        if they can.
-        """
+        """Return why CUDA graphs cannot record this layer after all; "" if they can."""
         return ""
 
     @property
     def state(self) -> Mapping[str, Array]:
-        """Arrays that belong into checkpoints, and are not parameters, by their names within the
-        layer.
-        """
+        """Arrays for checkpoints that are not parameters, by their names within the layer."""
         return {}
 
     def begin_call(self) -> None:
@@ -301,9 +289,7 @@ class Layer(Differentiable):
         """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
-        """Become part of a stage, of one alone, which calls this with the name of the layer in the
-        model.
-        """
+        """Become part of one stage, under this name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(
                 f"layer {name} ({type(self).__name__}) already belongs to a stage, as {self.name}",
@@ -329,19 +315,16 @@ class Layer(Differentiable):
         for key, child in self.children.items():
             yield from child.walk(f"{name}.{key}")
 
-    # -- how layers of the package add to their gradients: whether these are trained, frozen, or have adapters
+    # -- how layers of the package add to gradients, which may be frozen or have adapters
 
     def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:
-        """Add to a gradient by a kernel that takes it last, unless it is frozen or there is no such
-        parameter.
-        """
+        """Add to a gradient by a kernel that takes it last, where it is there and not frozen."""
         gradient = self.__dict__.get(f"{key}_grad")  # where `bind` has put it
         if gradient is not None:
             kernel(*parts, gradient)
 
     def _add_product(self, key: str, dy: Array, x: Array) -> None:
-        """Add dy^T x to the gradient of a matrix (outputs, inputs), or to those of its adapters,
-        unless it is frozen.
+        """Add dy^T x to the gradient of a matrix, or to those of its adapters.
 
         Of an adapter: dB = scale dy^T (x A^T), dA = scale (dy B)^T x, with the columns of dy that
         it stands for.
@@ -371,16 +354,12 @@ def full_name(name: str, key: str) -> str:
 
 
 def mixes(layer: Layer) -> bool:
-    """Whether y at a position may depend on x at others: unless the class of the layer says that it
-    does not.
-    """
+    """Return False if the class of the layer says that positions stand for themselves."""
     return "mixes_positions" not in vars(type(layer)) or layer.mixes_positions
 
 
 def leaf(layer: Layer, place: int) -> Layer:
-    """Return the layer within this one that is called first (0) or last (-1) and has none within
-    itself.
-    """
+    """Return the innermost layer that is called first (0) or last (-1)."""
     while layer.children:
         layer = list(layer.children.values())[place]
     return layer

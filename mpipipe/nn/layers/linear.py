@@ -1,6 +1,4 @@
-"""Matrix products: the linear layer, and feed-forward layers of two products with an activation
-between them.
-"""
+"""Matrix products: the linear layer, and feed-forward layers of two products."""
 
 from __future__ import annotations
 
@@ -93,8 +91,9 @@ class Linear(Layer):
 
 
 class _TwoProducts(Layer):
-    """y = f(x U^T + u) D^T + d over the last axis of x: `first` is the name of U, (width, dim), a
-    subclass has f.
+    """y = f(x U^T + u) D^T + d over the last axis of x; a subclass has f.
+
+    `first` is the name of U, (width, dim).
     """
 
     takes_integers = False
@@ -152,8 +151,7 @@ class _TwoProducts(Layer):
 
 
 class FeedForward(_TwoProducts):
-    """y = gelu(x U^T + u) D^T + d over the last axis of x, with the gelu of `nn.Gelu`: the
-    feed-forward layer of GPT-2.
+    """y = gelu(x U^T + u) D^T + d over the last axis of x: the feed-forward layer of GPT-2.
 
     The parameter `up` is U, (hidden, dim), and `down` is D, (dim, hidden). What is kept for the
     backward inside is the input of gelu alone: its output is computed again.
@@ -231,8 +229,7 @@ class SwiGLU(_TwoProducts):
 
 
 class Gelu(Layer):
-    """y = x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), element by element, for x of
-    any shape.
+    """y = x (1 + tanh(u)) / 2, element by element, with u = sqrt(2 / pi) (x + 0.044715 x^3).
 
     The tanh form of Hendrycks and Gimpel, "Gaussian error linear units" (2016); it differs from the
     exact x * Phi(x) by at most 5e-4.

@@ -1,9 +1,8 @@
-"""Named values of a micro-batch: what one layer, or the input, gives under a name, and later layers
-take.
+"""Named values of a micro-batch: a layer, or the input, gives one, and later layers take it.
 
-    input     x --> Linear --> Keep("arm") --> ... --> Join("arm") --> AdaptiveNorm(..., "time") --> y
-              time        arm  `--------------------->'                      ^
-                `------------------------------------------------------------'
+    input   x --> Linear --> Keep("arm") --> ... --> Join("arm") --> AdaptiveNorm(..., "time") --> y
+            time        arm  `--------------------->'                      ^
+              `------------------------------------------------------------'
 
 A layer says in `takes` and `gives` which names it has to do with. In its forward it calls
 `stage.taken(name)` and `stage.give(name, tree)`, in its backward `stage.add_gradient(name, tree)`
@@ -33,17 +32,14 @@ from mpipipe.nn.parameters import zeros
 
 
 def names_within(outer: Layer) -> Iterator[tuple[str, bool]]:
-    """Yield each name in the order in which a layer meets it, and whether it is given there; else
-    it is taken.
-    """
+    """Yield the names that a layer meets, in order, and whether it gives each or takes it."""
     for _, layer in outer.walk(""):
         yield from ((name, False) for name in layer.takes)
         yield from ((name, True) for name in layer.gives)
 
 
 def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the names that layers take from outside, those that they give, and those given that no
-    layer takes.
+    """Return the names that layers take from outside, that they give, and that no layer takes.
 
     Raises what `ends_of_names` does.
     """
@@ -58,8 +54,9 @@ def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...],
 def ends_of_names(
     names: Iterable[tuple[int, str, bool]],
 ) -> dict[str, tuple[int | None, list[int]]]:
-    """Return for each name the place of the layer that gives it, None for the input, and those of
-    all that take it.
+    """Return by name the place of the layer that gives it, and those of all that take it.
+
+    The place is None where the input gives it.
 
     `names` are (place, name, whether it is given there). Raises ArgumentError where a name is given
     twice, or by a layer after one that takes it.
@@ -83,9 +80,7 @@ def ends_of_names(
 
 
 def sum_of(some: Tree, more: Tree) -> Tree:
-    """Return the sum of two gradients of one tree; what has none, such as integers, is None in
-    both.
-    """
+    """Return the sum of two gradients of one tree; both have None for integers."""
     if some is None or more is None:
         return more if some is None else some
     (left, structure), (right, _) = arrays.flatten(some), arrays.flatten(more)
@@ -96,8 +91,7 @@ def sum_of(some: Tree, more: Tree) -> Tree:
 
 
 def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
-    """Return an input with what stands under these names, for layers that are run one after the
-    other.
+    """Return an input with the values of these names, for layers run one after the other.
 
     What x has under names goes to `values`, where it is found later. Raises ArgumentError where a
     name is not there.
@@ -118,8 +112,7 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
 def check_links(
     chain: NamedChain | None, number: int, takes: Collection[str], gives: Collection[str]
 ) -> None:
-    """Raise ArgumentError unless the skips that end and begin at a stage are those of the names of
-    its layers.
+    """Raise ArgumentError unless the skips at a stage are the names of its layers.
 
     The first stage takes its names from the inputs, and hands on others that are there.
     """
@@ -148,8 +141,7 @@ class PositionOfNames(Position):
 
 
 class NamedChain(Sequential):
-    """The layers of a stage with names: its input and output are Branches where names come in and
-    go out.
+    """The layers of a stage with names: Branches come in and go out.
 
     `comes_in` are the names that the stage is handed, `goes_out` those that it hands on, for which
     it may have been handed some that its layers do not take.
@@ -206,9 +198,7 @@ class NamedChain(Sequential):
         return self._with_gradients(super().backward(self._begin(dy), kept), handed)
 
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
-        """Return the gradients of the backward under way; raises ArgumentError outside of one, and
-        for other names.
-        """
+        """Return the gradients of the backward under way; raise ArgumentError outside of one."""
         if self.gradients is None or name not in names:
             raise ArgumentError(
                 f"a layer asks for the gradient of {name!r}, or adds to it",
@@ -226,8 +216,9 @@ class NamedChain(Sequential):
         return main
 
     def _with_gradients(self, dx: Any, handed: dict[str, Tree]) -> Any:
-        """Return the gradient of the input with those of what the stage was handed; None where
-        backwards end early.
+        """Return the gradient of the input with those of what was handed in.
+
+        These are None where backwards end early.
         """
         found = self.gradients or {}
         self.gradients = None
@@ -346,8 +337,7 @@ def _described(value: Any) -> str:
 
 
 class AdaptiveNorm(Layer):
-    """y = (1 + scale) * (x - mean) / sqrt(variance + eps) + shift, where scale and shift depend on
-    a named condition.
+    """y = (1 + scale) * (x - mean) / sqrt(variance + eps) + shift, by a named condition.
 
     The norm is over the last axis. Scale and shift are linear in the condition of a row, the same
     at all its positions. The parameters are those of a `Linear`: `modulation.weight` (2 size,
@@ -438,9 +428,7 @@ def _ones_and_zeros(_generator: np.random.Generator, shape: arrays.Shape) -> np.
 
 
 def checked_name(name: Any) -> str:
-    """Return the name that a layer takes or gives; raises ArgumentError unless it is an identifier
-    of Python.
-    """
+    """Return a name of a value; raise ArgumentError unless it is an identifier of Python."""
     if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
         raise ArgumentError(
             "the name of a value", found=repr(name), expected="an identifier, as in 'residual'"

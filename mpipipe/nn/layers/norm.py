@@ -100,8 +100,7 @@ class LayerNorm(_Norm):
 
 
 class Dropout(Layer):
-    """While training, zero each element with the given probability and scale the others so that the
-    mean stays.
+    """While training, zero elements with a probability, and scale the others to keep the mean.
 
     The mask is drawn by a counter-based generator for (seed, layer name, step, replica,
     micro-batch), so recomputation draws it again, and so does any other split of the model over

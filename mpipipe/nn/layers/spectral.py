@@ -1,6 +1,4 @@
-"""Convolution over the whole field by its low frequencies, the layer of Fourier neural
-operators.
-"""
+"""Convolution by the low frequencies of a field, the layer of Fourier neural operators."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from mpipipe.nn.parameters import normal
 
 
 class SpectralConv(Layer):
-    """y = F^-1(W_k F(x)_k): each low frequency k of x is multiplied with a complex matrix of its
-    own, the others go.
+    """y = F^-1(W_k F(x)_k): each low frequency k has a complex matrix, the others go.
 
     Li et al., "Fourier neural operator for parametric partial differential equations" (2021),
     section 4. x is ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``, both real.
@@ -134,9 +131,7 @@ class SpectralConv(Layer):
         return x
 
     def _transforms(self, space: Any, dtype: np.dtype) -> tuple[list[Array], list[Array]]:
-        """Return the matrices to the frequencies and back for each axis, on the device of the
-        stage.
-        """
+        """Return the matrices to the frequencies and back, for each axis."""
         kind = arrays.accumulator(dtype)
         if (space, kind) not in self._matrices:
             if any(

@@ -1,6 +1,4 @@
-"""Model folders of Hugging Face: config.json and safetensors, read into models.GPT and written
-again.
-"""
+"""Model folders of Hugging Face, read into models.GPT and written again."""
 
 from mpipipe.language.models.huggingface.folder import Folder, Origin, open_folder
 from mpipipe.language.models.huggingface.reading import read

@@ -1,5 +1,4 @@
-"""Low-rank adapters as the library PEFT keeps them: what is in the folder, and which of our
-parameters each tensor is.
+"""Low-rank adapters as the library PEFT has them in folders, and which parameters they are.
 
 adapter_model.safetensors has base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight (r,
 inputs) and such of lora_B (outputs, r). The rows of B are those of the matrix that it is added to,
@@ -114,8 +113,7 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]
 
 
 def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape]:
-    """Return PEFT's tensors of an adapter of this model, each with its shape, which is that of our
-    parameter.
+    """Return PEFT's tensors of an adapter of this model, each with its shape.
 
     Raises ConfigError for a target that the family does not have.
     """
@@ -183,8 +181,7 @@ def save_adapter(
     mesh: Mesh,
     origin: Origin,
 ) -> None:
-    """Write the folder of an adapter, from the parameters that the ranks hold; collective over the
-    mesh.
+    """Write the folder of an adapter from the ranks' parameters; collective.
 
     Where each tensor lies in the file follows from the model alone, so each rank of the first
     replica writes its own into the one file. A folder that is there goes when the new one is whole.

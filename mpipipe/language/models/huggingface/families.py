@@ -1,6 +1,4 @@
-"""The families of models that are read and written: how each one's config.json becomes a
-description, and back.
-"""
+"""The families of models: how each config.json becomes a description, and back."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ GPT2_SIZES = {
 
 
 def _decoder(options: Options, *required: str) -> dict[str, Any]:
-    """Read what all families but GPT-2 have in common; the library has defaults of its own for
-    `required` options.
-    """
+    """Read what all families but GPT-2 share; `required` options have no default here."""
     dim = options.count("hidden_size")
     heads = options.count("num_attention_heads")
     defaults = {"num_key_value_heads": heads, "head_dim": dim // heads}
@@ -203,9 +199,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
 
 
 def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, Any]]:
-    """Return the family of a config.json, and the fields of models.GPT. Raises ConfigError, which
-    names the option.
-    """
+    """Return the family of a config.json, and the fields of models.GPT."""
     options = Options(values, path)
     name = options.take("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -314,9 +308,7 @@ def _yarn(options: Options, positions: int) -> Any:
 
 
 def _growth(factor: float, scale: float) -> float:
-    """Growth of cosine and sine: Peng et al., "YaRN" (2023), section 3.4, with a scale as in the
-    library.
-    """
+    """Return the growth of cosine and sine: Peng et al., "YaRN" (2023), section 3.4."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -343,9 +335,7 @@ def _window(options: Options) -> int | None:
 
 
 def read_layer_windows(options: Options, layers: int) -> Windows:
-    """Read the windows of families that choose them by layer, with `layer_types` or
-    `max_window_layers`.
-    """
+    """Read windows by layer, from `layer_types` or `max_window_layers`."""
     used = options.flag("use_sliding_window", False)
     window = _window(options)
     first = options.take("max_window_layers")

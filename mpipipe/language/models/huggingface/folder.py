@@ -176,9 +176,7 @@ def opened(path: Path) -> AbstractContextManager[TensorFile]:
 
 
 def count_not_finite(values: np.ndarray) -> int:
-    """Return how many values are NaN or infinite. NaN is both the least and the largest, so finite
-    ones pass fast.
-    """
+    """Count the values that are NaN or infinite, fast where there are none."""
     if not values.size or (np.isfinite(values.min()) and np.isfinite(values.max())):
         return 0
     return int(np.count_nonzero(~np.isfinite(values)))
@@ -227,9 +225,7 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Origin:
-        """Look into a folder, of Hugging Face or of this package. Raises ConfigError for a
-        config.json that is none.
-        """
+        """Look into a folder, of Hugging Face or of this package."""
         for name in (CONFIG, KEPT_CONFIG):
             if (path / name).exists():
                 return cls(
@@ -251,8 +247,7 @@ class Origin:
         return {name: self.config[name] for name in families.CARRIED if name in self.config}
 
     def copy(self, target: Path, keep_config: bool = False) -> None:
-        """Copy what belongs to the model into a folder: the files of its tokenizer, and settings of
-        generation.
+        """Copy the files of the tokenizer, and settings of generation, into a folder.
 
         To keep config.json is to copy it too, under a name of its own. Raises OSError.
         """

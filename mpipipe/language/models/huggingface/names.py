@@ -32,8 +32,9 @@ FIRST = (EMBEDDING, POSITIONS)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`;
-    which flag has it.
+    """One line of a table: their name with {i} for the block, and what it is of ours.
+
+    That is a layer, its parameter, `rows` as for `_rows`, and a flag of the model that has it.
 
     Of a slice of the head, or of an embedding that is tied with slices: its first row among theirs,
     and how many these are.
@@ -193,15 +194,14 @@ def embeddings_of(model: GPT) -> list[str]:
 
 
 def tied_to(name: str, model: GPT) -> str:
-    """Return the parameter under which the table has this one: where head and embedding are one,
-    the embedding's.
-    """
+    """Return the name in the table of a parameter: the embedding's for a tied head."""
     return dict(zip(heads_of(model), embeddings_of(model))).get(name, name) if model.tied else name
 
 
 def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:
-    """Return what a tensor is of our array, in the order of their elements; more axes than theirs
-    where turned.
+    """Return the part of our array that a tensor is, in the order of its elements.
+
+    It has more axes than theirs where it is turned.
     """
     first, stop = _rows(tensor.rows, model, len(array))
     part = array[first:stop]
@@ -222,9 +222,7 @@ def shape_of(tensor: Tensor, ours: tuple[int, ...], model: GPT) -> tuple[int, ..
 
 
 def _rows(rows: str, model: GPT, count: int) -> tuple[int, int]:
-    """Return which rows of a parameter with `count` of them these are, from the first to before the
-    last.
-    """
+    """Return the first row, and the end, of a part of a parameter with `count` rows."""
     queries = model.heads * model.head_dim
     keys = queries + model.kv_heads * model.head_dim
     return {

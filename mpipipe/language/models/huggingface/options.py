@@ -1,6 +1,4 @@
-"""The options of a config.json: each one is read, known to have no effect, or refused by its
-name.
-"""
+"""Options of a config.json: each is read, known to be without effect, or refused."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ REMEDY = (
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ConfigError, which names the file, where it is missing or is
-    none.
-    """
+    """Read a JSON object; raise ConfigError, which names the file, where there is none."""
     try:
         with files.reading(f"{path.name} of a model folder", path, ConfigError, remedy=remedy):
             found = json.loads(files.read_text(path, MOST_BYTES))
@@ -40,8 +36,9 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 class Options:
-    """What a config.json, or the object `inside` it, says; every option has to be asked for, or
-    `finish` refuses it.
+    """The options of a config.json, or of the object `inside` it.
+
+    `finish` refuses every option that was not read.
     """
 
     def __init__(self, values: dict[str, Any], path: Path, inside: str = "") -> None:
@@ -71,9 +68,7 @@ class Options:
         return self.values.get(key, default)
 
     def count(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return an integer of at least 1; `default` where the option is missing or, unless
-        required, null.
-        """
+        """Return an integer of at least 1; `default` where it is missing or, unless required, null."""
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
             return default
@@ -82,9 +77,7 @@ class Options:
         return value
 
     def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
-        """Return a finite number greater than `above`; `default` where the option is missing or
-        null.
-        """
+        """Return a finite number above `above`; `default` where it is missing or null."""
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
             return default

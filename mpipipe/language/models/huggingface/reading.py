@@ -1,6 +1,4 @@
-"""The tensors of a folder read into our arrays: each rank reads those that its own parameters are
-made of, once.
-"""
+"""Tensors of a folder, read into our arrays: each rank reads those of its parameters, once."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
-    """Set parameters of a model from the tensors that they are made of; return how many bytes were
-    read.
+    """Set parameters of a model from their tensors; return how many bytes were read.
 
     Parameters
     ----------
@@ -89,18 +86,14 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
 
 
 def host_for(target: Array) -> np.ndarray:
-    """Return the array itself on the host; for one of a GPU a new one, to be uploaded when it is
-    set.
-    """
+    """Return an array on the host itself; for one of a GPU a new one, to be uploaded."""
     return np.empty(target.shape, target.dtype) if arrays.is_device(target) else target
 
 
 def read_part(
     file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT
 ) -> None:
-    """Set what the tensor of this name is of host arrays of ours. Raises ArgumentError and
-    NonFiniteError.
-    """
+    """Set the part of our host arrays that a tensor is."""
     entry = _entry(file, name)
     expected = shape_of(tensor, ours[0].shape, model)
     if entry.kind.name not in FLOATS or entry.shape != expected:
@@ -131,8 +124,9 @@ def _entry(file: TensorFile, name: str) -> TensorEntry:
 def _values(
     file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0
 ) -> np.ndarray:
-    """Return a tensor of this shape, or its rows from `skip` on, of `total` in all; halves as
-    float32.
+    """Return a tensor of this shape, or some of its `total` rows from `skip` on.
+
+    Halves become float32.
     """
     entry = file.arrays[name]
     row = entry.nbytes // max(1, total or shape[0])

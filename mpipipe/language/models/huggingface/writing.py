@@ -44,8 +44,7 @@ DROPOUT = {
 
 
 def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str, Any]]:
-    """Return a family that can express a model, and its config.json; `origin` has options without
-    effect.
+    """Return the family that can express a model, and its config.json.
 
     Raises ConfigError where no family can.
     """
@@ -75,8 +74,7 @@ def save(
     dtype: str,
     origin: Origin,
 ) -> None:
-    """Write a folder, each group of parameters into a file of its own; no more than one group is
-    held at once.
+    """Write a folder, with a file for each group of parameters.
 
     Parameters
     ----------
@@ -159,9 +157,7 @@ def _file_name(number: int, total: int) -> str:
 def _write_file(
     folder: Path, number: int, total: int, tensors: Mapping[str, Planned]
 ) -> TensorPlaces:
-    """Write one file of `total`, counted from 0, tensor by tensor: no more than one is held
-    twice.
-    """
+    """Write file `number` of `total`, tensor by tensor."""
     name = _file_name(number, total)
     write_tensors(folder / name, tensors, metadata=METADATA)
     return {theirs: (name, _size_of(tensor)) for theirs, tensor in tensors.items()}
@@ -189,9 +185,7 @@ def write_jointly(
 def outgoing(
     family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dtype
 ) -> dict[str, Planned]:
-    """Return the tensors of a folder that these parameters are, by their names; each is made when
-    it is written.
-    """
+    """Return the tensors of these parameters by name; each is made when it is written."""
     parts: dict[str, list[Part]] = {}
     for part in parts_of(family.table, model):
         parts.setdefault(part.theirs, []).append(part)

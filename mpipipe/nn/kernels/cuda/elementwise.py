@@ -97,9 +97,7 @@ SEGMENT = 512  # elements that a warp takes at a time
 def dropout(
     x: DeviceArray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
 ) -> tuple[DeviceArray, DeviceArray]:
-    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach
-    `threshold`; else 0.
-    """
+    """Return (y, keep): y = x * factor where the random bits reach `threshold`, else 0."""
     y = arrays.empty_like(x)
     keep = arrays.empty_like(x, BYTE)
     words = map(np.uint64, (*key, *counter))
@@ -157,9 +155,7 @@ def check_alike(name: str, first: DeviceArray, *others: DeviceArray) -> None:
 def check_matrices(
     name: str, first: DeviceArray, axis: int, other: DeviceArray, axis_of_other: int
 ) -> None:
-    """Raise ArgumentError unless both are C-contiguous matrices of one dtype, of equal extents
-    along these axes.
-    """
+    """Raise ArgumentError unless these are C-contiguous matrices that fit along two axes."""
     check_contiguous(name, first, other)
     if (
         not first.ndim == other.ndim == 2

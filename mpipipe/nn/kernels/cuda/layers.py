@@ -178,9 +178,7 @@ def norm_backward(
     centred: bool,
     more: DeviceArray | None = None,
 ) -> tuple[DeviceArray, ...]:
-    """Return dx and parts of dgain and, where rows were centred, of dbias, with a row for each
-    block.
-    """
+    """Return dx, and parts of dgain and, where centred, of dbias: a row for each block."""
     name, count = ("layer_norm_backward", 2) if centred else ("rms_norm_backward", 1)
     dx = arrays.empty_like(x)
     width = x.shape[1]
@@ -272,8 +270,9 @@ def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None
 def _sorted(
     ids: DeviceArray, count: int, vocab: int, constants: dict[str, Any]
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    """Return the rows in the order of their ids, equal ids in the order of rows; their ids; where
-    each id starts.
+    """Return rows in the order of their ids, these ids, and where each id starts.
+
+    Rows of equal ids stay in their order.
     """
     tiles = -(-count // TILE)
     groups = -(-(vocab + 1) // TILE)
@@ -304,9 +303,7 @@ ROPE = Path(__file__).with_name("rope.cu")
 
 
 def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> DeviceArray:
-    """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the
-    device.
-    """
+    """Return cosine and sine (seq, head_dim / 2, 2) of each position and pair, on the device."""
     table = amplitude * np.stack([np.cos(angles), np.sin(angles)], axis=-1)
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
@@ -338,7 +335,7 @@ def _pack_turn(
 _turn = Packed(_pack_turn)
 
 
-# -- Losses on a GPU and their gradients, times a factor that is applied before they are rounded -----
+# -- Losses on a GPU and their gradients, times a factor that is applied before rounding ----------
 
 
 CROSS_ENTROPY, SQUARED_ERROR, MEAN = (
@@ -359,8 +356,9 @@ LOSS_PARTS = 2048  # blocks for a mean squared error
 def softmax_cross_entropy(
     logits: DeviceArray, ids: DeviceArray, factor: float = 1.0, out: DeviceArray | None = None
 ) -> tuple[DeviceArray, DeviceArray]:
-    """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient); NaN where an
-    id is outside.
+    """Return (mean of -log softmax(logits)[id], factor * its gradient).
+
+    The mean is NaN where an id is out of range.
     """
     rows = len(logits)
     gradient: DeviceArray = arrays.empty_like(logits) if out is None else out

@@ -129,8 +129,7 @@ CLIPPING = Path(__file__).with_name("clipping.cu")
 
 
 def clip_factor(squares: DeviceArray, max_norm: float, scale: float, divisor: float) -> DeviceArray:
-    """Return c / divisor () in float64, where c = max_norm / norm if norm is above max_norm, else
-    1.
+    """Return min(1, max_norm / norm) / divisor, () in float64.
 
     The norm is sqrt(sum of squares) / scale, of squares (count,) in float64. Where it is not finite
     the result is NaN. The sum is as good as exact: it is rounded once, after more than 100 bits.
@@ -144,8 +143,9 @@ def clip_factor(squares: DeviceArray, max_norm: float, scale: float, divisor: fl
 
 
 def rescale(x: DeviceArray, factor: DeviceArray) -> None:
-    """X *= factor, of what `clip_factor` returned; x is float32 or float64, and stays as it is
-    where that is NaN.
+    """X *= factor, of what `clip_factor` returned; nothing where that is NaN.
+
+    x is float32 or float64.
     """
     check_contiguous("rescale", x)
     launch(CLIPPING, "rescale", x.size, (x, factor, np.int64(x.size)), T=x.dtype, V=vector_width(x))

@@ -1,5 +1,6 @@
-"""The arithmetic on the host, with numpy: `any_dtype` for every dtype, `full_precision` for float32
-and float64.
+"""The arithmetic on the host, with numpy.
+
+`any_dtype` takes every dtype, `full_precision` float32 and float64.
 
 Work on large arrays is cut into pieces, which the threads of this rank share (`processor.each`).
 Pieces depend on sizes alone, and sums over pieces are made in their order: so all results have the
@@ -27,8 +28,7 @@ LINE = 64
 
 
 def blocks(count: int, width: int = 1) -> list[slice]:
-    """Return slices that cut `count` rows of `width` elements into equal pieces of at most about
-    `ELEMENTS` elements.
+    """Cut `count` rows of `width` elements into equal pieces of about `ELEMENTS` at most.
 
     There are a power of two of them, but for rounding.
     """
@@ -44,9 +44,7 @@ def blocks(count: int, width: int = 1) -> list[slice]:
 def elementwise(
     function: Callable[..., object], out: np.ndarray, *inputs: np.ndarray
 ) -> np.ndarray:
-    """Call function(*inputs, out=out) on pieces of arrays that have the shape of `out`, and return
-    `out`.
-    """
+    """Call function(*inputs, out=out) on pieces of arrays of one shape; return `out`."""
     if out.size <= ELEMENTS:
         function(*inputs, out=out)
         return out

@@ -1,6 +1,4 @@
-"""The kernels on numpy arrays of every dtype: those of full_precision, which see half precision as
-float32.
-"""
+"""The kernels on numpy arrays of every dtype: full_precision sees halves as float32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The kernels on numpy arrays of float32 or float64, which pass over one piece of large arrays
-after the other.
-"""
+"""The kernels on numpy arrays of float32 or float64, piece by piece where these are large."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
 def dropout(
     x: np.ndarray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach
-    `threshold`; else 0.
-    """
+    """Return (y, keep): y = x * factor where the random bits reach `threshold`, else 0."""
     flat = x.reshape(-1)
     keep = np.empty(x.shape, bool)
     y = np.empty(x.shape, x.dtype)
@@ -198,8 +194,9 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2), t = tanh(u), u' = sqrt(2 / pi) (1 + 3 *
-    0.044715 x^2).
+    """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2).
+
+    Here t = tanh(u) and u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2).
     """
     dflat = dy.reshape(-1)
     flat = x.reshape(-1)
@@ -226,9 +223,7 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3)) = tanh(x (sqrt(2 / pi) + sqrt(2 / pi) 0.044715
-    x^2)).
-    """
+    """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
     np.multiply(x, x, out=out)
     np.multiply(out, _ROOT * _CUBE, out=out)
     np.add(out, _ROOT, out=out)
@@ -282,8 +277,9 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest
-    such function.
+    """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2.
+
+    This never overflows, and tanh is numpy's fastest such function.
     """
     np.multiply(x, 0.5, out=out)
     np.tanh(out, out=out)
@@ -383,8 +379,9 @@ _subtract = partial(np.subtract, casting="same_kind")
 def mean_squared_error(
     output: np.ndarray, target: np.ndarray, factor: float = 1.0
 ) -> tuple[float, np.ndarray]:
-    """Return (mean of (output - target)^2, summed in float64; factor * its gradient); `target` has
-    any dtype.
+    """Return (mean of (output - target)^2 in float64, factor * its gradient).
+
+    `target` has any dtype.
     """
     difference = np.empty(output.shape, output.dtype)
     elementwise(_subtract, difference, output, target)
@@ -395,8 +392,7 @@ def mean_squared_error(
 def softmax_cross_entropy(
     logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
 ) -> tuple[float, np.ndarray]:
-    """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its
-    gradient).
+    """Return (mean of -log softmax(logits)[id] in float64, factor * its gradient).
 
     It takes halves, too, and upcasts a piece at a time: logits are the largest arrays of all.
     """
@@ -474,9 +470,7 @@ def running_lse_backward(
 
 
 def _hits(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows whose ids are among `count` columns from `first` on, and in which of these
-    each is.
-    """
+    """Return the rows whose ids are among some columns, and the columns of these."""
     columns = ids.astype(np.int64) - first
     rows = np.flatnonzero((columns >= 0) & (columns < count))
     return rows, columns[rows]

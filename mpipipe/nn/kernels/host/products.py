@@ -1,5 +1,4 @@
-"""Products of matrices on the host, in float32 and float64, and sums of rows: BLAS on pieces, with
-one thread for each.
+"""Products of matrices on the host, and sums of rows: BLAS on pieces, a thread for each.
 
 BLAS copies its factors for each piece anew. With one thread pieces of 1024 rows take 1 to 3 %
 longer than whole products, and pieces of 512 rows 2 to 6 %: so these are taken only where there
@@ -34,9 +33,7 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Return a b + bias, in pieces of rows; of columns where there are many columns, and few
-    rows.
-    """
+    """Return a b + bias, in pieces of rows, or of columns where rows are few."""
     count = len(a)
     depth, width = b.shape
     pieces = None
@@ -61,9 +58,7 @@ def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np
 
 
 def even_pieces(count: int, least: int) -> list[slice]:
-    """Cut `count` into an even number of equal pieces of at least `least`; none if there are fewer
-    than two.
-    """
+    """Cut `count` into an even number of equal pieces of `least` or more, if there are two."""
     number = 2 * (count // (2 * least))
     return [slice(count * i // number, count * (i + 1) // number) for i in range(number)]
 
@@ -133,8 +128,9 @@ def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
 
 
 def columns_of(x: np.ndarray) -> list[slice]:
-    """Return pieces of the columns of x (rows, width): sums of rows have the same bits however
-    columns are cut.
+    """Return pieces of the columns of x (rows, width).
+
+    Sums of rows have the same bits however columns are cut.
     """
     return (even_pieces(x.shape[1], WIDTH) if x.size > SUMMED else []) or [slice(None)]
 
