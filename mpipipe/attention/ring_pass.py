@@ -252,11 +252,16 @@ class PlannedAttend(Attend):
     def backward(
         self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None = None
     ) -> Gradients:
-        """Return the gradients (dq, dk, dv), in the shapes and dtype of q, k and v; over a ring
-        collective.
+        """Return the gradients (dq, dk, dv) of q, k and v; over a ring collective.
 
-        `dout` is the gradient of `out`, in its shape and dtype; `saved` is from `forward`, and may
-        be used again. `room` are arrays for the results, see `nn.Attend`.
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`, in its shape and dtype.
+        saved : RingSaved
+            From `forward`; it may be used again.
+        room : tuple of array, optional
+            Arrays like q, k and v, which become the results.
         """
         self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
         with self.agreement.failing("the backward of a ring"):

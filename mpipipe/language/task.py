@@ -96,9 +96,8 @@ def train(
     >>> from mpipipe.job import inprocess
     >>> from mpipipe.language.models import GPT
     >>> from mpipipe.train import TrainConfig, train
-    >>> config = TrainConfig(
-    ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()
-    ... )
+    >>> sizes = dict(dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0)
+    >>> config = TrainConfig(**sizes, device="cpu", out=tempfile.mkdtemp())
     >>> records = inprocess.run(2, lambda comm: train(config, GPT, comm))  # doctest: +ELLIPSIS
     mpipipe: 2 ranks = pipe 2 x data 1 x seq 1; one_f_one_b, 2 stages, 4 micro-batches
     ...
@@ -304,9 +303,14 @@ class TextTask(Task):
         source = self.source
         assert source is not None
         starts = training_starts(
-            len(source.train), seed=config.seed, step=step, batch=config.batch, rows=slice(rows.start, rows.stop),
-            seq_len=config.seq_len, order=config.order,
-        )  # fmt: skip
+            len(source.train),
+            seed=config.seed,
+            step=step,
+            batch=config.batch,
+            rows=slice(rows.start, rows.stop),
+            seq_len=config.seq_len,
+            order=config.order,
+        )
         return self._windows(source.train, starts, shard)
 
     def validation(self, index: int, rows: range, shard: Shard) -> Pair:
@@ -314,9 +318,13 @@ class TextTask(Task):
         source = self.source
         assert source is not None
         starts = validation_starts(
-            len(source.validation), index=index, batches=config.eval_batches, batch=config.batch,
-            rows=slice(rows.start, rows.stop), seq_len=config.seq_len,
-        )  # fmt: skip
+            len(source.validation),
+            index=index,
+            batches=config.eval_batches,
+            batch=config.batch,
+            rows=slice(rows.start, rows.stop),
+            seq_len=config.seq_len,
+        )
         return self._windows(source.validation, starts, shard)
 
     def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:

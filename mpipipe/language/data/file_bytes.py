@@ -64,7 +64,7 @@ _opened = lru_cache(maxsize=OPEN_FILES)(_Opened)
 # -- Hashes of files. Little of the data is read for them ------------------------------------------
 #
 # small file   |####|
-# big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
+# big file     |#.....#.....#.....#|      # hashed blocks, evenly spread, with first and last
 
 
 BLOCK = 4096  # bytes
@@ -92,7 +92,7 @@ def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
 
 
 def glance(entries: Sequence[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits of sizes and ends of 16 of the files that another rank listed."""
+    """Return 32 hexadecimal digits: a hash of sizes and ends of 16 of these files, as seen here."""
     content = blake2b(digest_size=16)
     for index in spread(len(entries), GLANCED):
         path, size = entries[index]

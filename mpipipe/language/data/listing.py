@@ -1,7 +1,7 @@
 """The data that `--data` names: their files, what a token is, what is held out for validation.
 
-    a text file   |=================train=================|-val-|            the last 5 % of its bytes
-    tokens        |====train====|-val-|====train====|-val-|                  about the last 5 % of each section
+    a text file   |=================train=================|-val-|    the last 5 % of its bytes
+    tokens        |====train====|-val-|====train====|-val-|          about 5 % of each section
 
 Cuts between sections are moved to the next start of a document. Where that would hold out too much
 or too little of a file, as with few documents, the last 5 % of its tokens are held out.

@@ -1,10 +1,13 @@
 """Tokens in files, read by position: integers in a row, and where documents begin.
 
     text               its bytes; the file is one document
-    tokens             a .npy file of unsigned integers that `mpipipe tokenize` wrote, with two files next to it
-    tokens.json        its vocabulary, tokenizer, numbers of tokens, documents and bytes of text, and a checksum
-    tokens.documents   a .npy file (2, documents), u64: the first token of each document, bytes of text before each
+    tokens             a .npy file of unsigned integers, with two files next to it
+    tokens.json        vocabulary, tokenizer, numbers of tokens, documents and bytes, a checksum
+    tokens.documents   a .npy file (2, documents), u64: the first token of each document, and the
+                       bytes of text before it
     name.bin, .idx     Megatron's pair, see below
+
+`mpipipe tokenize` writes the files of tokens.
 
 Files are not mapped into memory; `file_bytes.py` says why.
 """

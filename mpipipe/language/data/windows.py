@@ -4,8 +4,8 @@ They follow from (seed, step) alone, so all ranks that need them compute the sam
 message, and a training goes on at any step.
 
     order "random"     windows begin anywhere, all equally likely, with replacement
-    order "epoch"      the data are cut into windows one after the other; each comes once in an epoch, in an order that
-                       is drawn anew for each epoch
+    order "epoch"      the data are cut into windows one after the other; each comes once in an
+                       epoch, in an order that is drawn anew for each epoch
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def generator(seed: int, purpose: str, step: int, turn: int = 0) -> np.random.Ge
     )
 
 
-# -- A permutation of 0 ... count - 1, of which any place is computed by itself, without memory for the others --
+# -- A permutation of 0 ... count - 1, whose places are computed one by one, without memory
 #
 # A Feistel network permutes numbers of 2 b bits: the halves (left, right) become (right, left xor
 # f(right)), `ROUNDS` times, whatever f is (Luby and Rackoff, "How to construct pseudorandom

@@ -1,6 +1,6 @@
 """Text from trained models, and their loss on a text.
 
-generation.py   the cut of a model for forwards alone; a decoder, answers to many prompts, and how a token is drawn
+generation.py   a decoder, answers to many prompts, and how a token is drawn
 evaluation.py   windows of a text, and the loss of a model on them
 prompts.py      prompts of the command line and of files
 """

@@ -2,8 +2,9 @@
 
     tokens      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...
     window 0   [t0 t1 t2 t3]               predicts t1 ... t4
-    window 1               [t4 t5 t6 t7]   predicts t5 ... t8        and so on; what is left at the end is left out
+    window 1               [t4 t5 t6 t7]   predicts t5 ... t8        and so on
 
+Tokens after the last whole window are left out.
 The replicas take windows in turn; losses are summed in float64.
 """
 

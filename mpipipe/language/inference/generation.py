@@ -1,9 +1,10 @@
 """Answers to many prompts at once: which tokens go through the model, and what is drawn.
 
-    sequence 0   prompt prompt prompt prompt | a | a | .      one forward = what waits of all sequences of a batch,
-    sequence 1   prompt                      | a | a | a      some sequences side by side in each micro-batch
+    sequence 0   prompt prompt prompt prompt | a | a | .
+    sequence 1   prompt                      | a | a | a
     sequence 2   prompt prompt               | a | .
 
+One forward takes what waits of all sequences, some side by side in each micro-batch.
 A batch of prompts ends when all of its answers have ended. What comes next follows from the tokens
 so far, which all ranks know, so they need no further message for it.
 """
@@ -146,7 +147,7 @@ def _draw_all(
     return tokens
 
 
-# -- A pipeline that continues sequences of tokens: the layers of a model, each with a cache of keys and values --
+# -- A pipeline that continues sequences of tokens: layers with caches of keys and values
 
 
 LoadWeights = Callable[[Sequence[nn.Stage]], None]
@@ -370,7 +371,7 @@ def check_decoding(
     )
 
 
-# -- How the next token is drawn from the logits of a model: in float64, with ties that have one answer --
+# -- How the next token is drawn from logits: in float64, with one answer to ties
 #
 # The random number for a token follows from (seed, number of the prompt, number of the token in its
 # answer) alone. So it does not depend on the ranks, nor on the prompts beside it.

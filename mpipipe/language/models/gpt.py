@@ -111,8 +111,9 @@ class GPT:
 
     The options of GPT-2, with small sizes:
 
-    >>> options = dict(norm="layer", eps=1e-5, positions="learned", qkv_bias=True, out_bias=True, tied=True)
-    >>> model = GPT(dim=64, layers=2, heads=4, **options, feed_forward="gelu", feed_forward_bias=True)
+    >>> options = dict(norm="layer", eps=1e-5, positions="learned", tied=True)
+    >>> options |= dict(feed_forward="gelu", feed_forward_bias=True, qkv_bias=True, out_bias=True)
+    >>> model = GPT(dim=64, layers=2, heads=4, **options)
     >>> model.hidden, model.max_positions
     (256, 128)
     """
@@ -323,7 +324,7 @@ class GPT:
 Architecture: TypeAlias = Callable[..., GPT]
 
 
-# -- What the description of a GPT may say: its fields one by one, and those that do not go together --
+# -- What the description of a GPT may say: its fields one by one, and together
 
 
 SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim", "head_slices")

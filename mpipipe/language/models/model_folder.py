@@ -3,7 +3,7 @@
     what is in the folder, or below it     kind
     weights/model.json, or model.json      "weights": a training of mpipipe that ended
     config.json                            "huggingface": a model of Hugging Face
-    manifest.json, step-.../, checkpoints/ "checkpoint": a training of mpipipe, the newest of several
+    manifest.json, step-.../, checkpoints/ "checkpoint": the newest of a training of mpipipe
 
 The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank
 opens for all.
@@ -271,7 +271,7 @@ def open_on_all(comm: Communicator, path: str) -> ModelFolder:
     return group_of(comm).from_one("opening the model", lambda: open_model(absolute))
 
 
-# -- A folder turned into one of Hugging Face, by one process and without MPI: layer groups one after the other --
+# -- A folder turned into one of Hugging Face, by one process, in groups of layers
 
 
 def convert(

@@ -1,8 +1,8 @@
 """Trained parameters as files that any number of ranks can load, without optimizer state.
 
-    weights/stage-0.safetensors ...  the parameters of one logical stage, by their names in the whole model
-    weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
-                                     of these facts; written last, when all other files are there
+    weights/stage-0.safetensors ...  parameters of one logical stage, by their names in the model
+    weights/model.json               sizes of the model, dtype, number of stages, a checksum of each
+                                     parameter and one of these facts; written last
 
 Checksums are CRC-32: they find damage, and files of two trainings that were mixed, but no forgery.
 """

@@ -45,14 +45,38 @@ TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # what says where an adapter comes from, how it was trained, or how often; not what it computes
 WITHOUT_EFFECT = (
-    "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "task_type", "peft_type",
-    "lora_dropout", "megatron_core", "qalora_group_size", "fan_in_fan_out", "layers_pattern", "runtime_config",
-)  # fmt: skip
+    "base_model_name_or_path",
+    "revision",
+    "auto_mapping",
+    "inference_mode",
+    "peft_version",
+    "task_type",
+    "peft_type",
+    "lora_dropout",
+    "megatron_core",
+    "qalora_group_size",
+    "fan_in_fan_out",
+    "layers_pattern",
+    "runtime_config",
+)
 NONE = (
-    "alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "exclude_modules", "kasa_config",
-    "layer_replication", "layers_to_transform", "lora_ga_config", "megatron_config", "modules_to_save",
-    "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "velora_config",
-)  # fmt: skip
+    "alora_invocation_tokens",
+    "arrow_config",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "kasa_config",
+    "layer_replication",
+    "layers_to_transform",
+    "lora_ga_config",
+    "megatron_config",
+    "modules_to_save",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "velora_config",
+)
 OFF = ("ensure_weight_tying", "lora_bias", "use_dora", "use_qalora", "use_rslora")
 EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
 REMEDY = "take the adapter that was made for this model, or the model that it was made for"

@@ -37,14 +37,23 @@ class Family:
 
 # what all families but GPT-2 call sizes of models.GPT, and what GPT-2 calls them
 SIZES = {
-    "vocab_size": "vocab", "hidden_size": "dim", "num_hidden_layers": "layers", "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads", "head_dim": "head_dim", "intermediate_size": "hidden",
+    "vocab_size": "vocab",
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden",
     "max_position_embeddings": "seq",
-}  # fmt: skip
+}
 GPT2_SIZES = {
-    "vocab_size": "vocab", "n_embd": "dim", "n_layer": "layers", "n_head": "heads", "n_inner": "hidden",
+    "vocab_size": "vocab",
+    "n_embd": "dim",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_inner": "hidden",
     "n_positions": "max_positions",
-}  # fmt: skip
+}
 
 
 def _decoder(options: Options, *required: str) -> dict[str, Any]:
@@ -152,23 +161,49 @@ _MASKS = (".attn.bias", ".attn.masked_bias")
 # In this order a model that several families can express is written as the first of them.
 FAMILIES = {
     "llama": Family(
-        "llama", "LlamaForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_llama,
-        lambda model: _decoder_options(model, attention_bias=model.qkv_bias, mlp_bias=model.feed_forward_bias),
+        "llama",
+        "LlamaForCausalLM",
+        "model.",
+        names.LLAMA,
+        _ROTARY_BUFFERS,
+        _read_llama,
+        lambda model: _decoder_options(
+            model, attention_bias=model.qkv_bias, mlp_bias=model.feed_forward_bias
+        ),
     ),
     "mistral": Family(
-        "mistral", "MistralForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_mistral,
+        "mistral",
+        "MistralForCausalLM",
+        "model.",
+        names.LLAMA,
+        _ROTARY_BUFFERS,
+        _read_mistral,
         lambda model: _decoder_options(model, sliding_window=(model.windows or (None,))[0]),
     ),
     "qwen2": Family(
-        "qwen2", "Qwen2ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen2,
+        "qwen2",
+        "Qwen2ForCausalLM",
+        "model.",
+        names.LLAMA,
+        _ROTARY_BUFFERS,
+        _read_qwen2,
         lambda model: _decoder_options(model, **layer_window_options(model.windows)),
     ),
     "qwen3": Family(
-        "qwen3", "Qwen3ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen3,
-        lambda model: _decoder_options(model, **layer_window_options(model.windows), attention_bias=model.qkv_bias),
+        "qwen3",
+        "Qwen3ForCausalLM",
+        "model.",
+        names.LLAMA,
+        _ROTARY_BUFFERS,
+        _read_qwen3,
+        lambda model: _decoder_options(
+            model, **layer_window_options(model.windows), attention_bias=model.qkv_bias
+        ),
     ),
-    "gpt2": Family("gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2),
-}  # fmt: skip
+    "gpt2": Family(
+        "gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2
+    ),
+}
 
 
 def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str, Any]]:
@@ -206,8 +241,15 @@ def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, A
         raise options.error("model_type", " or ".join(FAMILIES), "is of a family that is not known")
     family = FAMILIES[name]
     options.only("architectures", [family.architecture], None)
-    for key in ("quantization_config", "auto_map", "add_cross_attention", "is_encoder_decoder", "is_decoder",
-                "tie_encoder_decoder", "cross_attention_hidden_size"):  # fmt: skip
+    for key in (
+        "quantization_config",
+        "auto_map",
+        "add_cross_attention",
+        "is_encoder_decoder",
+        "is_decoder",
+        "tie_encoder_decoder",
+        "cross_attention_hidden_size",
+    ):
         options.only(key, None, False)
     options.only("pruned_heads", {}, None)
     fields = family.read(options)
@@ -385,19 +427,20 @@ def layer_window_options(windows: Windows) -> dict[str, Any]:
 
 # of text: which ids are special, and how tokens are chosen
 GENERATION = """
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id max_length min_length do_sample
-    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
-    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
-    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
-    begin_suppress_tokens exponential_decay_length_penalty prefix tokenizer_class task_specific_params use_cache
-    output_attentions output_hidden_states return_dict output_past
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id max_length
+    min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
+    top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    suppress_tokens begin_suppress_tokens exponential_decay_length_penalty prefix tokenizer_class
+    task_specific_params use_cache output_attentions output_hidden_states return_dict output_past
 """.split()
 
 # of the library: where a model came from, and how its memory is used
 LIBRARY = """
     _name_or_path transformers_version torch_dtype dtype torchscript use_bfloat16 tf_legacy_loss
-    _attn_implementation_autoset gradient_checkpointing chunk_size_feed_forward pretraining_tp is_llama_config
-    unsloth_fixed unsloth_version transformers.js_config
+    _attn_implementation_autoset gradient_checkpointing chunk_size_feed_forward pretraining_tp
+    is_llama_config unsloth_fixed unsloth_version transformers.js_config
 """.split()
 
 # of heads that a language model has not, and of training: random starts and dropout
@@ -408,10 +451,20 @@ OTHERS = """
 COMMON = (*GENERATION, *LIBRARY, *OTHERS)
 
 GPT2 = """
-    n_ctx resid_pdrop embd_pdrop attn_pdrop summary_type summary_use_proj summary_activation summary_proj_to_labels
-    summary_first_dropout predict_special_tokens n_special
+    n_ctx resid_pdrop embd_pdrop attn_pdrop summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout predict_special_tokens n_special
 """.split()
 
 # what is carried from a folder that was read into one that is written
-CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "use_cache",
-           "task_specific_params", "resid_pdrop", "embd_pdrop", "attn_pdrop")  # fmt: skip
+CARRIED = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+    "attention_dropout",
+    "use_cache",
+    "task_specific_params",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+)

@@ -193,19 +193,26 @@ def check_finite(values: np.ndarray, what: str, place: Path, remedy: str) -> Non
         )
 
 
-# -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is
-# written
+# -- Where a model comes from, and what goes along when it is written
 #
-# These are the tokenizer's files, and the options of config.json that change nothing in what the
+# That are the tokenizer's files, and the options of config.json that change nothing in what the
 # model computes. A folder of weights of this package keeps that config.json as
 # huggingface_config.json, so that it can be written again.
 
 
 KEPT_CONFIG = "huggingface_config.json"
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True)

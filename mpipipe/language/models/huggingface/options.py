@@ -68,7 +68,7 @@ class Options:
         return self.values.get(key, default)
 
     def count(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return an integer of at least 1; `default` where it is missing or, unless required, null."""
+        """Return an integer of at least 1; `default` if it is missing or, unless required, null."""
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
             return default
