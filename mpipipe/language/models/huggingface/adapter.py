@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Local
-from mpipipe.checkpoint import Planned, header_of, replacing
+from mpipipe.checkpoint import replacing, write_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import group_of
@@ -29,13 +26,7 @@ from mpipipe.language.models.huggingface.folder import Origin, opened
 from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
-from mpipipe.language.models.huggingface.writing import (
-    METADATA,
-    converted,
-    explained,
-    write_jointly,
-    write_json,
-)
+from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_json
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.planning import declared
 from mpipipe.text import counted
@@ -99,21 +90,21 @@ def open_adapter(path: Path) -> AdapterFolder:
     rank = options.count("r")
     alpha = options.number("lora_alpha")
     targets = options.take("target_modules")
-    known = isinstance(targets, list) and all(
-        type(name) is str and "." not in name for name in targets
-    )
-    if not targets or not known:
+    if not isinstance(targets, list) or not targets or not all(map(_is_name, targets)):
         raise options.error("target_modules", "a list of names of modules, such as q_proj")
     options.only("bias", "none")
-    options.only(
-        "init_lora_weights", True, False, "gaussian", None
-    )  # others change the matrices of the model
+    # Other starts change the matrices of the model.
+    options.only("init_lora_weights", True, False, "gaussian", None)
     for keys, allowed in ((NONE, [None]), (OFF, [False]), (EMPTY, [{}, None])):
         for key in keys:
             options.only(key, *allowed)
     options.ignore(WITHOUT_EFFECT)
     options.finish("LoRA")
     return AdapterFolder(path, nn.LoRA(rank, alpha, sorted(targets)))
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and "." not in name
 
 
 def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]:
@@ -143,17 +134,21 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape
     """
     parameters = declared(lora.apply(model.build(Local())))
     missing = set(lora.targets)
-    found: dict[Part, Shape] = {}
+    shapes: dict[Part, Shape] = {}
     for theirs, matrix, tensor in parts_of(family.table, model):
         module, _, kind = theirs.rpartition(".")
         target = module.rpartition(".")[2]
-        if kind == "weight" and target in lora.targets:
-            missing.discard(target)
-            ours = f"{matrix.rpartition('.')[0]}.{target}"
-            for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
-                stored = f"{PREFIX}{module}.{name}.weight"
-                same = Tensor(stored, tensor.place, name, form="turned" if turned else "plain")
-                found[Part(stored, f"{ours}.{name}", same)] = parameters[f"{ours}.{name}"].shape
+        if kind != "weight" or target not in lora.targets:
+            continue
+        missing.discard(target)
+        layer = matrix.rpartition(".")[0]
+        # Rows of B are rows of the matrix, and turned as these are.
+        for name, form in ((LORA_A, "plain"), (LORA_B, tensor.form)):
+            stored = f"{PREFIX}{module}.{name}.weight"
+            ours = f"{layer}.{target}.{name}"
+            form = "turned" if form == "turned" else "plain"
+            part = Part(stored, ours, Tensor(stored, tensor.place, name, form=form))
+            shapes[part] = parameters[ours].shape
     if missing:
         raise ConfigError(
             f"{family.architecture} has no module {sorted(missing)[0]}",
@@ -161,7 +156,7 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape
             expected="names of its projections",
             remedy=REMEDY,
         )
-    return found
+    return shapes
 
 
 def read_adapter(
@@ -176,8 +171,7 @@ def read_adapter(
                 f"the adapter has a tensor {strange[0]} that does not belong to the model",
                 found=f"{len(strange)} such tensors in {file.path}",
                 expected=f"those of {family.architecture} with {counted(model.layers, 'layer')}, "
-                "for the targets of "
-                "its config",
+                "for the targets of its config",
                 remedy=REMEDY,
             )
         for part, shape in parts.items():
@@ -207,26 +201,27 @@ def save_adapter(
 ) -> None:
     """Write the folder of an adapter from the ranks' parameters; collective.
 
-    Where each tensor lies in the file follows from the model alone, so each rank of the first
-    replica writes its own into the one file. A folder that is there goes when the new one is whole.
+    Adapters are small: the ranks of a pipeline gather them, and rank 0 writes the file. A folder
+    that is there goes when the new one is whole.
     """
     group = group_of(mesh.comm)
+    tensors = {}
     with group.raise_together("saving an adapter: its parts"):
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
-        dtype = next(array.dtype for array in parameters.values())
-        planned = {
-            part.theirs: Planned(dtype, shape, lambda: np.empty(0)) for part, shape in parts.items()
-        }
-        header, entries = header_of(planned, METADATA)
-    own = [part for part in parts if part.ours in parameters] if mesh.replicas.rank == 0 else []
-    pieces = {
-        entries[part.theirs].start: partial(converted, part, parameters[part.ours], dtype, model)
-        for part in own
-    }
+        for part, shape in parts.items():
+            if part.ours in parameters:
+                array = parameters[part.ours]
+                values = converted(part, array, array.dtype, model)
+                tensors[part.theirs] = values.reshape(shape)
+    everyone = group_of(mesh.pipe).gather("saving an adapter: its tensors", tensors)
     with replacing(target, group, explained) as unnamed:
-        write_jointly(unnamed / TENSORS, header, mesh, pieces)
-        with group.raise_together("saving an adapter: its description"), explained(target):
+        with group.raise_together("saving an adapter: its files"), explained(target):
             if mesh.rank == 0:
+                for of_rank in everyone:
+                    tensors.update(of_rank)
+                unnamed.mkdir(parents=True, exist_ok=True)
+                ordered = {part.theirs: tensors[part.theirs] for part in parts}
+                write_tensors(unnamed / TENSORS, ordered, metadata=METADATA)
                 base = None if origin.path is None else str(origin.path)
                 write_json(unnamed / ADAPTER_CONFIG, config_of(lora, family, base))

@@ -8,7 +8,6 @@ no index. The folder gets its name when it is whole.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,9 +20,7 @@ import numpy as np
 from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import Planned, replacing, write_tensors
-from mpipipe.comm import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
-from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import INDEX, Origin, count_not_finite
@@ -36,33 +33,23 @@ NO_TOKENS = dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id")
 )  # else the library takes ids of its own
 METADATA = {"format": "pt"}  # without it `transformers` does not open a file
-TensorPlaces: TypeAlias = "dict[str, tuple[str, int]]"  # the file that has a tensor, and its bytes
 ReadGroup: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, Array]]"
-DROPOUT = {
-    "gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}
-}  # where their default is another one than 0
 
 
 def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str, Any]]:
     """Return the family that can express a model, and its config.json.
 
-    Raises ConfigError where no family can.
+    `origin` has options without effect. Raises ConfigError where no family can.
     """
     family, options = expressed(model, origin.family)
-    dropout = {**DROPOUT["gpt2"], "resid_pdrop": model.dropout} if family.name == "gpt2" else {}
-    found = {
-        "architectures": [family.architecture],
-        "model_type": family.name,
-        **NO_TOKENS,
-        **dropout,
-        **origin.carried,
-        **options,
-        "torch_dtype": dtype,
-    }
+    config = {"architectures": [family.architecture], "model_type": family.name, **NO_TOKENS}
+    if family.name == "gpt2":  # whose defaults of dropout are not 0
+        config |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": model.dropout}
+    config |= {**origin.carried, **options, "torch_dtype": dtype}
     longest = origin.config.get("max_position_embeddings")
     if type(longest) is int and "max_position_embeddings" in options:
-        found["max_position_embeddings"] = max(longest, model.seq)
-    return family, found
+        config["max_position_embeddings"] = max(longest, model.seq)
+    return family, config
 
 
 def save(
@@ -113,13 +100,24 @@ def save(
     """
     family, config = config_of(model, dtype, origin)
     stored = {part.ours for part in parts_of(family.table, model)}
-    filled = [group for group in groups if not stored.isdisjoint(group)]
+    groups = [group for group in groups if not stored.isdisjoint(group)]
+    places = {}
+    total = 0
     with replacing(target, None, explained, replaces=False) as unnamed, explained(target):
-        places: TensorPlaces = {}
-        for number, group in enumerate(filled):
+        for number, group in enumerate(groups, 1):
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            if len(groups) == 1:
+                name = "model.safetensors"
             tensors = outgoing(family, model, read(group), arrays.dtype(dtype))
-            places.update(_write_file(unnamed, number, len(filled), tensors))
-        _describe(unnamed, config, places, origin)
+            write_tensors(unnamed / name, tensors, metadata=METADATA)
+            for theirs, tensor in tensors.items():
+                places[theirs] = name
+                total += prod(tensor.shape) * tensor.dtype.itemsize
+        origin.copy(unnamed)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            write_json(unnamed / INDEX, index)
+        write_json(unnamed / CONFIG, config)
 
 
 def explained(target: Path) -> AbstractContextManager[None]:
@@ -133,78 +131,30 @@ def explained(target: Path) -> AbstractContextManager[None]:
     )
 
 
-def _describe(folder: Path, config: dict[str, Any], places: TensorPlaces, origin: Origin) -> None:
-    """Write index and config.json, and copy what belongs to the model. Raises OSError."""
-    origin.copy(folder)
-    names = {name: file for name, (file, _) in places.items()}
-    if len(set(names.values())) > 1:
-        total = sum(size for _, size in places.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
-    write_json(folder / CONFIG, config)
-
-
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
     """Write a JSON object. Raises OSError."""
     files.write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 
-def _file_name(number: int, total: int) -> str:
-    return (
-        "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-    )
-
-
-def _write_file(
-    folder: Path, number: int, total: int, tensors: Mapping[str, Planned]
-) -> TensorPlaces:
-    """Write file `number` of `total`, tensor by tensor."""
-    name = _file_name(number, total)
-    write_tensors(folder / name, tensors, metadata=METADATA)
-    return {theirs: (name, _size_of(tensor)) for theirs, tensor in tensors.items()}
-
-
-def write_jointly(
-    path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Callable[[], np.ndarray]]
-) -> None:
-    """Write a file from the pieces that each rank has, by where they begin in bytes; collective."""
-    group = group_of(mesh.comm)
-    with group.raise_together("saving tensors of several ranks: their file"), explained(path):
-        if mesh.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(header)
-    with group.raise_together("saving tensors of several ranks"), explained(path):
-        if pieces:
-            with path.open("r+b") as file:
-                for start, make in pieces.items():
-                    file.seek(start)
-                    file.write(make().reshape(-1).view(np.uint8).data)
-                file.flush()
-                os.fsync(file.fileno())
-
-
 def outgoing(
-    family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dtype
+    family: Family, model: GPT, ours: Mapping[str, Array], dtype: np.dtype
 ) -> dict[str, Planned]:
     """Return the tensors of these parameters by name; each is made when it is written."""
     parts: dict[str, list[Part]] = {}
     for part in parts_of(family.table, model):
-        parts.setdefault(part.theirs, []).append(part)
+        if part.ours in ours:
+            parts.setdefault(part.theirs, []).append(part)
 
-    def make(some: Sequence[Part]) -> np.ndarray:
-        made = [converted(part, own[part.ours], dtype, model) for part in some]
+    def make(several: Sequence[Part]) -> np.ndarray:
+        made = [converted(part, ours[part.ours], dtype, model) for part in several]
         return made[0] if len(made) == 1 else np.concatenate(made)
 
-    return {
-        theirs: Planned(
-            dtype, shape_of(some[0].tensor, own[some[0].ours].shape, model), partial(make, some)
-        )
-        for theirs, some in parts.items()
-        if some[0].ours in own
-    }
-
-
-def _size_of(tensor: Planned) -> int:
-    return prod(tensor.shape) * tensor.dtype.itemsize
+    tensors = {}
+    for theirs, several in parts.items():
+        first = several[0]
+        shape = shape_of(first.tensor, ours[first.ours].shape, model)
+        tensors[theirs] = Planned(dtype, shape, partial(make, several))
+    return tensors
 
 
 def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarray:
@@ -212,8 +162,8 @@ def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarr
     host = arrays.download(array)
     with np.errstate(over="ignore"):
         values = np.ascontiguousarray(view(part.tensor, host, model), dtype=dtype)
-    wide = values.astype(np.float32) if arrays.is_half(dtype) else values
-    if count := count_not_finite(wide):
+    count = count_not_finite(values.astype(np.float32) if arrays.is_half(dtype) else values)
+    if count:
         raise NonFiniteError(
             f"parameter {part.ours} cannot be written as {dtype.name}",
             found=f"{count} values that are NaN or infinite, or too large for it",
