@@ -110,7 +110,8 @@ class ModelFolder(ABC):
             facts = huggingface.Origin.of(self.path).config
         ids = facts.get("eos_token_id")
         several = ids if isinstance(ids, list) else [ids]
-        return tuple(end for end in several if type(end) is int and 0 <= end < self.model.vocab)
+        vocab = self.model.vocab
+        return tuple(end for end in several if type(end) is int and 0 <= end < vocab)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer in the folder, None for a model of bytes; one rank calls this."""
@@ -145,8 +146,8 @@ class WeightsFolder(TrainingFolder):
     @classmethod
     def open(cls, folder: Path) -> WeightsFolder:
         inode = checkpoint.folder_identity(folder)
-        found = weights.describe(folder)
-        return cls(folder, found.dtype, inode, found.model)
+        description = weights.describe(folder)
+        return cls(folder, description.dtype, inode, description.model)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         weights.read(self.path, parameters)
@@ -166,22 +167,19 @@ class CheckpointFolder(TrainingFolder):
     def open(cls, folder: Path) -> CheckpointFolder:
         saved = checkpoint.read(folder)
         sizes = saved.state.get("model")
-        entries = {
-            name: entry
-            for content in saved.files.values()
-            for name, entry in content.arrays.items()
-        }
-        kept = [
-            entry for name, entry in entries.items() if name.startswith(f"{checkpoint.PARAMETERS}/")
-        ]
-        if not isinstance(sizes, dict) or not kept:
+        entries = {}
+        for content in saved.files.values():
+            entries.update(content.arrays)
+        prefix = f"{checkpoint.PARAMETERS}/"
+        dtypes = [entry.dtype for name, entry in entries.items() if name.startswith(prefix)]
+        if not isinstance(sizes, dict) or not dtypes:
             raise ConfigError(
                 "the checkpoint is not one of `mpipipe train`",
                 found=str(folder),
                 expected="the sizes of its model",
                 remedy="load it with mpipipe.checkpoint",
             )
-        if any(is_adapter(name) for name in entries):
+        if any(map(is_adapter, entries)):
             raise ConfigError(
                 "the checkpoint has adapters apart from their matrices",
                 found=str(folder),
@@ -189,13 +187,11 @@ class CheckpointFolder(TrainingFolder):
                 remedy="let the training end: it leaves the model with its adapters merged; or go "
                 "on with --resume",
             )
-        return cls(folder, checkpoint.NAMES[kept[0].dtype], None, sizes)
+        return cls(folder, checkpoint.NAMES[dtypes[0]], None, sizes)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
-        saved = checkpoint.read(self.path)
-        checkpoint.read_arrays(
-            saved, {f"{checkpoint.PARAMETERS}/{name}": array for name, array in parameters.items()}
-        )
+        names = {f"{checkpoint.PARAMETERS}/{name}": array for name, array in parameters.items()}
+        checkpoint.read_arrays(checkpoint.read(self.path), names)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         checkpoint.load(self.path, mesh, stages)  # which compares the names of all ranks, too
@@ -210,9 +206,8 @@ class HuggingFaceFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return _standing(
-            (path,), CONFIG, SINGLE, INDEX, *PICKLES
-        )  # tensors without a config.json, too
+        # Tensors without a config.json are such a folder, too, and an error when it is opened.
+        return _standing((path,), CONFIG, SINGLE, INDEX, *PICKLES)
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
@@ -227,9 +222,8 @@ class HuggingFaceFolder(ModelFolder):
         return self.folder.model
 
     def with_slices(self, count: int) -> ModelFolder:
-        return replace(
-            self, folder=replace(self.folder, model=replace(self.model, head_slices=count))
-        )
+        model = replace(self.model, head_slices=count)
+        return replace(self, folder=replace(self.folder, model=model))
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         huggingface.read(self.folder, parameters)
@@ -237,10 +231,12 @@ class HuggingFaceFolder(ModelFolder):
 
 def _standing(paths: Sequence[Path], *names: str) -> Path | None:
     """Return the first of these folders that has a file of one of these names."""
-    places = map(checkpoint.standing_folder, paths)
-    return next(
-        (place for place in places if any(files.exists(place / name) for name in names)), None
-    )
+    for path in paths:
+        place = checkpoint.standing_folder(path)
+        for name in names:
+            if files.exists(place / name):
+                return place
+    return None
 
 
 KINDS: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
@@ -322,13 +318,22 @@ def read_group(
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of parameters in groups of layers of at most `most` bytes."""
-    layers = [declared([top], place) for place, top in enumerate(model.build(Local()))]
-    first = len(layers) - model.head_slices
-    layers[first:] = [
-        {name: entry for layer in layers[first:] for name, entry in layer.items()}
-    ]  # one tensor
-    sized = ((layer, sum(entry.size for entry in layer.values()) * itemsize) for layer in layers)
-    return [
-        {name: entry.shape for layer in group for name, entry in layer.items()}
-        for group in consecutive_bins(sized, most)
-    ]
+    layers: list[dict[str, Shape]] = []
+    sizes = []
+    tops = model.build(Local())
+    first_of_head = len(tops) - model.head_slices
+    for place, top in enumerate(tops):
+        # The slices of a head are one tensor, and one group.
+        if place <= first_of_head:
+            layers.append({})
+            sizes.append(0)
+        for name, entry in declared([top], place).items():
+            layers[-1][name] = entry.shape
+            sizes[-1] += entry.size * itemsize
+    groups = []
+    for several in consecutive_bins(zip(layers, sizes), most):
+        group = {}
+        for shapes in several:
+            group.update(shapes)
+        groups.append(group)
+    return groups

@@ -265,8 +265,8 @@ def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, A
 #     old    "rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}
 #     new    "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 #
-# In the old form "type" may stand for "rope_type"; transformers 5 writes the new one. Both are read. The old one is written: transformers 5 reads it, and earlier versions know no
-# other.
+# In the old form "type" may stand for "rope_type". Both are read. The old one is written, which
+# transformers 5 reads as well; earlier versions know no other.
 
 
 SCALING = "rope_scaling"
@@ -419,7 +419,7 @@ def layer_window_options(windows: Windows) -> dict[str, Any]:
     }
 
 
-# -- Options of config.json without effect on the result, which are passed over, and kept for writing
+# -- Options of config.json without effect on the result, passed over and kept for writing
 #
 # They say how text is generated, what a model was started with, what is dropped at random in a
 # training there, how labels are called, or with which version a file was written.
