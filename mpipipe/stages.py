@@ -1,8 +1,10 @@
-"""Stages as pipeline, optimizers and checkpoints see them: one adapter for all kinds.
+"""Stages as pipelines, optimizers and checkpoints see them.
+
+    nn.Stage       layers of this package: has all of `PipelineStage` by itself
+    UserStage      an object of the user's, with what it leaves out filled in
 
 A user's stage is an object with `forward` and `backward`; docs/stages.md lists what else it may
-have. An `nn.Stage` has more: named parameters, ties, a device, layers that ask for their position
-and that let messages advance between them. Other rooms see a `StageAdapter` alone.
+have. Its arrays are looked up each time, since it may exchange them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from inspect import signature
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,71 +26,255 @@ from mpipipe.nn.kernels import Kernels
 METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
-class StageAdapter:
-    """A stage of any kind. Arrays are asked for each time: a stage of the user's own may exchange
-    them.
-    """
+class Runner(Protocol):
+    """Forward and backward of a stage, for one micro-batch at a time."""
 
-    def __init__(self, given: Any):
-        self.given = given
-        self.name = type(given).__name__
-        self.is_model = isinstance(given, nn.Stage)
-        # the stage itself, or the inner stages
-        self.models: list[nn.Stage] = (
-            [given] if self.is_model else list(getattr(given, "inner_stages", ()))
-        )
-        strange = [type(model).__name__ for model in self.models if not isinstance(model, nn.Stage)]
+    position: Position  # of the forward to come
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        """Return the output, and what the backward needs."""
+
+    def backward(self, dy: Any, saved: Any) -> Any:
+        """Add to the gradients of the parameters; return that of the input."""
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        """Return the gradient of the input, and what `backward_weight` needs."""
+
+    def backward_weight(self, pending: Any) -> None:
+        """Add to the gradients of the parameters."""
+
+
+class PipelineStage(Runner, Protocol):
+    """A stage with all that other rooms ask of one. `nn.Stage` and `UserStage` are such stages."""
+
+    @property
+    def index(self) -> int | None:
+        """Logical number; None before a pipeline has set it."""
+
+    @property
+    def inner_stages(self) -> Sequence[nn.Stage]:
+        """Each nn.Stage in it: itself, or those that a user's stage calls."""
+
+    @property
+    def device(self) -> str:
+        """Name of the device: "cpu" or "cuda"."""
+
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU with its parameters; None on the host."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """Functions that compute with the parameters where they are."""
+
+    # -- for optimizers and checkpoints
+
+    @property
+    def parameters(self) -> FlatBuffer | FlatView:
+        """Parameters by name, with all of them in `flat`."""
+
+    @property
+    def gradients(self) -> FlatBuffer | FlatView:
+        """Gradients, laid out as the parameters."""
+
+    @property
+    def decay_ranges(self) -> list[tuple[int, int, bool]]:
+        """(start, stop, decay) ranges of `parameters.flat`."""
+
+    @property
+    def kept_copy(self) -> Array | None:
+        """Copy of `parameters.flat` that an optimizer writes, too."""
+
+    @property
+    def originals(self) -> FlatBuffer | None:
+        """Parameters whose copy in a half dtype is all that the stage computes with."""
+
+    @property
+    def owners(self) -> Mapping[str, tuple[Any, str]]:
+        """(stage, name) of parameters that lie elsewhere, by their names here."""
+
+    @property
+    def tied_copies(self) -> Collection[str]:
+        """Names of parameters that norms count elsewhere."""
+
+    @property
+    def ties(self) -> Mapping[str, Sequence[str]]:
+        """Names of the parameters that are shared, by the key of what is shared."""
+
+    @property
+    def before_write(self) -> list[Callable[[], object]]:
+        """Functions to call before anything writes to the parameters."""
+
+    @property
+    def contents(self) -> Mapping[str, Any]:
+        """All arrays, or StateShards of them, by their names in the whole model."""
+
+    def set_contents(self, values: Callable[[str], Array]) -> None:
+        """Take values by name that could not be set in place."""
+
+    def sync_compute(self) -> None:
+        """Renew the copy of the parameters that the stage computes with, if there is one."""
+
+    # -- for pipelines
+
+    @property
+    def input_names(self) -> set[str] | None:
+        """Names that inputs of the first stage must have; None if that is not known."""
+
+    @property
+    def shows_gradients(self) -> bool:
+        """True if all gradients are known, so that replicas can sum them."""
+
+    @property
+    def own_gradients(self) -> Array | None:
+        """Array of gradients that a user's own code could replace; None if there is none."""
+
+    @property
+    def shown_gradients(self) -> list[Array]:
+        """One-dimensional arrays with the gradients that the stage shows after a step."""
+
+    def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
+        """Raise ArgumentError if the stage does not know of these skips."""
+
+    def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
+        """Names of what cannot take a sequence in slices of these lengths, or this number."""
+
+    def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
+        """Take a number, a function to call between layers, and the names to hand on."""
+
+    def detach(self, poll: Callable[[], object] | None) -> None:
+        """Forget the function, unless a later pipeline has set another one."""
+
+    def begin_call(self, ends: bool, runs_again: bool) -> None:
+        """Compute with the parameters as they are now.
+
+        `ends`: the gradient of the input may be None. `runs_again`: forwards are run again before
+        their backwards.
+        """
+
+
+def as_stages(stages: Iterable[Any]) -> list[PipelineStage]:
+    """Return stages as other rooms see them; what is one already stays as it is."""
+    return [
+        stage if isinstance(stage, (nn.Stage, UserStage)) else UserStage(stage) for stage in stages
+    ]
+
+
+def gradient_arrays(stage: PipelineStage) -> list[Array]:
+    """Return the gradients that a stage shows, and the parts of tied parameters in it.
+
+    No memory is in two of them.
+    """
+    flats = stage.shown_gradients
+    for inner in stage.inner_stages:
+        for part in inner.buffers.parts.values():
+            part = part.reshape(-1)
+            # A user's array may be the whole buffer of an inner stage, from before the parts left.
+            if part.size and not any(arrays.shares_memory(part, flat) for flat in flats):
+                flats.append(part)
+    return flats
+
+
+def check_stage(stage: PipelineStage, ops: Collection[str], has_replicas: bool) -> None:
+    """Raise ArgumentError if a stage lacks what these actions, or the replicas, need."""
+    if isinstance(stage, UserStage):
+        stage.check(ops, has_replicas)
+
+
+def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], list[Array]]:
+    """Return what replicas must have in common: named arrays, and flat ones with their values."""
+    named: list[tuple[str, Array]] = []
+    flats: list[Array] = []
+    for inner in stage.inner_stages:
+        for name, array in (*inner.parameters.items(), *inner.state.items()):
+            frozen = " frozen" if name in inner.frozen else ""
+            named.append((f"{name} {inner.dtype}{frozen}", array))
+        flats += [inner.parameters.flat, inner.buffers.held.flat]
+    if isinstance(stage, UserStage) and not stage.inner_stages:
+        named = [("", flat) for flat in gradient_arrays(stage)]
+        for name, array in stage.own_arrays().items():
+            named.append((name, array))
+            flats.append(array)
+    return named, flats
+
+
+def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
+    """Return all "parameters" or "gradients" of a stage by name; as "flat" without names."""
+    named: dict[str, Array] = {}
+    if isinstance(stage, UserStage):
+        holder = getattr(stage.user_stage, attribute, None)
+        flat = flat_if_any(holder)
+        if isinstance(holder, Mapping) and holder:
+            named.update(holder)
+        elif flat is not None:
+            named[WHOLE] = flat
+    for inner in stage.inner_stages:
+        named.update(getattr(inner, attribute))
+    return named
+
+
+class UserStage:
+    """A stage of the user's own, with what it leaves out filled in."""
+
+    kept_copy = None
+    originals = None
+    owners: Mapping[str, tuple[Any, str]] = {}
+    tied_copies: Collection[str] = ()
+
+    def __init__(self, user_stage: Any):
+        self.user_stage = user_stage
+        self.position = Position()
+        self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
+        strange = [type(x).__name__ for x in self.inner_stages if not isinstance(x, nn.Stage)]
         if strange:
             raise ArgumentError(
                 "inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage"
             )
-        first = self.models[0] if self.models else None
-        self.device = str(getattr(given, "device", "cpu" if first is None else first.device))
-        self._gpu: int | None = getattr(given, "gpu", None if first is None else first.gpu)
-        # what has its forward and backward: the stage, its CUDA graphs, or in check mode a
-        # CheckedStage
-        self.computes: Any = given
-        self.number: int | None = None  # its logical number, once it is attached to a pipeline
-        self._view: tuple[tuple[int, int], FlatView] | None = (
-            None  # of the parameters, with their place in memory
-        )
-        self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
-        self._storage: tuple[Any, list[dict]] = (
-            None,
-            [],
-        )  # of gradients and tied parameters, as the pipeline found them
-        self._poll: Callable[[], object] | None = None
-        self._ends = self._runs_again = (
-            False  # whether the gradient of its input is not asked for; whether it has R's
-        )
-        self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
-        self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
+        # The view of the parameters, with their place in memory.
+        self._view: tuple[tuple[int, int], FlatView] | None = None
+        # The last forward that was called, and whether it takes a position.
+        self._forward: tuple[Any, bool] = (None, False)
 
-    @classmethod
-    def of(cls, stages: Iterable[Any]) -> list[StageAdapter]:
-        """Return the adapters of some stages; those that are adapters stay as they are."""
-        return [stage if isinstance(stage, cls) else cls(stage) for stage in stages]
+    @property
+    def name(self) -> str:
+        """Name of its class, for errors."""
+        return type(self.user_stage).__name__
 
     @property
     def index(self) -> int | None:
-        """Logical number, as the stage itself has it; None for one that does not say."""
-        return getattr(self.given, "index", None)
+        return getattr(self.user_stage, "index", None)
 
     @property
-    def parameters(self) -> FlatBuffer | FlatView:
-        """The parameters by name, with `flat`; of a user's stage a view, where complex ones are
-        pairs of real ones.
-        """
-        if self.is_model:
-            return self.given.parameters
-        holder = getattr(self.given, "parameters", None)
+    def device(self) -> str:
+        inner = self.inner_stages[0].device if self.inner_stages else "cpu"
+        return str(getattr(self.user_stage, "device", inner))
+
+    @property
+    def gpu(self) -> int | None:
+        inner = self.inner_stages[0].gpu if self.inner_stages else None
+        gpu: int | None = getattr(self.user_stage, "gpu", inner)
+        flat = flat_if_any(getattr(self.user_stage, "parameters", None))
+        if gpu is None and flat is not None and arrays.is_device(flat):
+            return arrays.current_gpu()
+        return gpu
+
+    @property
+    def kernels(self) -> Kernels:
+        return kernels.of_array(self.parameters.flat)
+
+    # -- for optimizers and checkpoints
+
+    @property
+    def parameters(self) -> FlatView:
+        """The parameters by name, with `flat`; complex ones are pairs of real ones."""
+        holder = getattr(self.user_stage, "parameters", None)
         flat = flat_if_any(holder)
-        key = (0, 0) if flat is None else (arrays.address(flat), flat.size)
-        if self._view is None or self._view[0] != key:
-            if holder is not None or getattr(self.given, "gradients", None) is not None:
-                self._view = key, FlatView.of(holder)
-            elif hasattr(self.given, "gradients") or hasattr(self.given, "parameters"):
-                self._view = key, FlatView(np.zeros(0, np.float32), {}, {})
+        place = (0, 0) if flat is None else (arrays.address(flat), flat.size)
+        if self._view is None or self._view[0] != place:
+            if holder is not None or getattr(self.user_stage, "gradients", None) is not None:
+                self._view = place, FlatView.of(holder)
+            elif hasattr(self.user_stage, "gradients") or hasattr(self.user_stage, "parameters"):
+                self._view = place, FlatView(np.zeros(0, np.float32), {}, {})
             else:
                 raise ArgumentError(
                     "a stage without flat parameters and gradients",
@@ -101,118 +287,70 @@ class StageAdapter:
         return self._view[1]
 
     @property
-    def gradients(self) -> FlatBuffer | FlatView:
-        """The gradients, laid out as the parameters."""
-        if self.is_model:
-            return self.given.gradients
-        own = self.parameters
-        assert isinstance(own, FlatView)
-        return (
-            own
-            if not own and not own.flat.size
-            else own.like(getattr(self.given, "gradients", None))
-        )
+    def gradients(self) -> FlatView:
+        parameters = self.parameters
+        if not parameters and not parameters.flat.size:
+            return parameters
+        return parameters.like(getattr(self.user_stage, "gradients", None))
+
+    def own_arrays(self) -> dict[str, Array]:
+        """Return its parameters, and what `state_dict()` has besides, by name."""
+        holder = getattr(self.user_stage, "parameters", None)
+        own: dict[str, Array] = {} if flat_if_any(holder) is None else dict(FlatView.of(holder))
+        for name, array in getattr(self.user_stage, "state_dict", dict)().items():
+            if name not in own and arrays.is_array(array):
+                own[name] = array
+        return own
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, decay) ranges of `parameters.flat`."""
-        ranges: list[tuple[int, int, bool]] | None = getattr(self.given, "decay_ranges", None)
-        if self.is_model and ranges is not None:
-            return ranges
-        own = self.parameters
-        assert isinstance(own, FlatView)
-        return (
-            own.decay_ranges
-            if ranges is None
-            else [(own.parts * a, own.parts * b, decay) for a, b, decay in ranges]
-        )
-
-    @property
-    def kernels(self) -> Kernels:
-        """The functions that compute with the parameters where they are."""
-        return self.given.kernels if self.is_model else kernels.of_array(self.parameters.flat)
-
-    @property
-    def gpu(self) -> int | None:
-        """Number of the GPU on which the stage computes, or that has its parameters; None on the
-        host.
-        """
-        flat = None if self.is_model else flat_if_any(getattr(self.given, "parameters", None))
-        on_gpu = self._gpu is None and flat is not None and arrays.is_device(flat)
-        return arrays.current_gpu() if on_gpu else self._gpu
-
-    @property
-    def kept_copy(self) -> Array | None:
-        """A copy of `parameters.flat` that the optimizer is to write, too."""
-        return self.given.kept_copy if self.is_model else None
-
-    @property
-    def originals(self) -> FlatBuffer | None:
-        """The parameters, where the stage computes with a copy in a half dtype alone: sums with
-        adapters need them.
-        """
-        model = self.given
-        halves = self.is_model and model.compute is not model.parameters and not model.adapted
-        return model.parameters if halves else None
-
-    @property
-    def tied_copies(self) -> set[str]:
-        """Names of parameters that norms count elsewhere."""
-        return self.given.buffers.tied_copies if self.is_model else set()
-
-    @property
-    def owners(self) -> Mapping[str, tuple[Any, str]]:
-        """Names of parameters that lie in the buffers under another name or of another stage, with
-        (stage, name).
-        """
-        return self.given.buffers.owners if self.is_model else {}
-
-    @property
-    def before_write(self) -> list[Callable[[], object]]:
-        """Functions to be called before anything writes to the parameters (nn.write_hooks)."""
-        return getattr(self.given, "before_write", None) or []
-
-    @property
-    def contents(self) -> Mapping[str, Any]:
-        """All arrays, or StateShards of them, by their names in the whole model: `state_dict()`,
-        else `parameters`.
-        """
-        give = getattr(self.given, "state_dict", None)
-        named: Mapping[str, Any] = self.given.parameters if give is None else give()
-        if not isinstance(named, FlatBuffer):
-            return named
-        state = self.given.state if self.is_model else {}
-        return {**{name: named.entry(name) for name in named}, **state}
-
-    def set_contents(self, values: Callable[[str], Array]) -> None:
-        """Let a stage with `load_state_dict` take values by name; those of any other stage have
-        been set in place.
-        """
-        take = getattr(self.given, "load_state_dict", None)
-        if take is not None:  # complex values were read as pairs of real ones
-            own = self.contents
-            take(
-                {
-                    name: values(name).view(array.dtype).reshape(array.shape)
-                    for name, array in own.items()
-                }
-            )
+        ranges: list[tuple[int, int, bool]] | None = getattr(self.user_stage, "decay_ranges", None)
+        parameters = self.parameters
+        if ranges is None:
+            return parameters.decay_ranges
+        parts = parameters.parts
+        return [(parts * start, parts * stop, decay) for start, stop, decay in ranges]
 
     @property
     def ties(self) -> Mapping[str, Sequence[str]]:
-        """Names of the parameters that it shares, by the key of what is shared."""
-        return getattr(self.given, "ties", {})
+        return getattr(self.user_stage, "ties", {})
+
+    @property
+    def before_write(self) -> list[Callable[[], object]]:
+        return getattr(self.user_stage, "before_write", None) or []
+
+    @property
+    def contents(self) -> Mapping[str, Any]:
+        """All arrays by name: of `state_dict()`, else `parameters`."""
+        give = getattr(self.user_stage, "state_dict", None)
+        named = self.user_stage.parameters if give is None else give()
+        if isinstance(named, FlatBuffer):
+            return {name: named.entry(name) for name in named}
+        return named
+
+    def set_contents(self, values: Callable[[str], Array]) -> None:
+        take = getattr(self.user_stage, "load_state_dict", None)
+        if take is None:
+            return
+        # Complex arrays were read as pairs of real numbers.
+        take(
+            {
+                name: values(name).view(array.dtype).reshape(array.shape)
+                for name, array in self.contents.items()
+            }
+        )
 
     def sync_compute(self) -> None:
-        """Renew the copy of the parameters that the stage computes with, where it has one."""
-        renew = getattr(self.given, "sync_compute", None)
+        renew = getattr(self.user_stage, "sync_compute", None)
         if renew is not None:
             renew()
 
+    # -- for pipelines
+
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
-        """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""
+        """Raise ArgumentError if it lacks what these actions, or the replicas, need."""
         needed = [METHODS[op] for op in METHODS if op in ops]
-        missing = [name for name in needed if not callable(getattr(self.given, name, None))]
+        missing = [name for name in needed if not callable(getattr(self.user_stage, name, None))]
         if missing:
             raise ArgumentError(
                 "a stage lacks methods that the schedule needs",
@@ -221,7 +359,7 @@ class StageAdapter:
                 remedy="write them; a module of PyTorch becomes a stage by "
                 "mpipipe.adapters.torch_stage(module)",
             )
-        holder = getattr(self.given, "gradients", None)
+        holder = getattr(self.user_stage, "gradients", None)
         if holder is not None:
             flat_of(holder, "the gradients of a stage")
         if has_replicas and not self.shows_gradients:
@@ -233,232 +371,88 @@ class StageAdapter:
             )
 
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
-        """Raise ArgumentError where the skips of the stage of this number are not those that it
-        knows of.
-
-        A stage of the user's own says by `takes_branches` that it knows nothing of any; layers have
-        their names.
-        """
         names = [*takes, *gives]
-        if self._has_layers_alone and (self.given.names is not None or (number == 0 and gives)):
-            self._gives = tuple(dict.fromkeys(gives))
-            nn.check_links(self.given.names, number, takes, self._gives)
-        elif names and not getattr(self.given, "takes_branches", True):
-            raise ArgumentError(
-                "a stage with skips whose forward knows nothing of them",
-                found=f"{self.name} at {', '.join(names)}",
-                expected="a stage of your own, which takes or returns mpipipe.Branches",
-                remedy="let layers take and give names (nn.Keep, nn.Join); or call an nn.Stage in "
-                "the forward and "
-                "backward of your own, and list it in inner_stages; give torch_stage and "
-                "jax_stage their names",
-            )
+        if names and not getattr(self.user_stage, "takes_branches", True):
+            raise nn.no_branches_error(self.name, names)
 
-    def check_slices(self, number: int, lengths: Sequence[int] | int) -> None:
-        """Raise ArgumentError where a stage may mix positions in another way than from slice to
-        slice.
-        """
-        layers = [name for model in self.models for name in model.unsliceable(lengths)]
-        if lengths == 1 and layers:
-            raise ArgumentError(
-                "a stage attends to slices of sequences, and the schedule has whole ones",
-                stage=number,
-                found=f"layer {', '.join(layers)}",
-                remedy="take a schedule with as many slices, or attend without attention.Sliced",
-            )
-        if lengths != 1 and not self.is_model and not getattr(self.given, "slices", False):
-            layers.append(f"{self.name}, which does not say that it takes slices")
-        if layers:
-            many = (
-                f"{lengths} slices"
-                if isinstance(lengths, int)
-                else f"lengths {', '.join(map(str, lengths))}"
-            )
-            raise ArgumentError(
-                "a schedule has slices, and a stage cannot take the slices of a sequence one "
-                "after the other",
-                stage=number,
-                found=f"layer {', '.join(layers)}" if self.is_model else ", ".join(layers),
-                expected="layers for which positions are alike, and nn.SelfAttention with "
-                f"attention.Sliced of {many}",
-                remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = "
-                "True in a stage of your "
-                "own that treats each position by itself; or take a schedule without slices",
-            )
+    def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
+        names = [name for inner in self.inner_stages for name in inner.unsliceable(rows)]
+        if rows != 1 and not getattr(self.user_stage, "slices", False):
+            names.append(f"{self.name}, which does not say that it takes slices")
+        return names
 
     @property
     def input_names(self) -> set[str] | None:
-        """The names that inputs of this stage, the first one, must have; None where that is not
-        known.
-        """
-        if self._has_layers_alone:
-            return set() if self.given.names is None else {*self.given.names.comes_in}
-        takes = None if self.is_model else getattr(self.given, "takes", None)
+        takes = getattr(self.user_stage, "takes", None)
         return {*takes} if type(takes) is tuple else None
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether all gradients are known, so that they can be summed over replicas, or divided by
-        a sum of weights.
-        """
-        return bool(self.models) or hasattr(self.given, "gradients")
+        return bool(self.inner_stages) or hasattr(self.user_stage, "gradients")
+
+    @property
+    def own_gradients(self) -> Array | None:
+        return flat_if_any(getattr(self.user_stage, "gradients", None))
 
     @property
     def shown_gradients(self) -> list[Array]:
-        """One-dimensional arrays with the gradients that the stage shows after a step, also of
-        inner stages.
-        """
-        holder = getattr(self.given, "gradients", None)
-        flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
-        return [flat for flat in flats if flat.size]
+        holder = getattr(self.user_stage, "gradients", None)
+        if holder is not None:
+            return [holder.flat] if holder.flat.size else []
+        return [array for inner in self.inner_stages for array in inner.shown_gradients]
 
-    @property
-    def gradient_arrays(self) -> list[Array]:
-        """These, and the parts of tied parameters; no memory is in two of them."""
-        flats = self.shown_gradients
-        # the array of a user's stage may be the whole buffer of its inner stage, from before the
-        # parts left it
-        parts = [part.reshape(-1) for model in self.models for part in model.buffers.parts.values()]
-        flats += [
-            part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)
-        ]
-        return [flat for flat in flats if flat.size]
+    def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
+        for inner in self.inner_stages:
+            inner.attach(number, poll, None)
+        for name, value in (("index", number), ("poll", poll)):
+            if hasattr(self.user_stage, name):
+                setattr(self.user_stage, name, value)
 
-    def attach(
-        self, number: int, poll: Callable[[], object], ends: bool, runs_again: bool = False
-    ) -> None:
-        """Give the stage its number and the poll of its layers. `ends`: the gradient of its input
-        is not asked for.
+    def detach(self, poll: Callable[[], object] | None) -> None:
+        self._set_ends(False)
+        for inner in self.inner_stages:
+            inner.detach(poll)
+        if getattr(self.user_stage, "poll", None) == poll:
+            self.user_stage.poll = None
 
-        `runs_again`: forwards are run again before their backwards.
-        """
-        self._ends = ends
-        self._runs_again = runs_again
-        if self._has_layers_alone:
-            self.given.hand_on(self._gives)
-        self.number = number
-        self._poll = poll
-        for model in self.models:
-            model.index = number
-            model.poll = poll
-            model.drop_sequences()
-        if not self.is_model:
-            for name, value in (("index", number), ("poll", poll)):
-                if hasattr(self.given, name):
-                    setattr(self.given, name, value)
-        self._storage = (
-            self._place_of_gradients(),
-            [dict(model.buffers.owners) for model in self.models],
-        )
-
-    def detach(self) -> None:
-        """Let go of what belongs to the pipeline, which is being closed."""
-        self.computes = self.given
-        self._end_backward(False)
-        for model in self.models:
-            if model.poll == self._poll:  # or a later pipeline has the stage
-                model.poll = None
-        if not self.is_model and getattr(self.given, "poll", None) == self._poll:
-            self.given.poll = None
-
-    def begin_call(self) -> None:
-        """Make the stage compute with its parameters as they are now."""
-        for model in self.models:
-            model.refresh()
-        self._end_backward(self._ends)
-        refresh = None if self.is_model else getattr(self.given, "refresh", None)
+    def begin_call(self, ends: bool, runs_again: bool) -> None:
+        for inner in self.inner_stages:
+            inner.refresh()
+        self._set_ends(ends)
+        refresh = getattr(self.user_stage, "refresh", None)
         if refresh is None:
             return
         try:
             refresh()
-        except MpipipeError as error:
-            error.stage = self.number if error.stage is None else error.stage
+        except MpipipeError:
             raise
         except Exception as error:
             if arrays.memory_shortage(error) is not None:
                 raise
-            raise StageError(
-                f"refresh raised {type(error).__name__}: {error}", stage=self.number
-            ) from error
+            raise StageError(f"refresh raised {type(error).__name__}: {error}") from error
 
-    def _end_backward(self, ends: bool) -> None:
-        if self.is_model and type(self.given).forward is nn.Stage.forward:
-            self.given.end_backward(ends, self._runs_again)
-        elif isinstance(getattr(self.given, "ends", None), bool):  # anything else is the user's own
-            self.given.ends = ends
+    def _set_ends(self, ends: bool) -> None:
+        # Anything else than a bool is an attribute of the user's own.
+        if isinstance(getattr(self.user_stage, "ends", None), bool):
+            self.user_stage.ends = ends
 
-    def forward(self, x: Tree, position: Position) -> Any:
-        """Return what the stage's forward returns, with its layers at this position."""
-        for model in self.models:
-            model.position = position
-        forward = self.computes.forward
-        if self.is_model:
-            return forward(x)
-        if (
-            self._asked[0] != forward
-        ):  # a user's forward may be another function than at the last call
-            self._asked = forward, takes_parameter(forward, "position")
-        return forward(x, position=position) if self._asked[1] else forward(x)
+    def forward(self, x: Tree) -> tuple[Any, Any]:
+        for inner in self.inner_stages:
+            inner.position = self.position
+        forward = self.user_stage.forward
+        # It may be another function than at the last call.
+        if self._forward[0] != forward:
+            self._forward = forward, takes_parameter(forward, "position")
+        return forward(x, position=self.position) if self._forward[1] else forward(x)
 
-    def begin_gradients(self) -> None:
-        """Set all gradients to zero."""
-        for model in self.models:
-            model.use_parts(True)
-        for flat in self.gradient_arrays:
-            arrays.set_zero(flat)
+    def backward(self, dy: Tree, saved: Any) -> Tree:
+        return self.user_stage.backward(dy, saved)
 
-    def leave_step(self) -> None:
-        """Let backwards outside of a step, or after one that has failed, add to the gradients that
-        the stage shows.
-        """
-        for model in self.models:
-            model.use_parts(False)
-            model.on_layer_done = None
+    def backward_input(self, dy: Tree, saved: Any) -> tuple[Tree, Any]:
+        return self.user_stage.backward_input(dy, saved)
 
-    def check_storage(self) -> None:
-        """Raise ArgumentError where arrays are others than at construction.
-
-        What a user's backward adds to the old gradients would be neither zeroed nor summed over the
-        replicas.
-        """
-        self.check_gradients()
-        for model, owners in zip(self.models, self._storage[1]):
-            if model.buffers.owners != owners:
-                raise ArgumentError(
-                    "a later pipeline lets tied parameters share their storage, and sums up their "
-                    "gradients",
-                    stage=model.index,
-                    found=", ".join(sorted({*model.buffers.owners} - {*owners}) or sorted(owners)),
-                    expected="the storage that they had when this pipeline was built",
-                    remedy="build this pipeline anew, or the later one of other stages",
-                )
-
-    def check_gradients(self) -> None:
-        """Raise ArgumentError where the gradients of a user's stage are others than at
-        construction.
-        """
-        place = self._place_of_gradients()
-        before = self._storage[0]
-        if place != before:
-            raise ArgumentError(
-                f"the gradients of {self.name} have been replaced since the pipeline was built",
-                stage=self.number,
-                found=_described(place),
-                expected="None"
-                if before is None
-                else f"{_described(before)}: the same array in all steps",
-                remedy="write into the array (gradients.flat[...] = 0), set nothing to None; or "
-                "build it anew",
-            )
-
-    def _place_of_gradients(self) -> tuple[int, int, str] | None:
-        """(address, size, dtype) of the gradients of a user's stage; None where there are none."""
-        flat = None if self.is_model else flat_if_any(getattr(self.given, "gradients", None))
-        return None if flat is None else (arrays.address(flat), flat.size, flat.dtype.name)
-
-
-def _described(place: tuple[int, int, str] | None) -> str:
-    return "None" if place is None else f"{place[2]}[{place[1]}] at {place[0]:#x}"
+    def backward_weight(self, pending: Any) -> None:
+        self.user_stage.backward_weight(pending)
 
 
 def takes_parameter(function: Callable[..., Any], name: str) -> bool:

@@ -120,8 +120,8 @@ def _measure(
         for turn in range(WARMUP + repeats):
             for (pipeline, batch), own in zip(made, times):
                 if turn == WARMUP:
-                    pipeline.engine.executor.clock.settle()
-                    pipeline.engine.executor.clock.totals.clear()
+                    pipeline.executor.clock.settle()
+                    pipeline.executor.clock.totals.clear()
                 group.agree("bench: the start of a step")
                 pipeline.step(*batch)
                 own.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))

@@ -15,7 +15,7 @@ from mpipipe.checkpoint.tensor_files import check_storable
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, world_ranks
 from mpipipe.optim import StateShard, duplicate_name_error
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import as_stages
 
 PARAMETERS = "parameters"
 Announcements: TypeAlias = (
@@ -40,7 +40,7 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
     arrays that cannot be stored.
     """
     contents: dict[str, Any] = {}
-    for stage in StageAdapter.of(stages):
+    for stage in as_stages(stages):
         for name, array in stage.contents.items():
             if f"{PARAMETERS}/{name}" in contents:
                 raise duplicate_name_error(name)
@@ -60,8 +60,8 @@ def state_names(stages: Sequence[Any]) -> set[str]:
     """Return the names in the contents of what each replica has for itself, such as statistics of
     batch norm.
     """
-    models = [model for stage in StageAdapter.of(stages) for model in stage.models]
-    return {f"{PARAMETERS}/{name}" for model in models for name in model.state}
+    inner_stages = [inner for stage in as_stages(stages) for inner in stage.inner_stages]
+    return {f"{PARAMETERS}/{name}" for inner in inner_stages for name in inner.state}
 
 
 def share_of(

@@ -21,7 +21,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
 from mpipipe.nn import announce_write
 from mpipipe.optim import StateShard
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import as_stages
 
 OTHER_MODEL = (
     "build the model with the sizes and the dtype that it had when the checkpoint was saved"
@@ -55,7 +55,7 @@ def load(
         values of no use.
     """
     group = group_of(mesh.comm)
-    adapters = StageAdapter.of(stages)
+    adapters = as_stages(stages)
     with group.raise_together("checkpoint.load: the arrays to set"):
         held = contents_of(adapters, optimizer)
         check_shards(held, mesh.replicas)

@@ -24,7 +24,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ReplicaError
 from mpipipe.job import group_of, raise_on_all, rank_list
 from mpipipe.optim import StateShard
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import as_stages
 
 WHAT = "checkpoint.check_replicas"
 LISTED = 4  # arrays that an error writes out
@@ -156,7 +156,7 @@ def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Has
         hashes[name] = known[place] = known.get(place) or hash_of(array)
     ties: dict[str, list[str]] = {}
     kinds = dict.fromkeys(name.split("/", 1)[0] for name in contents)
-    for stage in StageAdapter.of(stages):
+    for stage in as_stages(stages):
         for key, names in stage.ties.items():
             for kind in kinds:
                 held = [f"{kind}/{name}" for name in names if f"{kind}/{name}" in contents]

@@ -45,7 +45,7 @@ class Envelope(NamedTuple):
 
     peer: int
     edge: int
-    microbatch: int
+    unit: int
     direction: int
     header: tuple[int, int]
     data: tuple[int, int]
@@ -54,7 +54,7 @@ class Envelope(NamedTuple):
     @property
     def name(self) -> tuple[int, int, int]:
         """Edge, micro-batch and direction, the same at both ends."""
-        return self.edge, self.microbatch, self.direction
+        return self.edge, self.unit, self.direction
 
     @property
     def subject(self) -> str:
@@ -62,7 +62,7 @@ class Envelope(NamedTuple):
         edge = f"skip {self.skip!r}" if self.skip else f"edge {self.edge}"
         return (
             f"the {('activation', 'gradient')[self.direction]} of micro-batch "
-            f"{self.microbatch} over {edge}"
+            f"{self.unit} over {edge}"
         )
 
     def __str__(self) -> str:

@@ -34,7 +34,14 @@ from mpipipe.nn.layers.head_slices import HeadSlice, check_slices
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position, mixes
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
 from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep, check_links, handed
-from mpipipe.nn.layers.names import ends_of_names, names_of, names_within, or_zeros, sum_of
+from mpipipe.nn.layers.names import (
+    ends_of_names,
+    names_of,
+    names_within,
+    no_branches_error,
+    or_zeros,
+    sum_of,
+)
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
 from mpipipe.nn.layers.spectral import SpectralConv
 from mpipipe.nn.lora import LoRA, is_adapter, without_adapters

@@ -17,7 +17,7 @@ from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Differentiable, Layer, Position, full_name, leaf, mixes
-from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
+from mpipipe.nn.layers.names import NamedChain, check_links, names_within, no_branches_error, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
@@ -94,7 +94,11 @@ class Stage(Differentiable):
 
     # Unless its layers take or give names: a subclass that does so itself sets it to True.
     takes_branches = False
-    keeps_halves = False  # whether parameters in half precision have no originals in float32
+    keeps_halves = False  # True if parameters in half precision have no originals in float32
+
+    # What a pipeline asks of any stage: see mpipipe.stages.
+    shows_gradients = True
+    own_gradients = None
 
     def __init__(
         self,
@@ -201,6 +205,36 @@ class Stage(Differentiable):
         }
 
     @property
+    def contents(self) -> dict[str, Any]:
+        """All arrays by name, for a checkpoint: StateShards of parameters that are divided."""
+        return {**{name: self.parameters.entry(name) for name in self.parameters}, **self.state}
+
+    def set_contents(self, values: Callable[[str], Array]) -> None:
+        """Do nothing: all of `contents` is set in place.
+
+        Parameters
+        ----------
+        values : callable
+            Gives an array for each name.
+        """
+
+    @property
+    def inner_stages(self) -> list[Stage]:
+        """This stage, as the one nn.Stage in it."""
+        return [self]
+
+    @property
+    def shown_gradients(self) -> list[Array]:
+        """The flat array of gradients, unless it is empty."""
+        flat = self.gradients.flat
+        return [flat] if flat.size else []
+
+    @property
+    def owners(self) -> Mapping[str, tuple[Any, str]]:
+        """(stage, name) of parameters whose storage is another one's, by their names here."""
+        return self.buffers.owners
+
+    @property
     def tied_copies(self) -> set[str]:
         """Names of parameters here that are counted elsewhere (set by the pipeline)."""
         return self.buffers.tied_copies
@@ -272,16 +306,81 @@ class Stage(Differentiable):
 
     @property
     def kept_copy(self) -> Array | None:
-        """What optimizers write besides the parameters: `compute.flat` after
-        `optimizer_writes_compute`.
-        """
-        return (
-            self.compute.flat
-            if self.buffers.optimizer_writes and self.compute is not self.parameters
-            else None
-        )
+        """Array that optimizers write besides the parameters: `compute.flat`, once they do."""
+        if self.buffers.optimizer_writes and self.compute is not self.parameters:
+            return self.compute.flat
+        return None
 
-    # -- what a pipeline sets around steps and backwards
+    @property
+    def originals(self) -> FlatBuffer | None:
+        """The parameters, if layers compute with nothing but a copy of them in a half dtype."""
+        has_copy = self.compute is not self.parameters
+        return self.parameters if has_copy and not self.adapted else None
+
+    # -- what a pipeline does with a stage
+
+    @property
+    def input_names(self) -> set[str] | None:
+        """Names that its inputs must have, as the first stage; None if a subclass takes any."""
+        if self.takes_branches:
+            return None
+        return set() if self.names is None else {*self.names.comes_in}
+
+    def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
+        """Raise ArgumentError unless these are the skips that its layers know of.
+
+        Parameters
+        ----------
+        number : int
+            Logical number of the stage.
+        takes, gives : sequence of str
+            Names of the skips that end and begin here.
+        """
+        if self.takes_branches:
+            return
+        # The first stage hands on names of the inputs that none of its layers takes.
+        passes_on = number == 0 and gives
+        if self.names is None and (takes or gives) and not passes_on:
+            raise no_branches_error(type(self).__name__, [*takes, *gives])
+        check_links(self.names, number, takes, gives)
+
+    def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
+        """Take what a pipeline sets.
+
+        Parameters
+        ----------
+        number : int
+            Logical number of the stage.
+        poll : callable
+            Called without arguments after each layer, to keep messages moving.
+        gives : sequence of str or None
+            Names to hand on over skips; None if another stage does.
+        """
+        self.index = number
+        self.poll = poll
+        self.drop_sequences()
+        if gives is not None and not self.takes_branches:
+            self.hand_on(gives)
+
+    def detach(self, poll: Callable[[], object] | None) -> None:
+        """Forget the function that is called after each layer.
+
+        Parameters
+        ----------
+        poll : callable or None
+            That function. One of a later pipeline stays.
+        """
+        if type(self).forward is Stage.forward:
+            self.end_backward(False)
+        if self.poll == poll:
+            self.poll = None
+
+    def begin_call(self, ends: bool, runs_again: bool) -> None:
+        """Compute with the parameters as they are now; see `end_backward`."""
+        self.refresh()
+        # A subclass with a forward of its own may need the gradient of the input.
+        if type(self).forward is Stage.forward:
+            self.end_backward(ends, runs_again)
 
     def use_parts(self, used: bool) -> None:
         """Let layers add to the parts of shared gradients, as within a step, or to the gradients; a

@@ -24,7 +24,7 @@ from mpipipe.comm import NcclRow, agree_on_nccl
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import VALUES, Communicator, group_of, raise_on_all
 from mpipipe.nn import clip_factor
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import PipelineStage, as_stages
 
 WHAT = "the norm of the gradients"
 PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
@@ -62,7 +62,7 @@ class MeasuredNorm(NamedTuple):
 class Counted(NamedTuple):
     """The parameters of a stage that count, and where each starts and stops in the flat buffer."""
 
-    stage: StageAdapter
+    stage: PipelineStage
     names: list[str]
     ranges: list[tuple[int, int]]
 
@@ -139,7 +139,7 @@ class Norm:
 
     def _counted(self) -> list[Counted]:
         counted = []
-        for stage in StageAdapter.of(self.stages):
+        for stage in as_stages(self.stages):
             gradients = stage.gradients
             left_out = self.skip | set(stage.tied_copies)
             names = [name for name in gradients if name not in left_out]
@@ -154,7 +154,7 @@ class Norm:
 
 def gpu_of(stages: Sequence[Any]) -> int | None:
     """Return the GPU that all these stages are on; None if there is not one."""
-    gpus = {stage.gpu for stage in StageAdapter.of(stages)}
+    gpus = {stage.gpu for stage in as_stages(stages)}
     return gpus.pop() if len(gpus) == 1 else None
 
 

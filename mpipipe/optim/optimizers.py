@@ -19,7 +19,7 @@ from mpipipe.job import Communicator, runtime
 from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
 from mpipipe.optim.shards import Shards
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import PipelineStage, as_stages
 
 State: TypeAlias = dict[str, Array]  # of a stage, by kind
 
@@ -40,7 +40,7 @@ class FlatOptimizer:
         self.lr = lr
         self.weight_decay = weight_decay
         self.groups = tuple(groups)
-        self._updated: list[StageAdapter] = []
+        self._updated: list[PipelineStage] = []
         self._shards: Shards | None = None
         error = None
         try:
@@ -173,11 +173,11 @@ class FlatOptimizer:
         >>> optim.AdamW([stage], lr=0.5).named_state()["second"]
         {'0.gain': array([0., 0.], dtype=float32)}
         """
-        numbers = {id(stage.given): number for number, stage in enumerate(self._updated)}
+        numbers = {id(stage): number for number, stage in enumerate(self._updated)}
         named: dict[str, dict[str, Any]] = {}
         for stage in self._updated:
             for name, like in stage.gradients.items():
-                owner, key = stage.owners.get(name, (stage.given, name))
+                owner, key = stage.owners.get(name, (stage, name))
                 if id(owner) not in numbers:
                     raise ArgumentError(
                         f"the tied parameter {name} belongs to a stage that this optimizer does "
@@ -328,9 +328,9 @@ class SGD(FlatOptimizer):
         kernels.sgd(p, g, state.get("momentum"), self.momentum, decay, rate, how)
 
 
-def _checked_stages(stages: Sequence[Any]) -> list[StageAdapter]:
+def _checked_stages(stages: Sequence[Any]) -> list[PipelineStage]:
     """Return the adapters of stages; raise ArgumentError for parameters that are no full floats."""
-    adapters = StageAdapter.of(stages)
+    adapters = as_stages(stages)
     for number, stage in enumerate(adapters):
         dtype = stage.parameters.flat.dtype
         of_gradients = stage.gradients.flat.dtype
@@ -412,7 +412,7 @@ class GroupPiece(NamedTuple):
 
 
 def pieces(
-    stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int]
+    stage: PipelineStage, groups: Sequence[Group], share: tuple[int, int]
 ) -> list[GroupPiece]:
     """Cut a share of the flat buffers of a stage into the longest pieces of one group.
 

@@ -30,9 +30,9 @@ from mpipipe.comm import AllGather, NcclSums, agree_on_nccl
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup, ReplicaSum, cached, group_of
-from mpipipe.nn import announce_write, divide_buffer, kernels, unite_buffer
+from mpipipe.nn import Stage, announce_write, divide_buffer, kernels, unite_buffer
 from mpipipe.optim.norm import gpu_of
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import PipelineStage
 
 Range: TypeAlias = tuple[int, int]
 
@@ -55,7 +55,7 @@ class Shards:
     """
 
     def __init__(
-        self, replicas: Communicator, stages: Sequence[StageAdapter], error: Exception | None
+        self, replicas: Communicator, stages: Sequence[PipelineStage], error: Exception | None
     ) -> None:
         self.group = group_of(replicas)
         self.flats = _flats(stages)
@@ -63,7 +63,7 @@ class Shards:
         facts = []
         for flat, stage in zip(self.flats, stages):
             shapes = {name: gradient.shape for name, gradient in stage.gradients.items()}
-            facts.append((flat, getattr(stage.given, "dtype", None), stage.index, shapes))
+            facts.append((flat, getattr(stage, "dtype", None), stage.index, shapes))
         self.group.agree(
             "optim: the parameters that replicas share",
             (("parameters of the stages", str(facts)),),
@@ -154,7 +154,7 @@ class Shards:
         ranges = self.ranges[number]
         if self.originals[number] is None:
             return stage.parameters.flat, ranges
-        pairs = stage.given.compute.flat.view(np.int32)
+        pairs = _model(stage).compute.flat.view(np.int32)
         return pairs, [(start // 2, stop // 2) for start, stop in ranges]
 
     def give(self, number: int) -> None:
@@ -186,13 +186,13 @@ class Shards:
                 if originals is None or originals.is_divided or not originals.flat.size:
                     continue
                 announce_write(stage)  # a save may read them
-                stage.given.optimizer_writes_compute()
+                _model(stage).optimizer_writes_compute()
                 stage.sync_compute()
                 share = arrays.copy(originals.flat[slice(*self.own(number))])
                 self.originals[number] = share
                 shards = {}
                 for name, start in originals.offsets.items():
-                    copy = stage.given.compute[name]
+                    copy = _model(stage).compute[name]
                     shards[name] = self.shard(number, start, copy, share, copy)
                 divide_buffer(originals, share, shards)
 
@@ -207,7 +207,7 @@ class Shards:
                     arrays.copy_into(whole[slice(*self.own(number))], share)
                     self._gather(whole, self.ranges[number])
         for number, whole in wholes.items():
-            unite_buffer(self.stages[number].given.parameters, whole)
+            unite_buffer(_model(self.stages[number]).parameters, whole)
             self.originals[number] = None
         try:
             yield
@@ -230,10 +230,10 @@ class Shards:
         return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
 
 
-def _flats(stages: Sequence[StageAdapter]) -> list[str]:
+def _flats(stages: Sequence[PipelineStage]) -> list[str]:
     texts = []
     for stage in stages:
-        flat = (stage.gradients if stage.is_model else stage.parameters).flat
+        flat = stage.gradients.flat
         texts.append(f"{flat.dtype.name}[{flat.size}]")
     return texts
 

@@ -12,7 +12,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, NormOnDevice, norm_of
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import as_stages
 
 
 def clip_by_global_norm(
@@ -58,7 +58,7 @@ def clip_by_global_norm(
     """
     check_max_norm(max_norm)
     norm = norm_of(stages, comm, skip, over)
-    adapters = StageAdapter.of(stages)
+    adapters = as_stages(stages)
     if norm.on_device:
         begun = NormOnDevice(norm, max_norm, scale)
         for stage in adapters:

@@ -1,12 +1,13 @@
 """The pipeline: a checked schedule, stages, and a mailbox, run step by step.
 
-what a user holds        pipeline, pending
-before the first step    construction, plan, ties
-one call                 engine, agreement, batch, units, loss
-one action               executor, clock, messages, gradient_sums, graphs
+what a user holds        pipeline, result
+before the first step    construction, plan, ties, attached
+one call                 agreement, batch, units, loss, evaluation, gradient_sums
+one action               executor, actions, messages, clock, graphs
 what went wrong          check, diagnostics
 """
 
+from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
 from mpipipe.pipeline.pipeline import Pipeline
@@ -19,6 +20,7 @@ __all__ = [
     "Loss",
     "Pipeline",
     "PlannedAction",
+    "StageGraphs",
     "StepResult",
     "merge",
     "receive_window",

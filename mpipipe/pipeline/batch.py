@@ -1,6 +1,4 @@
-"""The batch of a call, checked and cut on the ranks that hold inputs or targets, and what is held
-while it runs.
-"""
+"""The batch of a call, checked and cut on the ranks that hold inputs or targets; and the call."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from mpipipe.arrays import Array, Download, Forked, Structure, Tree, flatten, re
 from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import Position
+from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.pipeline.units import AskedSlices, Slicing, rows_of_any, split
 from mpipipe.schedules import Schedule
 from mpipipe.text import counted
@@ -464,48 +463,40 @@ class AskedBatch:
             ) from error
 
 
-# -- What one call is to do on this rank, what it holds while it runs, and what it gives -----------
+# The inputs or targets of a call, by unit.
+Units: TypeAlias = "list[Tree] | AskedBatch | AskedSlices"
 
 
-Units: TypeAlias = "list[Tree] | AskedBatch | AskedSlices"  # inputs or targets by unit
-
-
-class CallInputs(NamedTuple):
-    """What one call is to do on this rank; `inputs` and `targets` are of the ranks of the first and
-    the last stage.
-    """
-
-    training: bool  # whether backwards follow
-    inputs: Units
-    targets: Units | None  # None where no loss is wanted
-    outputs: bool  # whether the outputs of the last stage are wanted
-    scale: float  # factor on all gradients
-    positions: list[
-        Position
-    ]  # of each unit, for layers that draw random numbers, or attend to earlier slices
+# -- One call on this rank: what it is to do, what it holds while it runs, its results -------------
 
 
 @dataclass(slots=True)
-class CallState:
-    """What this rank holds while a call runs, by (stage, unit) or unit: without slices a unit is a
-    micro-batch.
-    """
+class Call:
+    """One call; without slices a unit is a micro-batch."""
 
-    inputs: CallInputs
-    marks: list  # of the clock, two for each action that has run
-    # (what backward needs, lease), from forward until backward; the input until an R
+    name: str
+    plan: ActionPlan
+    agreed: BatchFacts  # what all ranks know of the batch
+    training: bool  # True if backwards follow
+    inputs: Units  # by unit, on the rank of the first stage
+    targets: Units | None  # by unit, on the rank of the last stage; None if no loss is wanted
+    wants_outputs: bool
+    scale: float  # factor on all gradients
+    positions: list[Position]  # of each unit, for layers that draw or attend to earlier slices
+    marks: list = field(default_factory=list)  # of the clock, two for each action that has run
+
+    # From an action to a later one, by (stage, unit), with the lease on received arrays.
     saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
-    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)  # from I to W
-    local: dict[tuple[int, int, str], Tree] = field(
-        default_factory=dict
-    )  # (edge, micro-batch, "F" or "B"), here
+    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    # What stays on this rank between two stages, by (edge, unit, "F" or "B").
+    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
+    # (output, target) by unit, until a loss over the batch has all of them.
+    awaiting: dict[int, tuple[Tree, Tree]] = field(default_factory=dict)
     loss_gradients: dict[int, Tree] = field(default_factory=dict)
-    download: tuple[list[int], Download] | None = (
-        None  # (micro-batches, copies of their losses to the host)
-    )
-    losses: dict[int, Any] = field(default_factory=dict)  # results, empty if they do not arise
-    awaiting: dict[int, tuple[Tree, Tree]] = field(
-        default_factory=dict
-    )  # (output, target), for a loss over the batch
+    # Units whose losses are on the GPU, and their copies to the host.
+    download: tuple[list[int], Download] | None = None
+
+    # Results by unit.
+    losses: dict[int, Any] = field(default_factory=dict)
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)

@@ -17,7 +17,7 @@ looked at then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
@@ -29,10 +29,11 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
-from mpipipe.pipeline.batch import CallInputs
+from mpipipe.pipeline.attached import AttachedStage
+from mpipipe.pipeline.batch import Call
 from mpipipe.pipeline.loss import Loss, Weigh
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
+from mpipipe.stages import named_arrays
 from mpipipe.text import counted
 
 OWN_ARRAYS = (
@@ -163,13 +164,16 @@ class Checks:
         # (stage, micro-batch, name) -> those after `recent`
         self.returned: dict[tuple[int, int | None, str], Watched] = {}
 
-    def begin(self, inputs: CallInputs) -> None:
-        self._clear(inputs.training, inputs.scale == 1)
+    def begin(self, call: Call) -> None:
+        """Begin a call: take the checksums of its batch."""
+        self._clear(call.training, call.scale == 1)
         for name, stage, trees in (
-            ("inputs", 0, inputs.inputs),
-            ("targets", self.last_stage, inputs.targets),
+            ("inputs", 0, call.inputs),
+            ("targets", self.last_stage, call.targets),
         ):
-            for position, tree in zip(inputs.positions, trees if isinstance(trees, list) else ()):
+            if not isinstance(trees, list):
+                continue
+            for position, tree in zip(call.positions, trees):
                 self.batch[name, position.microbatch] = watched(
                     stage, position.microbatch, tree, name
                 )
@@ -282,19 +286,19 @@ class Kept(NamedTuple):
 class CheckedStage:
     """Forward and backward of a stage, with a look at what goes in and comes out."""
 
-    def __init__(self, stage: StageAdapter, checks: Checks) -> None:
-        assert stage.number is not None  # it is attached
-        self.adapter = stage
-        self.stage = stage.given
+    def __init__(self, stage: AttachedStage, checks: Checks) -> None:
+        self.attached = stage
+        self.stage = stage.stage
+        self.position = self.stage.position
         self.checks = checks
         self.number = stage.number
         checks.gradients_of[self.number] = self.named_gradients
 
-    def forward(self, x: Tree, position: Position | None = None) -> Any:
+    def forward(self, x: Tree) -> Any:
         """As the stage's own; what it saved comes back within a Kept."""
         checks = self.checks
-        forward = self.stage.forward
-        microbatch = (self.stage.position if position is None else position).microbatch
+        self.stage.position = self.position
+        microbatch = self.position.microbatch
         key = self.number, microbatch
         again = key in checks.handed
         handed = checks.handed.get(key)
@@ -306,8 +310,7 @@ class CheckedStage:
             checks.unchanged(handed, "x was written to between a forward and its recomputation")
         else:
             checks.unchanged(handed, "the inputs of a call were written to before their forward")
-        takes = position is not None and takes_parameter(forward, "position")
-        result = forward(x, position=position) if takes else forward(x)
+        result = self.stage.forward(x)
         checks.unchanged(handed, "forward wrote to x, which the stage was handed")
         if type(result) is not tuple or len(result) != 2:
             return result  # the executor says so
@@ -350,13 +353,11 @@ class CheckedStage:
         self._after("weight gradient", kept.arrays, kept)
 
     def named_gradients(self) -> dict[str, Array]:
-        found: dict[str, Array] = (
-            {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
-        )
-        for model in self.adapter.models:
-            found |= {name: array for name, array in model.gradients.items()}
-            found |= {f"{name}, part": array for name, array in model.buffers.parts.items()}
-        return found
+        """Return all gradients by name, and the parts of tied ones."""
+        named = named_arrays(self.stage, "gradients")
+        for inner in self.stage.inner_stages:
+            named |= {f"{name}, part": array for name, array in inner.buffers.parts.items()}
+        return named
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
         """Look at what the backward of a micro-batch is given; return what it must leave as it
@@ -392,26 +393,14 @@ class CheckedStage:
         """What a stage keeps for its backward, without the gradients, to which other micro-batches
         add meanwhile.
         """
-        return watched(self.number, microbatch, value, name, without=self.adapter.gradient_arrays)
+        return watched(self.number, microbatch, value, name, without=self.attached.gradient_arrays)
 
     def _sources(self, x: Tree = ()) -> Sources:
         """What a result was computed from: of a stage, all but the first have had their x looked
         at.
         """
-        parameters = [
-            _named(getattr(each, "parameters", None)) for each in (self.stage, *self.adapter.models)
-        ]
-        return [("the input of this call", x), *(("parameter", each) for each in parameters)]
-
-
-def _named(holder: Any) -> dict[str, Array]:
-    """The arrays of a user's gradients or parameters by their names; by `flat` where they have
-    none.
-    """
-    if isinstance(holder, Mapping) and holder:
-        return dict(holder)
-    flat = flat_if_any(holder)
-    return {} if flat is None else {"flat": flat}
+        parameters = named_arrays(self.stage, "parameters")
+        return [("the input of this call", x), ("parameter", parameters)]
 
 
 class CheckedLoss(Loss):

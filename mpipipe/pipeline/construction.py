@@ -4,6 +4,7 @@ built.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -13,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
-from mpipipe.comm import Tags
+from mpipipe.comm import NcclChoice, Tags, agree_on_nccl
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import (
     Communicator,
@@ -30,8 +30,10 @@ from mpipipe.pipeline.batch import BatchReader
 from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.pipeline.ties import TieNames, TieSite, check_ties, tie_facts
 from mpipipe.schedules import Schedule, check
-from mpipipe.stages import FlatView, StageAdapter, flat_if_any
+from mpipipe.stages import PipelineStage, arrays_to_compare, as_stages, check_stage, gradient_arrays
 from mpipipe.text import counted
+
+logger = logging.getLogger("mpipipe")
 
 CALL = "construction of a Pipeline"
 REPLICAS = "pipeline"  # name of the fact whether there are replicas
@@ -60,15 +62,16 @@ class Arguments(NamedTuple):
             return False
 
 
-class Partners(NamedTuple):
+class AgreedRanks(NamedTuple):
     """The ranks that a pipeline is built with, and what they have said."""
 
     pipe: RankGroup  # the ranks of the pipeline
     replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
     ties: list[dict[str, list[TieSite]]]  # of each rank of the pipe
     device: str  # "cpu" or "cuda", of all ranks of the pipe
-    stages: list[StageAdapter]  # of this rank
+    stages: list[PipelineStage]  # of this rank
     check: bool  # whether all ranks look at all arrays
+    nccl: NcclChoice = NcclChoice(False, "nothing was agreed on")  # what carries sums, and why
 
     @property
     def groups(self) -> list[RankGroup]:
@@ -80,7 +83,7 @@ class Partners(NamedTuple):
         return 0 if self.replicas is None else self.replicas.rank
 
 
-def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
+def agree_on_construction(comm: Communicator, arguments: Arguments) -> AgreedRanks:
     """Check the arguments of a Pipeline on every rank of `comm`; raises the same error on all where
     one is wrong.
     """
@@ -89,7 +92,8 @@ def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
         known.agree(CALL)
     groups = [RankGroup(comm)]
     try:
-        return _agree(groups, arguments)
+        ranks = _agree(groups, arguments)
+        return ranks._replace(nccl=choose_nccl(ranks))
     except BaseException as error:
         end_groups(groups, error)
         raise
@@ -110,40 +114,40 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def _agree(groups: list[RankGroup], arguments: Arguments) -> Partners:
+def _agree(groups: list[RankGroup], arguments: Arguments) -> AgreedRanks:
     """Agree in the pipe, and then with the replicas; `groups` takes the group of these."""
     (pipe,) = groups
     error: MpipipeError | None = None
-    partners = Partners(pipe, None, [], "cpu", [], arguments.check)
+    ranks = AgreedRanks(pipe, None, [], "cpu", [], arguments.check)
     try:
-        partners = _agree_in_pipe(pipe, arguments)
+        ranks = _agree_in_pipe(pipe, arguments)
     except MpipipeError as caught:
         if not caught.agreed or not arguments.has_replicas:
             raise
         error = caught
     if not arguments.has_replicas:
-        return partners
+        return ranks
     assert arguments.replicas is not None
     others = RankGroup(arguments.replicas)
     groups.insert(0, others)
-    error = _error_of_replicas(others, partners.stages, arguments, error)
+    error = _error_of_replicas(others, ranks.stages, arguments, error)
     if error is None:
-        _share_state(others, partners.stages)
+        _share_state(others, ranks.stages)
     try:
         pipe.agree(f"{CALL}: the replicas of all stages", error=error)
     except MpipipeError as caught:
         if caught.agreed:  # in this pipe, and by the same steps in those of all partners
             agreed_by(caught, others)
         raise
-    return partners._replace(replicas=others)
+    return ranks._replace(replicas=others)
 
 
-def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
+def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
     """Check the arguments on each rank, and compare what all ranks of the pipe must have in
     common.
     """
     error: Exception | None = None
-    adapters: list[StageAdapter] = []
+    stages: list[PipelineStage] = []
     facts: tuple = ()
     mine = None
     device = "cpu"
@@ -162,10 +166,10 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
             )
         if replicas is not None:
             runtime.resolve(replicas)
-        adapters = check_arguments(arguments, pipe.comm)
+        stages = check_arguments(arguments, pipe.comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
         Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
-        device = device_of(adapters)
+        device = device_of(stages)
         facts = (
             *_common_facts(arguments),
             ("device of the stages", device),
@@ -176,7 +180,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
-        mine = tie_facts(adapters, schedule.stages_of(pipe.rank))
+        mine = tie_facts(stages, schedule.stages_of(pipe.rank))
     except Exception as caught:
         error = caught
     message = "ranks were given different pipelines"
@@ -190,7 +194,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
         check_ties(ties)
     except MpipipeError as problem:  # every rank finds it in the same facts
         raise_on_all(0, problem, pipe)
-    return Partners(pipe, None, ties, device, adapters, arguments.check)
+    return AgreedRanks(pipe, None, ties, device, stages, arguments.check)
 
 
 def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
@@ -202,6 +206,19 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
         ("input_grads", arguments.input_grads),
         ("setting MPIPIPE_GRAPHS", settings.GRAPHS.is_on),
     )
+
+
+def choose_nccl(ranks: AgreedRanks) -> NcclChoice:
+    """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
+    if ranks.check:
+        # The host would wait for a device that waits for another rank.
+        return NcclChoice(False, "check mode looks at arrays on the host")
+    if ranks.replicas is None and ranks.device != "cuda" and not settings.NCCL.is_on:
+        return NcclChoice(False, "the ranks compute on the CPU")
+    choice = agree_on_nccl(ranks.groups, ranks.device)
+    if ranks.device == "cuda" and ranks.pipe.rank == 0:
+        logger.info("NCCL: %s", choice)
+    return choice
 
 
 # -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------
@@ -216,7 +233,7 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
 
 def _error_of_replicas(
     others: RankGroup,
-    stages: Sequence[StageAdapter],
+    stages: Sequence[PipelineStage],
     arguments: Arguments,
     error: MpipipeError | None,
 ) -> MpipipeError | None:
@@ -263,11 +280,12 @@ def _error_of_replicas(
     return error
 
 
-def _share_state(others: RankGroup, stages: Sequence[StageAdapter]) -> None:
+def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
     """Let the state of modules, such as statistics of batch norm, begin as that of replica 0, as
     PyTorch's DDP does.
     """
-    state = [array for stage in stages for model in stage.models for array in model.state.values()]
+    inner_stages = [inner for stage in stages for inner in stage.inner_stages]
+    state = [array for inner in inner_stages for array in inner.state.values()]
     if state:
         first = others.gather(
             f"{CALL}: state", [*map(arrays.download, state)] if others.rank == 0 else None
@@ -276,53 +294,26 @@ def _share_state(others: RankGroup, stages: Sequence[StageAdapter]) -> None:
             array[...] = arrays.upload(value) if arrays.is_device(array) else value
 
 
-def _digests(stages: Sequence[StageAdapter]) -> list[str]:
+def _digests(stages: Sequence[PipelineStage]) -> list[str]:
     """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their
     values.
     """
     shapes = blake2b(digest_size=8)
     values = blake2b(digest_size=8)
     for stage in stages:
-        if stage.models:
-            named = [
-                (f"{name} {model.dtype}", array, "frozen" * (name in model.frozen))
-                for model in stage.models
-                for name, array in (*model.parameters.items(), *model.state.items())
-            ]
-            flats = [
-                flat
-                for model in stage.models
-                for flat in (model.parameters.flat, model.buffers.held.flat)
-            ]
-        else:
-            holder = getattr(stage.given, "parameters", None)
-            give = getattr(stage.given, "state_dict", dict)
-            view = None if flat_if_any(holder) is None else FlatView.of(holder)
-            trained: dict[str, Array] = dict(view or {})
-            rest = {
-                name: array
-                for name, array in give().items()
-                if name not in trained and arrays.is_array(array)
-            }
-            named = [("", flat, "") for flat in stage.gradient_arrays]
-            named += [(name, array, "") for name, array in (trained | rest).items()]
-            flats = [*([] if view is None else [view.flat]), *rest.values()]
-        shapes.update(
-            "".join(
-                f"{name} {array.dtype} {array.shape} {more}" for name, array, more in named
-            ).encode()
-        )
-        for flat in map(arrays.download, flats):
-            values.update(
-                flat.reshape(-1).view(np.uint8).data
-            )  # bfloat16 is no type that hashes know
+        named, flats = arrays_to_compare(stage)
+        for name, array in named:
+            shapes.update(f"{name} {array.dtype} {array.shape}".encode())
+        for flat in flats:
+            # Hashes do not know bfloat16.
+            values.update(arrays.download(flat).reshape(-1).view(np.uint8).data)
     return [shapes.hexdigest(), values.hexdigest()]
 
 
 # -- What a pipeline may be given, checked on each rank before the ranks agree ---------------------
 
 
-def device_of(stages: Sequence[StageAdapter]) -> str:
+def device_of(stages: Sequence[PipelineStage]) -> str:
     """Where the stages of this rank compute, "cpu" or "cuda"; raises ArgumentError if they
     differ.
     """
@@ -347,7 +338,7 @@ def device_of(stages: Sequence[StageAdapter]) -> str:
     return kinds.pop()
 
 
-def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapter]:
+def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineStage]:
     """Return this rank's stages; raise ArgumentError or ScheduleError for arguments of Pipeline
     that are wrong.
     """
@@ -385,14 +376,14 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
             expected=f"on {', '.join(map(str, schedule.placement))}, where this schedule has them",
             remedy="give mpipipe.cut and Pipeline the same schedule",
         )
-    adapters = [StageAdapter(stage) for stage in stages]
+    checked = as_stages(stages)
     ops = {action.op for action in schedule.orders[comm.rank]}
-    for number, stage in zip(numbers, adapters):
+    for number, stage in zip(numbers, checked):
         try:
-            stage.check(ops, arguments.has_replicas)
-            ends = ([skip.name for skip in schedule.skips if skip[end] == number] for end in (2, 1))
-            stage.check_skips(number, *ends)
-            if not schedule.has_backward(number) and stage.gradient_arrays:
+            check_stage(stage, ops, arguments.has_replicas)
+            takes = [skip.name for skip in schedule.skips if skip.target == number]
+            stage.check_skips(number, takes, names_given(schedule, number))
+            if not schedule.has_backward(number) and gradient_arrays(stage):
                 raise ArgumentError(
                     "a stage has parameters to train, and the schedule has no backward for it",
                     found=f"trained_from = {schedule.trained_from}",
@@ -405,7 +396,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
             error.stage = number
             raise
     if arguments.has_replicas:
-        _check_own_gradients(numbers, adapters)
+        _check_own_gradients(numbers, checked)
     if loss is not None and not callable(loss):
         raise ArgumentError(
             "loss",
@@ -414,11 +405,11 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
-    _check_slices(arguments, dict(zip(numbers, adapters)))
-    return adapters
+    _check_slices(arguments, dict(zip(numbers, checked)))
+    return checked
 
 
-def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None:
+def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> None:
     """Raise ArgumentError where lengths, a stage or the loss do not go together with the slices of
     a schedule.
     """
@@ -437,7 +428,7 @@ def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None
             else "None for a schedule without slices",
         )
     for number, stage in stages.items():
-        stage.check_slices(number, count if lengths is None else tuple(lengths))
+        _check_stage_slices(number, stage, count if lengths is None else tuple(lengths))
     whole = getattr(loss, "over_batch", False)
     by_rows = getattr(loss, "mean_over_entries", None) is False
     if count > 1 and arguments.schedule.stages - 1 in stages and (whole or by_rows):
@@ -449,6 +440,43 @@ def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None
             "doutput, weight); or take a "
             "schedule without slices",
         )
+
+
+def _check_stage_slices(number: int, stage: PipelineStage, lengths: Sequence[int] | int) -> None:
+    """Raise ArgumentError if a stage mixes positions in another way than from slice to slice.
+
+    `lengths` are positions of the slices, or how many slices there are.
+    """
+    names = stage.unsliceable(lengths)
+    if not names:
+        return
+    found = ", ".join(names)
+    if lengths == 1:
+        raise ArgumentError(
+            "a stage attends to slices of sequences, and the schedule has whole ones",
+            stage=number,
+            found=found,
+            remedy="take a schedule with as many slices, or attend without attention.Sliced",
+        )
+    if isinstance(lengths, int):
+        slices = f"{lengths} slices"
+    else:
+        slices = f"lengths {', '.join(map(str, lengths))}"
+    raise ArgumentError(
+        "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
+        "other",
+        stage=number,
+        found=found,
+        expected="layers for which positions are alike, and nn.SelfAttention with "
+        f"attention.Sliced of {slices}",
+        remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a "
+        "stage of your own that treats each position by itself; or take a schedule without slices",
+    )
+
+
+def names_given(schedule: Schedule, stage: int) -> list[str]:
+    """Return the names that a stage hands on over skips, each once."""
+    return list(dict.fromkeys(skip.name for skip in schedule.skips if skip.source == stage))
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:
@@ -471,25 +499,22 @@ def check_forwards_first(schedule: Schedule, what: str) -> None:
         )
 
 
-def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter]) -> None:
+def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]) -> None:
     """Refuse stages with gradients in one memory: replicas sum those of each stage, one stage after
     the other.
     """
     for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
-        if any(
-            arrays.shares_memory(flat, there)
-            for flat in stage.gradient_arrays
-            for there in second.gradient_arrays
-        ):
-            raise ArgumentError(
-                "two stages of a rank have their gradients in the same memory, which replicas "
-                "would sum twice",
-                stage=other,
-                found=f"{second.name} with gradients of stage {number}",
-                expected="gradients of its own",
-                remedy="give each an array of its own; nn.Stage ties a parameter of several "
-                "stages (tie=...)",
-            )
+        for flat in gradient_arrays(second):
+            if any(arrays.shares_memory(flat, there) for there in gradient_arrays(stage)):
+                raise ArgumentError(
+                    "two stages of a rank have their gradients in the same memory, which replicas "
+                    "would sum twice",
+                    stage=other,
+                    found=f"gradients of stage {number}",
+                    expected="gradients of its own",
+                    remedy="give each an array of its own; nn.Stage ties a parameter of several "
+                    "stages (tie=...)",
+                )
 
 
 # -- The construction of a Pipeline on one rank of a large job, without MPI

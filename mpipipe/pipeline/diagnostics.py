@@ -12,28 +12,18 @@ plan, and has not, was skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import get_ident
 from traceback import walk_tb
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from mpipipe import arrays, nn
 from mpipipe.comm import Envelope
 from mpipipe.errors import StageError
 from mpipipe.job import Message, RankGroup, Snapshot
-from mpipipe.pipeline.batch import CallState
-from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.plan import ActionPlan, PlannedAction
+from mpipipe.pipeline.messages import StageMessages, remedy_of
+from mpipipe.pipeline.plan import NAMES, ActionPlan
 from mpipipe.pipeline.result import PipelineState
 
-NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "recomputation",
-}
-Function: TypeAlias = Callable[[PlannedAction, CallState], None]  # that runs an action
 SENT = 64  # messages of a call that a dump names
 
 
@@ -101,10 +91,10 @@ class PipelineFlight:
         action = steps[done]
         awaited = None if computes else self.messages.mailbox.awaited
         return account._replace(
-            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, "
+            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.unit}, "
             f"in {call.name}",
             stage=action.stage,
-            microbatch=action.microbatch,
+            microbatch=action.unit,
             expects=self._message(awaited) if awaited in action.receives else None,
         )
 
@@ -135,6 +125,16 @@ def layer_of(error: Exception) -> str:
         if isinstance(owner, nn.Layer) and owner.name:
             found = f" of layer {owner.name} ({type(owner).__name__})"
     return found
+
+
+def action_error(what: str, error: Exception) -> StageError:
+    """Return the error to raise for one that came out of `what`, an action or the loss."""
+    shortage = memory_error(what, error)
+    if shortage is not None:
+        return shortage
+    return StageError(
+        f"{what}{layer_of(error)} raised {type(error).__name__}: {error}", remedy=remedy_of(error)
+    )
 
 
 def memory_error(what: str, error: Exception) -> StageError | None:

@@ -17,16 +17,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.comm import AllReduce, NcclSums
 from mpipipe.comm.nccl import sums
 from mpipipe.job import RankGroup, ReplicaSum
-from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready
-from mpipipe.stages import StageAdapter
+from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready, kernels
+from mpipipe.pipeline.attached import AttachedStage
+from mpipipe.pipeline.check import Checks
+from mpipipe.pipeline.ties import Ties
 
 
 class LayerBuckets:
@@ -61,7 +65,7 @@ class GradientSums:
         replicas: RankGroup,
         nccl: NcclSums | None,
         messages: bool,
-        stages: Sequence[StageAdapter],
+        stages: Sequence[AttachedStage],
     ):
         self.replicas = replicas
         self.nccl = nccl
@@ -74,9 +78,10 @@ class GradientSums:
             nccl is not None and not messages
         ):  # by layers as far as all replicas have the same buckets
             for chunk, stage in enumerate(stages):
-                ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
-                if ready is not None and nccl.takes(ready.arrays[0].array):
-                    self._by_layers[chunk] = LayerBuckets(stage.models[0], ready)
+                model = stage.layers
+                ready = None if model is None else gradient_ready(model)
+                if model is not None and ready is not None and nccl.takes(ready.arrays[0].array):
+                    self._by_layers[chunk] = LayerBuckets(model, ready)
             mine = [buckets and buckets.buckets for buckets in self._by_layers]
             everyone = replicas.gather("the order of sums over the replicas", mine)
             for chunk, own in enumerate(mine):
@@ -157,6 +162,65 @@ class GradientSums:
             self.nccl.close()
 
 
+# -- All gradients of a training step: zeroed, summed over ties and replicas, added to earlier ones
+
+Earlier = list[tuple[Array, Array]]  # (gradients, a copy of what was in them)
+
+
+class StepGradients:
+    """The gradients of the stages of one rank."""
+
+    def __init__(
+        self,
+        stages: Sequence[AttachedStage],
+        ties: Ties,
+        sums: GradientSums | None,
+        checks: Checks | None,
+    ):
+        self.stages = stages
+        self.ties = ties
+        self.sums = sums
+        self.checks = checks
+
+    @contextmanager
+    def making(self, accumulate: bool) -> Iterator[Earlier]:
+        """Let stages add to gradients that begin with zeros; sum them over ties at the end.
+
+        To `accumulate`, a copy of the earlier gradients is given. They are sums already.
+        """
+        earlier: Earlier = []
+        if accumulate:
+            for stage in self.stages:
+                for gradients in stage.stage.shown_gradients:
+                    if not any(arrays.shares_memory(gradients, other) for other, _ in earlier):
+                        earlier.append((gradients, arrays.copy(gradients)))
+        try:
+            for stage in self.stages:
+                stage.begin_gradients()
+            yield earlier
+            self.ties.sum_gradients()
+            if self.checks is not None:
+                self.checks.look_at_sums()
+        finally:
+            for stage in self.stages:
+                stage.leave_step()
+
+    def wait(self) -> None:
+        """Wait for the sums over replicas."""
+        if self.sums is not None:
+            self.sums.wait()
+
+    def add(self, earlier: Earlier) -> None:
+        """Add earlier gradients to those of the step."""
+        for gradients, copy in earlier:
+            kernels.of_array(gradients).accumulate(gradients, copy)
+
+    def close(self) -> None:
+        """Free what sums over replicas by NCCL need."""
+        if self.sums is not None:
+            self.sums.close()
+
+
 # -- Gradients cut into buckets, in the order in which the layers of a stage complete them ---------
 #
 #     layer        0     1     2          | 0 1 2 |
@@ -177,7 +241,7 @@ class Bucket(NamedTuple):
     place: int
 
 
-def cut(arrays: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]:
+def cut(series: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]:
     """Return the buckets of some arrays, of at most `count` elements, those first that are complete
     first.
 
@@ -185,7 +249,7 @@ def cut(arrays: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]
     writes to it).
     """
     buckets = []
-    for array, pieces in enumerate(arrays):
+    for array, pieces in enumerate(series):
         for run in _rising(pieces):
             buckets += [Bucket(array, *bucket) for bucket in _cut_run(run, count)]
     return sorted(buckets, key=lambda bucket: (-bucket.place, bucket.array, -bucket.stop))

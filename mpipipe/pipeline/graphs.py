@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.nn import Stage, accepted_input
-from mpipipe.stages import StageAdapter
+from mpipipe.pipeline.attached import AttachedStage
 
 logger = logging.getLogger("mpipipe")
 
@@ -97,12 +97,12 @@ class Saved:
             self.kind.free[self.slot.number] = self.slot
 
 
-def use_graphs(stage: StageAdapter) -> None:
+def use_graphs(stage: AttachedStage) -> None:
     """Let a stage compute by CUDA graphs where it can."""
-    if type(stage.given) is nn.Stage:
-        stage.computes = StageGraphs(stage.given)
+    if stage.layers is not None:
+        stage.runner = StageGraphs(stage.layers)
     else:
-        logger.info("CUDA graphs: a stage has none: %s is no nn.Stage", stage.name)
+        logger.info("CUDA graphs: stage %d has none: it is no nn.Stage", stage.number)
 
 
 class StageGraphs:
@@ -110,6 +110,7 @@ class StageGraphs:
 
     def __init__(self, stage: nn.Stage) -> None:
         self.stage = stage
+        self.position = stage.position
         self.reason = arrays.graphs_refused() or unrecordable(
             stage
         )  # why no more is recorded; "" where it is
@@ -132,6 +133,7 @@ class StageGraphs:
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
         stage = self.stage
+        stage.position = self.position
         kind = None
         if not self.reason:
             self._forget_if_changed()

@@ -34,8 +34,9 @@ from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, Position, kernels
+from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import UNSAID, BatchFacts, MessageSpec
-from mpipipe.stages import StageAdapter, takes_parameter
+from mpipipe.stages import takes_parameter
 
 Weigh: TypeAlias = Callable[[float | None], float]  # from a weight to the factor that it asks for
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
@@ -62,9 +63,7 @@ class Loss:
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
 
     def taking_head(self) -> AbstractContextManager[None]:
-        """Within this context the last stage leaves the product of its head to the function, if
-        that is made for it.
-        """
+        """Let the last stage leave its head to a loss that is made for that, in a `with` block."""
         return nullcontext() if self.with_head is None else self.with_head.taking_over()
 
     def call(
@@ -327,7 +326,7 @@ class Weighing:
         return share / presumed
 
     def settle(
-        self, shared: SharedLoss, stages: Sequence[StageAdapter] = ()
+        self, shared: SharedLoss, stages: Sequence[AttachedStage] = ()
     ) -> tuple[float, MpipipeError | None]:
         """Return (sum of all shares, error that all ranks are to raise), and divide gradients of
         `stages` by the sum.
@@ -342,13 +341,8 @@ class Weighing:
             self.given = self.agreed
             return 1.0, problem
         if stages:
-            done: list[Array] = []  # two stages of a user's own may add to one array
-            for gradients in (
-                flat for stage in stages for flat in stage.gradient_arrays if shared.total != 1
-            ):
-                if not any(arrays.shares_memory(gradients, other) for other in done):
-                    kernels.of_array(gradients).scale(gradients, 1 / shared.total, gradients)
-                    done.append(gradients)
+            if shared.total != 1:
+                _divide_gradients(stages, shared.total)
             self._exponent = min(max(self.exponent + _exponent(shared.total), -LARGEST), LARGEST)
         return shared.total, None
 
@@ -376,6 +370,16 @@ class Weighing:
         return found_by_all(
             problem, [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
         )
+
+
+def _divide_gradients(stages: Sequence[AttachedStage], divisor: float) -> None:
+    done: list[Array] = []
+    for stage in stages:
+        for gradients in stage.gradient_arrays:
+            # Two stages of a user's own may add to one array.
+            if not any(arrays.shares_memory(gradients, other) for other in done):
+                kernels.of_array(gradients).scale(gradients, 1 / divisor, gradients)
+                done.append(gradients)
 
 
 def _exponent(count: float) -> int:

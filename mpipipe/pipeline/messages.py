@@ -58,7 +58,7 @@ class StageMessages:
         self.plan, self.signature, self.specs = plan, signature, self.kept.get(signature, {})
         if self.known and key not in self.receive_schedules:
             leaves = [
-                self._leaves(self.specs[each.edge, each.microbatch], each) for each in plan.receives
+                self._leaves(self.specs[each.edge, each.unit], each) for each in plan.receives
             ]
             window = plan.window * max(map(len, leaves), default=0)
             self.receive_schedules[key] = (
@@ -79,7 +79,7 @@ class StageMessages:
 
     def bytes_of(self, envelope: Envelope) -> int | None:
         """Bytes of a message; None where its spec is not known."""
-        spec = self.specs.get((envelope.edge, envelope.microbatch))
+        spec = self.specs.get((envelope.edge, envelope.unit))
         if spec is None:
             return None
         return sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(spec, envelope))
@@ -98,7 +98,7 @@ class StageMessages:
         return totals
 
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        key = envelope.edge, envelope.microbatch
+        key = envelope.edge, envelope.unit
         if not self.known:
             self.specs[key] = MessageSpec.decode(self.mailbox.take_header(envelope))
         spec = self.specs[key]
@@ -109,7 +109,7 @@ class StageMessages:
         """Return (gradient of the activation that was sent under this edge and micro-batch,
         lease).
         """
-        spec = self.specs[envelope.edge, envelope.microbatch]
+        spec = self.specs[envelope.edge, envelope.unit]
         lease = self._take(envelope, spec.gradients)
         return spec.gradient_tree([slot.view for slot in lease]), lease
 
@@ -125,7 +125,7 @@ class StageMessages:
         """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the
         same inputs.
         """
-        key = envelope.edge, envelope.microbatch
+        key = envelope.edge, envelope.unit
         if not self.known:
             tree = arrays.in_c_order(tree)
             self.specs[key] = spec = MessageSpec.of(tree)
@@ -143,7 +143,7 @@ class StageMessages:
 
     def send_gradient(self, envelope: Envelope, tree: Tree) -> None:
         """Start sending the gradient of an activation that was received."""
-        spec = self.specs[envelope.edge, envelope.microbatch]
+        spec = self.specs[envelope.edge, envelope.unit]
         if spec.structure is None and spec.gradients and spec.matches(tree):
             self.mailbox.put(envelope, [tree])
         else:
@@ -159,7 +159,7 @@ class StageMessages:
         receive, way = (self.receive_activation, "F") if forward else (self.receive_gradient, "B")
         lease: Lease = ()
         if action.receive is None:
-            main = local.pop((action.stage + (not forward), action.microbatch, way))
+            main = local.pop((action.stage + (not forward), action.unit, way))
         else:
             main, lease = receive(action.receive)
         if not action.takes:
@@ -167,7 +167,7 @@ class StageMessages:
         skips: dict[str, Tree] = {}
         for port in action.takes:
             if port.message is None:
-                tree = local.pop((port.edge, action.microbatch, way))
+                tree = local.pop((port.edge, action.unit, way))
             else:
                 tree, more = receive(port.message)
                 lease = (*lease, *more)
@@ -187,14 +187,14 @@ class StageMessages:
         forward = action.op == "F"
         send, way = (self.send_activation, "F") if forward else (self.send_gradient, "B")
         if action.send is None:
-            local[action.stage + forward, action.microbatch, way] = read_only(main)
+            local[action.stage + forward, action.unit, way] = read_only(main)
         else:
             send(action.send, main)
         for port in action.gives:
             if port.wanted:
                 tree = copy_if_aliased(skips[port.name], lease) if lease else skips[port.name]
                 if port.message is None:
-                    local[port.edge, action.microbatch, way] = read_only(tree)
+                    local[port.edge, action.unit, way] = read_only(tree)
                 else:
                     send(port.message, tree)
 
@@ -242,6 +242,16 @@ def remedy_of(error: Exception) -> str | None:
     return (
         "copy an array that you were handed (x, dy, targets) before you write to it: it "
         "belongs to others, too"
+    )
+
+
+def wrong_result(result: object) -> ArgumentError:
+    """Return the error for a forward that returned something else than (output, saved)."""
+    return ArgumentError(
+        "the forward of a stage returns (output, saved)",
+        found=type(result).__name__,
+        expected="a tuple of two",
+        remedy="return (y, None) where nothing is saved",
     )
 
 

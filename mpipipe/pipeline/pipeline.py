@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from mpipipe.arrays import Tree, read_only
-from mpipipe.job import Communicator, runtime, settings
-from mpipipe.pipeline.batch import CallState
-from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
-from mpipipe.pipeline.engine import Engine
-from mpipipe.pipeline.result import StepResult
-from mpipipe.pipeline.units import merge
+from mpipipe.comm import Mailbox, NcclSums, Tags, make_transport
+from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.job import Communicator, own, runtime, settings
+from mpipipe.nn import Position
+from mpipipe.pipeline.agreement import Agreement
+from mpipipe.pipeline.attached import AttachedStage
+from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, Call, check_place
+from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
+from mpipipe.pipeline.clock import DeviceClock, HostClock
+from mpipipe.pipeline.construction import (
+    Arguments,
+    agree_on_construction,
+    check_forwards_first,
+    end_groups,
+    names_given,
+)
+from mpipipe.pipeline.diagnostics import PipelineFlight, memory_error
+from mpipipe.pipeline.evaluation import LossEvaluation
+from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.gradient_sums import GradientSums, StepGradients
+from mpipipe.pipeline.graphs import use_graphs
+from mpipipe.pipeline.loss import Loss, OwnLosses, SharedLoss, Weighing, unscaled
+from mpipipe.pipeline.messages import StageMessages
+from mpipipe.pipeline.plan import Plans
+from mpipipe.pipeline.result import PipelineState, StepResult
+from mpipipe.pipeline.ties import TieNames, Ties
+from mpipipe.pipeline.units import Slicing, merge, split_as
 from mpipipe.schedules import Costs, Schedule
-from mpipipe.text import counted
+from mpipipe.text import counted, name_slice, units
+from mpipipe.trace import Recorder
 
 # a batch, its micro-batches, a function that gives them by their numbers, or nothing on this rank
 Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
@@ -123,21 +150,115 @@ class Pipeline:
             stages,
             schedule,
             loss,
-            recompute,
+            bool(recompute),
             replicas,
             check,
-            input_grads=bool(input_grads),
-            slice_lengths=slice_lengths,
+            bool(input_grads),
+            slice_lengths,
         )
-        partners = agree_on_construction(comm, arguments)
-        try:
-            self.engine = Engine(partners, arguments)
-        except BaseException as error:
-            end_groups(partners.groups, error)
-            raise
+        self.ranks = agree_on_construction(comm, arguments)
         self.stages = list(stages)
         self.schedule = schedule
-        self.rank = partners.pipe.rank
+        self.rank = self.ranks.pipe.rank
+        try:
+            self._build(arguments)
+        except BaseException as error:
+            end_groups(self.ranks.groups, error)
+            raise
+
+    def _build(self, arguments: Arguments) -> None:
+        """Make all parts, now that the ranks have agreed; collective."""
+        schedule = self.schedule
+        ranks = self.ranks
+        pipe = ranks.pipe
+        numbers = schedule.stages_of(self.rank)
+        pipe.comm.Set_name("mpipipe pipeline")
+        pipe.context.pipelines += 1
+        name = f"pipeline {pipe.context.pipelines} ({schedule.name})"
+
+        # -- Messages, and sums over ties and replicas
+
+        tag_limit = runtime.tag_upper_bound(pipe.comm)
+        tags = Tags(schedule.placement, schedule.units, tag_limit, schedule.skip_ends)
+        tie_names = TieNames(ranks.ties, tags.channels, tags.base)
+        transport = make_transport(
+            pipe.comm,
+            tags.channels + tie_names.channels,
+            settings.SYNC_SENDS.is_on,
+            ranks.device,
+            group=pipe,
+        )
+        mailbox = Mailbox(transport, pipe)
+        checks = Checks(self.rank, schedule.stages - 1, mailbox) if ranks.check else None
+        messages = StageMessages(mailbox)
+        if checks is not None:
+            messages = CheckedMessages(mailbox, checks)
+        ties = Ties(pipe, transport, ranks.stages, numbers, tie_names)
+
+        # -- Stages, and what runs them
+
+        attached = []
+        for stage, number in zip(ranks.stages, numbers):
+            ends = number == schedule.trained_from and (number > 0 or not arguments.input_grads)
+            again = any(number == recomputed for recomputed, _ in schedule.recomputed)
+            attached.append(AttachedStage(stage, number, ends, arguments.recompute or again))
+        sums = None
+        if ranks.replicas is not None:
+            nccl = NcclSums(ranks.replicas) if ranks.nccl.sums else None
+            sums = GradientSums(ranks.replicas, nccl, pipe.size > 1, attached)
+        loss = None
+        if arguments.loss is not None:
+            loss = Loss(arguments.loss) if checks is None else CheckedLoss(arguments.loss, checks)
+        weighing = Weighing(pipe, ranks.replicas, schedule.placement[-1])
+        executor = Executor(
+            self.rank,
+            attached,
+            messages,
+            LossEvaluation(loss, weighing),
+            sums,
+            checks,
+            DeviceClock() if ranks.device == "cuda" else HostClock(),
+            arguments.input_grads,
+        )
+        for each in attached:
+            poll = mailbox.poll if sums is None else executor.poll
+            each.attach(poll, names_given(schedule, each.number))
+            if checks is not None:
+                each.runner = CheckedStage(each, checks)
+            elif ranks.device == "cuda" and settings.GRAPHS.is_on:
+                use_graphs(each)
+
+        # -- Calls
+
+        bare = False
+        for number, stage in zip(numbers, ranks.stages):
+            if schedule.has_backward(number) and not stage.shows_gradients:
+                bare = True
+        names = ranks.stages[0].input_names if numbers and numbers[0] == 0 else None
+        slicing = Slicing(schedule.slices, arguments.slice_lengths)
+        self.executor = executor
+        self.plans = Plans(schedule, self.rank, tags, arguments.recompute)
+        self.steps_taken = 0
+        self._batches = BatchReader(schedule, self.rank, arguments.loss, bare, names, slicing)
+        self._gradients = StepGradients(attached, ties, sums, checks)
+        self._agreement = Agreement(pipe, ranks.replicas, name)
+        # A step between forward_train and backward, and how many of its actions have run.
+        self._halfway: tuple[Call, int] | None = None
+        # Losses of training steps that are still on the GPU.
+        self._unread: list[SharedLoss] = []
+        # Takes the recorder out of the process.
+        self._forget: Callable[[], object] = lambda: None
+
+        # Groups outlive a pipeline that nobody closes: they must not hold it.
+        abandon = partial(executor.abandon, pipe.context.recorders)
+        self._state = PipelineState(name, self.rank, ranks.groups, lambda: executor.place, abandon)
+        self.flight = PipelineFlight(pipe, messages, self._state)
+        agreement = weakref.ref(self._agreement)
+        for group in ranks.groups:
+            group.progress = lambda: f"call {getattr(agreement(), 'count', 0)} of {name}"
+            group.related = ranks.groups
+
+    # -- Training steps
 
     def step(
         self, inputs: Batched, targets: Batched, scale: float = 1.0, accumulate: bool = False
@@ -168,7 +289,27 @@ class Pipeline:
             the gradients of its own mean loss times `scale`: with 1 / K, those of K batches of one
             size add up to the mean over all. A copy of the gradients is kept during the step.
         """
-        return self.engine.step(inputs, targets, scale, accumulate)
+        batch, agreed = self._agree("step", inputs, targets, scale, accumulate)
+        executor = self.executor
+        weighing = executor.loss.weighing
+        with self._state:
+            self._read_losses(wait=False)
+            with self._gradients.making(accumulate) as earlier:
+                call = self._begin("step", batch, agreed, scale)
+                with executor.loss.taking_head(call):
+                    executor.finish(executor.program(call), call)
+                # Before losses are fetched: the device must wait for no rank that may fail.
+                self._gradients.wait()
+                shared = self._share_losses(call)
+            total, problem = weighing.settle(shared, executor.stages)
+            self._end_step(earlier)
+        self._end(problem)
+        if not shared.was_read:
+            self._unread.append(shared)
+        input_grads: list | Literal[False] | None = False
+        if executor.input_grads:
+            input_grads = self._input_gradients(call, total)
+        return StepResult(shared, self._state, partial(self._read_losses, True), input_grads)
 
     def forward_train(self, inputs: Batched) -> Batched:
         """Run the forwards of a training step, for gradients that the caller makes from the
@@ -180,9 +321,21 @@ class Pipeline:
         of `step`, outputs those of `forward`, read-only on the host where the inputs were a list or
         function. docs/stages.md has an example.
         """
-        agreed, state = self.engine.forward_train(inputs)
-        with self.engine.state:
-            return _outputs(self.engine, agreed.listed, state)
+        batch, agreed = self._agree("forward_train", inputs)
+        executor = self.executor
+        with self._state:
+            call = self._begin("forward_train", batch, agreed)
+            steps = call.plan.steps
+            count = 1 + max(place for place, action in enumerate(steps) if action.op == "F")
+            executor.run(executor.program(call)[:count], call)
+            # Nothing moves messages while the caller computes.
+            executor.messages.mailbox.flush()
+            outputs = self._outputs(call)
+        self.flight.running = False
+        self._halfway = call, count
+        for hooks in self._write_hooks():
+            hooks.append(_refuse_write)
+        return outputs
 
     def backward(
         self, gradients: Batched, scale: float = 1.0, accumulate: bool = False
@@ -207,7 +360,27 @@ class Pipeline:
             On the rank of stage 0, the gradients of L with respect to the inputs, by micro-batch,
             without `scale`.
         """
-        return self.engine.backward(gradients, scale, accumulate)
+        self._agree("backward", gradients, None, scale, accumulate)
+        assert self._halfway is not None  # agreed
+        call, count = self._halfway
+        self._halfway = None
+        executor = self.executor
+        call.outputs = {}
+        call.scale = scale
+        self.flight.running = True
+        for hooks in self._write_hooks():
+            hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
+        if executor.checks is not None:
+            executor.checks.gradients = scale == 1
+        with self._state:
+            with self._gradients.making(accumulate) as earlier:
+                executor.finish(executor.program(call)[count:], call)
+                self._gradients.wait()
+            self._end_step(earlier)
+        self._end()
+        return self._input_gradients(call, 1.0)
+
+    # -- Calls without gradients
 
     def evaluate(self, inputs: Batched, targets: Batched) -> float:
         """Compute the mean loss over the batch of all replicas, on every rank; no gradients are
@@ -227,14 +400,18 @@ class Pipeline:
             The weight is the sum of those that the loss returns; else the rows, or entries, of all
             targets.
         """
-        engine = self.engine
-        batch, agreed = engine.agree("evaluate", inputs, targets)
-        with engine.state:
-            shared = engine.share_losses("evaluate", engine.run("evaluate", batch, agreed))
-            _, problem = engine.weighing.settle(shared)
+        batch, agreed = self._agree("evaluate", inputs, targets)
+        executor = self.executor
+        weighing = executor.loss.weighing
+        with self._state:
+            call = self._begin("evaluate", batch, agreed)
+            with executor.loss.taking_head(call):
+                executor.finish(executor.program(call), call)
+            shared = self._share_losses(call)
+            _, problem = weighing.settle(shared)
             shared.read()
-        engine.end(problem)
-        return shared.mean, engine.weighing.weight_of(shared)
+        self._end(problem)
+        return shared.mean, weighing.weight_of(shared)
 
     def forward(self, inputs: Batched) -> Batched:
         """Compute the outputs of the last stage for a batch.
@@ -244,13 +421,15 @@ class Pipeline:
         0, or a list of micro-batches where the inputs were one or came from a function; None on the
         other ranks.
         """
-        engine = self.engine
-        batch, agreed = engine.agree("forward", inputs)
-        with engine.state:
-            state = engine.run("forward", batch, agreed)
-            outputs = _outputs(engine, agreed.listed, state)
-        engine.end()
+        batch, agreed = self._agree("forward", inputs)
+        with self._state:
+            call = self._begin("forward", batch, agreed)
+            self.executor.finish(self.executor.program(call), call)
+            outputs = self._outputs(call)
+        self._end()
         return outputs
+
+    # -- What is known of the calls so far
 
     def durations(self) -> Costs:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage over
@@ -258,23 +437,19 @@ class Pipeline:
 
         Collective: they are those of all ranks, on every rank, and what `schedules.simulate` takes.
         """
-        self.engine.agree("durations")
-        return Costs(*self.engine.share_durations().tolist())  # forward, input_grad, weight_grad
+        self._agree("durations")
+        pipe = self.ranks.pipe
+        own_means = self.executor.clock.means(self.schedule.stages, self.plans.recompute)
+        everyone = np.zeros((pipe.size, *own_means.shape))
+        with self._state:
+            request = own(pipe.comm.Iallgather(own_means, everyone))
+            pipe.wait(request, "the durations of all stages", everyone=True)
+        forward, input_grad, weight_grad = everyone.sum(0).tolist()
+        return Costs(forward, input_grad, weight_grad)
 
     def poll(self) -> None:
         """Let messages move. A stage of your own that computes for long calls this now and then."""
-        self.engine.executor.poll()
-
-    @property
-    def steps_taken(self) -> int:
-        """Number of training steps so far, by which dropout draws its masks. Set it where a
-        training is resumed.
-        """
-        return self.engine.steps_taken
-
-    @steps_taken.setter
-    def steps_taken(self, steps: int) -> None:
-        self.engine.steps_taken = steps
+        self.executor.poll()
 
     @property
     def peak_activations(self) -> int:
@@ -290,38 +465,38 @@ class Pipeline:
         """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step
         is under way.
         """
-        state = self.engine.executor.state
-        if state is None or not state.inputs.training:
+        call = self.executor.call
+        if call is None or not call.training:
             return 0
-        return self._activations[len(state.marks) // 2]
+        return self._activations[len(call.marks) // 2]
 
     @property
     def _activations(self) -> list[int]:
-        plan = self.engine.training_plan
-        return plan.activations_and_inputs if self.engine.recompute else plan.activations
+        plan = self.plans.training
+        return plan.activations_and_inputs if self.plans.recompute else plan.activations
 
     @property
     def busy(self) -> float:
         """Seconds of the last call spent in stages and loss; on a GPU by events, and this waits for
         the last action.
         """
-        self.engine.executor.clock.settle()
-        return self.engine.executor.clock.busy
+        self.executor.clock.settle()
+        return self.executor.clock.busy
 
     @property
     def elapsed(self) -> float:
         """Seconds of the last call, in all; on a GPU by events, and this waits for the last
         action.
         """
-        self.engine.executor.clock.settle()
-        return self.engine.executor.clock.elapsed
+        self.executor.clock.settle()
+        return self.executor.clock.elapsed
 
     @property
     def training_seconds(self) -> tuple[float, float]:
         """`busy` and `elapsed` of all training steps so far, added up; on a GPU this waits for the
         last action.
         """
-        clock = self.engine.executor.clock
+        clock = self.executor.clock
         clock.settle()
         busy, elapsed = clock.training_seconds.tolist()
         return busy, elapsed
@@ -336,36 +511,249 @@ class Pipeline:
         """`bytes_sent` by (edge or name of a skip, "forward" or "backward"); edge e joins stage e -
         1 to stage e.
         """
-        return self.engine.messages.bytes_per_edge
+        return self.executor.messages.bytes_per_edge
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder note actions, messages, waits and steps from now on; None ends that.
+
+        Parameters
+        ----------
+        recorder : Recorder or None
+            See mpipipe.tracing.recording, which brings the notes of all ranks together.
+        """
+        self._forget()
+        self.executor.record(recorder)
+        recorders = self.ranks.pipe.context.recorders
+        if recorder is not None:
+            recorders.add(recorder)
+            # This pipeline may never be closed.
+            self._forget = weakref.finalize(self, recorders.discard, recorder)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What notes actions of this rank; None where nothing does."""
+        return self.executor.clock.recorder
+
+    # -- The end
 
     def close(self) -> None:
         """Free the communicators; collective, may be called twice. After a failure nothing
         collective is done.
         """
-        if self.engine.state.is_open:
-            self.engine.close()
+        if not self._state.is_open:
+            return
+        try:
+            self._agree("close")
+        except MpipipeError as error:
+            # Receives of gradients are posted, which never come.
+            if self._halfway is not None and self._state.is_open:
+                self._state.fail(error)
+            raise
+        with self._state:
+            self._read_losses(wait=True)
+        self.record(None)
+        self._state.state = "closed"
+        for stage in self.executor.stages:
+            stage.detach()
+        self._gradients.close()
+        self.executor.messages.mailbox.transport.close()
+        for group in self.ranks.groups:
+            group.close()
 
     def __repr__(self) -> str:
-        state = self.engine.state
         stages = ", ".join(map(str, self.schedule.stages_of(self.rank)))
         where = f"rank {self.rank} of {counted(self.schedule.ranks, 'rank')}, stages {stages}"
         return (
             f"<Pipeline {self.schedule.name}: {where}, {counted(self.steps_taken, 'step')} "
-            f"taken, {state.state}>"
+            f"taken, {self._state.state}>"
         )
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.engine.state.leave(error, self.close)
+        self._state.leave(error, self.close)
+
+    # -- The steps of a call
+
+    def _agree(
+        self,
+        name: str,
+        inputs: Any = None,
+        targets: Any = None,
+        scale: Any = 1.0,
+        accumulate: bool = False,
+    ) -> tuple[Batch, BatchFacts]:
+        """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
+
+        For "backward" the gradients of the outputs are in place of `inputs`.
+        """
+        self._state.check(name)
+        self.executor.clock.enter()
+        error = None
+        batch = Batch()
+        try:
+            batch = self._checked_batch(name, inputs, targets, scale)
+        except Exception as caught:
+            error = caught
+            scale = 1.0
+        with self._state:
+            agreed, problem = self._agreement.reach(
+                name, batch.facts, error, scale, bool(accumulate)
+            )
+        if problem is not None:
+            raise problem
+        return batch, agreed
+
+    def _checked_batch(self, name: str, inputs: Any, targets: Any, scale: Any) -> Batch:
+        """Return the batch of a call; raise for arguments that are wrong on this rank."""
+        batch = Batch()
+        self._check_halves(name)
+        if name in STEPS and self.recorder is not None:
+            self.recorder.begin_step()
+        if name in (*STEPS, "evaluate", "forward"):
+            batch = self._batches.read(name, inputs, targets)
+        if name == "forward_train" and self.rank == self.schedule.placement[-1]:
+            check_forwards_first(self.schedule, "forward_train")
+        if self._halfway is not None:
+            self._take_gradients(self._halfway[0], inputs, scale)
+        if name in (*STEPS, "backward"):
+            for stage in self.executor.stages:
+                stage.check_storage()
+        is_number = isinstance(scale, (int, float, np.number))
+        if not is_number or not (scale > 0 and math.isfinite(scale)):
+            raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
+        return batch
+
+    def _check_halves(self, name: str) -> None:
+        """Raise ArgumentError unless `backward`, and nothing else, follows `forward_train`."""
+        remedy = (
+            "call forward_train, then backward once, and no other method of this pipeline between "
+            "them"
+        )
+        if self._halfway is None and name == "backward":
+            message = "backward was called without a forward_train before it"
+            raise ArgumentError(message, remedy=remedy)
+        if self._halfway is not None and name != "backward":
+            message = f"{name} was called between a forward_train and its backward"
+            raise ArgumentError(message, remedy=remedy)
+
+    def _begin(self, name: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> Call:
+        """Begin a call that all ranks have agreed on."""
+        training = name in STEPS
+        executor = self.executor
+        executor.loss.weighing.begin(agreed, batch.counts or [])
+        plan = self.plans.training if training else self.plans.forward(agreed.microbatches)
+        slices = self._batches.slicing.count
+        positions = [
+            Position(self.steps_taken, unit, self.ranks.replica, training, training)
+            for unit in units(agreed.microbatches * slices, slices)
+        ]
+        call = Call(
+            name,
+            plan,
+            agreed,
+            training,
+            batch.inputs or [],
+            batch.targets,
+            name in ("forward", "forward_train"),
+            scale,
+            positions,
+        )
+        try:
+            executor.begin(call)
+        except Exception as error:
+            shortage = memory_error(f"the start of {name}", error)
+            located = shortage or error
+            if isinstance(located, MpipipeError) and located.rank is None:
+                located.rank = self.rank
+            if shortage is None:
+                raise
+            raise shortage from error
+        self.flight.begin(name, self._agreement.count, plan, call.marks)
+        return call
+
+    def _end_step(self, earlier: list) -> None:
+        self._gradients.add(earlier)
+        self.steps_taken += 1
+        if self.recorder is not None:
+            self.recorder.end_step()
+
+    def _end(self, problem: MpipipeError | None = None) -> None:
+        """Let go of the arrays of a call; raise what all ranks have found wrong."""
+        self.executor.clock.leave()
+        self.executor.call = None
+        self.flight.running = False
+        if problem is not None:
+            raise problem
+
+    def _outputs(self, call: Call) -> Batched:
+        """Return the outputs of the last stage in the form of the inputs; None on other ranks."""
+        by_unit = [call.outputs[unit] for unit in range(len(call.outputs))]
+        pieces = self._batches.slicing.whole(by_unit)
+        if not pieces:
+            return None
+        if not call.agreed.listed:
+            return merge(pieces)
+        return [read_only(piece) for piece in pieces] if call.training else pieces
+
+    def _input_gradients(self, call: Call, scale: float) -> list | None:
+        """Return the gradients of the inputs by micro-batch, without a factor on them."""
+        by_unit = [call.input_gradients[unit] for unit in range(len(call.input_gradients))]
+        gradients = self._batches.slicing.whole(by_unit)
+        return [unscaled(gradient, scale) for gradient in gradients] or None
+
+    def _share_losses(self, call: Call) -> SharedLoss:
+        """Tell all ranks the losses of a call."""
+        microbatches = len(call.positions) // self._batches.slicing.count
+        own_losses = None
+        if call.targets is not None:
+            waiting, download = call.download or ([], None)
+            when = f"step {self.steps_taken + 1}" if call.training else call.name
+            where = self.rank, self.schedule.stages - 1, when
+            own_losses = OwnLosses(call.losses, waiting, download, where)
+        name = f"{call.name} (call {self._agreement.count}) of {self._state.name}"
+        return SharedLoss(self.executor.loss.weighing, own_losses, microbatches, name)
+
+    def _read_losses(self, wait: bool) -> None:
+        """Look at losses that steps have left on the GPU: all, or those that are there by now."""
+        while self._unread and (wait or self._unread[0].is_here()):
+            self._unread.pop(0).read()
+
+    # -- Between forward_train and backward
+
+    def _write_hooks(self) -> list[list]:
+        """Return the lists of functions that are called before anything writes to parameters."""
+        hooks = []
+        for stage in self.ranks.stages:
+            hooks.append(stage.before_write)
+            hooks += [inner.before_write for inner in stage.inner_stages if inner is not stage]
+        return hooks
+
+    def _take_gradients(self, call: Call, gradients: Any, scale: float) -> None:
+        """Take the caller's gradients of the outputs; raise ArgumentError if they do not fit."""
+        root = self.schedule.placement[-1]
+        where = f"rank {root}, which holds the last stage"
+        check_place("gradients", gradients, self.rank == root, where)
+        outputs = [call.outputs[unit] for unit in range(len(call.outputs))]
+        slicing = self._batches.slicing
+        parts = split_as(gradients, slicing.whole(outputs)) if outputs else []
+        checks = self.executor.checks
+        for unit, (gradient, y) in enumerate(zip(slicing.cut_as(parts, outputs), outputs)):
+            try:
+                if checks is not None and scale == 1:
+                    what = "a gradient that backward was given is not finite"
+                    checks.finite(gradient, "doutput", what)
+                call.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
+            except MpipipeError as error:
+                error.microbatch = call.positions[unit].microbatch
+                name_slice(error)
+                raise
 
 
-def _outputs(engine: Engine, listed: int, state: CallState) -> Batched:
-    """The outputs of the last stage in the form of the inputs; None on other ranks."""
-    pieces = engine.slicing.whole([state.outputs[unit] for unit in range(len(state.outputs))])
-    if not pieces:
-        return None
-    if listed:
-        return list(map(read_only, pieces)) if state.inputs.training else pieces
-    return merge(pieces)
+def _refuse_write() -> None:
+    raise ArgumentError(
+        "parameters would be written between forward_train and its backward, which needs them as "
+        "they were",
+        remedy="call backward first, and then step of the optimizer",
+    )

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
-from mpipipe.schedules import Action, Schedule, Timeline, simulate, source
+from mpipipe.schedules import Action, Schedule, Timeline, before_backwards, simulate, source
 from mpipipe.text import Unit, units
+
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recomputation",
+}
 
 
 class Port(NamedTuple):
@@ -32,7 +40,7 @@ class PlannedAction(NamedTuple):
     op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
     stage: int  # logical
     chunk: int  # index among this rank's stages
-    microbatch: int  # its unit: without slices the micro-batch
+    unit: int  # without slices the micro-batch
     first: bool  # the stage where inputs enter
     last: bool  # the stage where the loss is
     receive: Envelope | None
@@ -61,9 +69,30 @@ class PlannedAction(NamedTuple):
         ]
 
     def __str__(self) -> str:
-        unit = self.microbatch
+        unit = self.unit
         cell = "{}.{}".format(*unit.place) if isinstance(unit, Unit) else unit
         return f"{self.stage}{self.op}{cell}"
+
+
+class Plans:
+    """The plans of one rank: of a training step, and of forwards alone."""
+
+    def __init__(self, schedule: Schedule, rank: int, tags: Tags, recompute: bool):
+        self.schedule = schedule
+        self.rank = rank
+        self.tags = tags
+        # True if the user asked for an R before each backward; the schedule may have its own.
+        self.recompute = recompute
+        trained = before_backwards(schedule) if recompute else schedule
+        self.training = ActionPlan(trained, rank, tags)
+        self._forward: dict[int, ActionPlan] = {}  # by the number of micro-batches
+
+    def forward(self, microbatches: int) -> ActionPlan:
+        """Return the plan of a call without backwards."""
+        if microbatches not in self._forward:
+            part = self.schedule.forward_only_part(microbatches)
+            self._forward[microbatches] = ActionPlan(part, self.rank, self.tags)
+        return self._forward[microbatches]
 
 
 class ActionPlan:
@@ -173,10 +202,3 @@ def _makers(schedule: Schedule, action: Action) -> list[int]:
     forward = action.op == "F"
     skips = [ends if forward else ends[::-1] for ends in schedule.skip_ends]
     return [stage, *(maker for maker, taker in skips if taker == action.stage)]
-
-
-def recomputes_all(schedule: Schedule, rank: int) -> bool:
-    """Whether every forward of this rank that has a backward is run again."""
-    trained = [stage for stage in schedule.stages_of(rank) if schedule.has_backward(stage)]
-    again = sum(stage in trained for stage, _ in schedule.recomputed)
-    return bool(trained) and again == len(trained) * schedule.units

@@ -26,7 +26,7 @@ from mpipipe.comm import Transport
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import RankGroup, Testable, own
 from mpipipe.nn import Stage, kernels, partly_frozen_error
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import PipelineStage
 
 
 class TieSite(NamedTuple):
@@ -45,14 +45,14 @@ Facts: TypeAlias = dict[
 ]  # tie key -> places on one rank, in the order of the stages
 
 
-def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
+def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
     """Return the facts of this rank; raise ArgumentError for a stage that shares a parameter with
     an absent one.
     """
     facts: Facts = {}
-    here = {id(model) for stage in stages for model in stage.models}
+    here = {id(inner) for stage in stages for inner in stage.inner_stages}
     for stage, number in zip(stages, numbers):
-        for inner, model in enumerate(stage.models):
+        for inner, model in enumerate(stage.inner_stages):
             for name, (owner, there) in model.buffers.owners.items():
                 if id(owner) not in here:
                     raise ArgumentError(
@@ -150,14 +150,14 @@ class Ties:
         self,
         pipe: RankGroup,
         transport: Transport,
-        stages: Sequence[StageAdapter],
+        stages: Sequence[PipelineStage],
         numbers: Sequence[int],
         names: TieNames,
     ) -> None:
         models = {
             (number, inner): model
             for number, stage in zip(numbers, stages)
-            for inner, model in enumerate(stage.models)
+            for inner, model in enumerate(stage.inner_stages)
         }
         for model in models.values():
             model.tied_copies.clear()

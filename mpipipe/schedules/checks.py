@@ -66,10 +66,9 @@ def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: 
     """Convert `value`, a number or one for each stage, to a float for each; refuse others than 0 to
     `LARGEST`.
     """
+    values: Any = [value] * stages if isinstance(value, Real) else value
     try:
-        numbers = (
-            [float(value)] * stages if isinstance(value, Real) else [float(one) for one in value]
-        )  # type: ignore
+        numbers = [float(number) for number in values]
     except (TypeError, ValueError, OverflowError):
         numbers = []
     if len(numbers) != stages or not all(0 <= number <= LARGEST for number in numbers):

@@ -46,25 +46,24 @@ class Recording:
         self.trace: Trace | None = None
         self._recorder = Recorder(now)
         self.spans = self._recorder.spans
-        self._group = pipeline.engine.partners.pipe if comm is None else group_of(comm)
+        self._group = pipeline.ranks.pipe if comm is None else group_of(comm)
         with self._group.raise_together("the begin of a recording"):
-            if pipeline.engine.recorder is not None:
+            if pipeline.recorder is not None:
                 raise ArgumentError(
                     "the pipeline is being recorded already",
                     found="a recording that has not ended",
                     expected="one at a time",
                     remedy="end that recording first",
                 )
-        engine = pipeline.engine
         places = self._group.gather(
-            "the begin of a recording", (engine.partners.replica, pipeline.rank)
+            "the begin of a recording", (pipeline.ranks.replica, pipeline.rank)
         )
         with self._group.raise_together("the begin of a recording"):
-            check_places(places, engine.schedule.ranks)
-        self._schedule = engine.training_plan.schedule
+            check_places(places, pipeline.schedule.ranks)
+        self._schedule = pipeline.plans.training.schedule
         self._comm = self._group.split(0, self._group.rank, "trace")
         self._before = clock_offset(self._group, self._comm, now)
-        pipeline.engine.record(self._recorder)
+        pipeline.record(self._recorder)
 
     def optimizer(self) -> AbstractContextManager[None]:
         """Mark the optimizer: the block belongs to the last step, and counts as part
@@ -85,21 +84,21 @@ class Recording:
 
     def end(self) -> None:
         """Stop recording, and bring the records of all ranks together on rank 0."""
-        engine = self.pipeline.engine
+        pipeline = self.pipeline
         before = self._before
-        engine.record(None)
+        pipeline.record(None)
         after = clock_offset(self._group, self._comm, self._recorder.now)
-        replicas = engine.partners.replicas
-        planned = engine.training_plan.steps if engine.executor.clock.waits else None
+        replicas = pipeline.ranks.replicas
+        planned = pipeline.plans.training.steps if pipeline.executor.clock.waits else None
         key = None if replicas is None else replicas.key
         steps = steps_of(self._recorder, key, planned, self._schedule.slices)
         clock = (before.at, before.ahead), (after.at, after.ahead)
         skips = [
             (edge, *ends)
-            for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)
+            for edge, ends in enumerate(pipeline.schedule.skip_ends, pipeline.schedule.stages)
         ]
         record = RankRecord(
-            self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips
+            self._group.rank, pipeline.rank, pipeline.ranks.replica, clock, steps, skips
         )
         found = collect(self._group, self._comm, record)
         self._group.agree("the end of a recording")
@@ -164,7 +163,7 @@ def recording(
     try:
         yield found
     except BaseException:
-        pipeline.engine.record(None)
+        pipeline.record(None)
         raise
     found.end()
 

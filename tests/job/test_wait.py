@@ -19,7 +19,7 @@ from mpipipe.job.group import RankGroup
 from mpipipe.job.wait import wait_for
 from mpipipe.job.watch import verdict
 
-NEVER = Envelope(peer=1, edge=2, microbatch=3, direction=0, header=(0, 8), data=(0, 9))
+NEVER = Envelope(peer=1, edge=2, unit=3, direction=0, header=(0, 8), data=(0, 9))
 
 
 class Never:

@@ -80,7 +80,7 @@ def test_a_rank_that_sleeps_in_a_forward_is_named_as_computing(play, tmp_path):
 def test_a_rank_that_skips_a_send_has_diverged(play):
     breaking = """
 def breaking(pipeline):
-    mailbox = pipeline.engine.messages.mailbox
+    mailbox = pipeline.executor.messages.mailbox
     put, put_array = mailbox.put, mailbox.put_array
     def forget(envelope, arrays):
         if rank == 1 or envelope.microbatch != 2:

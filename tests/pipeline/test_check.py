@@ -152,7 +152,7 @@ def test_a_message_that_was_changed_on_its_way(comm, direction, name):
     edge, rank = (1, 1) if direction == 0 else (1, 0)
 
     def prepare(pipeline):
-        mailbox = pipeline.engine.messages.mailbox
+        mailbox = pipeline.executor.messages.mailbox
         take = mailbox.take
 
         def tampered():
@@ -311,8 +311,8 @@ def test_the_argument_wins_over_the_environment(comm, monkeypatch):
     for text, check, on in (("1", None, True), ("1", False, False), ("0", True, True), ("", None, False)):
         monkeypatch.setenv("MPIPIPE_CHECK", text)
         with Pipeline([Mine(comm.rank)], schedule, comm, check=check) as pipeline:
-            (stage,) = pipeline.engine.partners.stages
-            assert (pipeline.engine.checks is not None) is (stage.computes is not stage.given) is on
+            (stage,) = pipeline.executor.stages
+            assert (pipeline.executor.checks is not None) is (stage.runner is not stage.stage) is on
     monkeypatch.setenv("MPIPIPE_CHECK", "yes")
     with pytest.raises(ArgumentError, match="MPIPIPE_CHECK"):
         Pipeline([Mine(comm.rank)], schedule, comm)

@@ -117,9 +117,9 @@ def test_buffers_that_are_received_into_have_no_room(machine, comm, monkeypatch)
     x = np.ones((4, WIDTH), np.float32)
     with pytest.raises((StageError, PeerError)) as caught:
         with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error) as pipeline:
-            begin = pipeline.engine.messages.begin
+            begin = pipeline.executor.messages.begin
             asks = lambda *given: begin(*given) or arrays.empty((1 << 40,), "uint8", "cuda")  # noqa: E731
-            monkeypatch.setattr(pipeline.engine.messages, "begin", asks if comm.rank == 0 else begin)
+            monkeypatch.setattr(pipeline.executor.messages, "begin", asks if comm.rank == 0 else begin)
             pipeline.step(*dense.placed(schedule, comm.rank, x, x))
     if comm.rank == 0:
         assert str(caught.value).startswith("rank 0: the start of step ran out of memory on the GPU")
@@ -141,13 +141,13 @@ def accounts_of(comm, device="cpu"):
     with Pipeline([stage], schedule, comm, nn.mean_squared_error) as pipeline:
 
         def look(x):
-            found.append(pipeline.engine.flight.snapshot())
+            found.append(pipeline.flight.snapshot())
             return forward(x)
 
         stage.forward = look
         for _ in range(2):
             pipeline.step(*mine)
-        found.append(pipeline.engine.flight.snapshot())
+        found.append(pipeline.flight.snapshot())
     return found[3], found[4]
 
 
@@ -183,7 +183,7 @@ def test_a_pipeline_that_failed_is_in_no_action():
         x = np.ones((2 * FEW, SMALL), np.float32)
         with pytest.raises(StageError):
             pipeline.step(x, x)
-        return pipeline.engine.flight.snapshot()
+        return pipeline.flight.snapshot()
 
     (account,) = inprocess.run(1, job)
     assert (account.doing, account.computes) == ("", False)

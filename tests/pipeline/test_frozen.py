@@ -72,7 +72,7 @@ def test_replicas_sum_what_is_trained_and_nothing_else(comm):
         before = {name: stage.parameters[name].copy() for stage in stages for name in stage.frozen}
         with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas) as pipeline:
             pipeline.step(*mine)
-            sums = [sum(each.size for each in adapter.gradient_arrays) for adapter in pipeline.engine.partners.stages]
+            sums = [sum(each.size for each in adapter.gradient_arrays) for adapter in pipeline.executor.stages]
             optim.clip_by_global_norm(stages, 1.0, mesh.pipe)
             optimizer.step()
         for stage, size in zip(stages, sums):
@@ -118,7 +118,7 @@ def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
                     losses.append(pipeline.step(*text(2, seed=number)).loss)
                     optimizer.step()
                 if graphs == "1":
-                    kinds = pipeline.engine.partners.stages[0].computes._kinds.values()
+                    kinds = pipeline.executor.stages[0].runner._kinds.values()
                     assert any(slot.graphs for kind in kinds for slot in kind.free.values())
             found.append((losses, arrays.download(stage.parameters.flat).tobytes()))
             for name, before in frozen.items():

@@ -56,7 +56,7 @@ def gradients(stages):
 
 
 def by_layers(pipeline):
-    return [pipeline.engine.sums.by_layers(chunk) is not None for chunk in range(len(pipeline.stages))]
+    return [pipeline.executor.sums.by_layers(chunk) is not None for chunk in range(len(pipeline.stages))]
 
 
 def run(mesh, schedule, steps=2, rows=4, recompute=False, **options):
@@ -149,7 +149,7 @@ def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monke
     mine = rows_of(mesh, schedule)
     with pipeline_of(mesh, schedule, [stage]) as pipeline:
         pipeline.step(*mine)  # in which NCCL connects ranks for each size of a bucket
-        plan = pipeline.engine.sums.by_layers(0)
+        plan = pipeline.executor.sums.by_layers(0)
         mark(monkeypatch, own.machine, stage, method)
         own.machine.launches.clear()
         pipeline.step(*mine)
@@ -268,7 +268,7 @@ def test_a_layer_that_raises_behind_a_bucket_ends_all_ranks(own, mesh, comm, mon
         calls, original = [], stage.layers[before].backward
 
         def backward(dy, saved):
-            calls.append(len(pipeline.engine.sums.underway))
+            calls.append(len(pipeline.executor.sums.underway))
             if len(calls) == 2:
                 raise ValueError("broken on purpose")
             return original(dy, saved)
@@ -335,7 +335,7 @@ def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch):
             stages.append(nn.Stage(layers, device="cuda", first=2 * number, seed=1))
         mine = dense.placed(schedule, mesh.pipe.rank, x, -x)
         with Pipeline(stages, schedule, mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
-            assert pipeline.engine.nccl.sums
+            assert pipeline.ranks.nccl.sums
             losses = {pipeline.step(*mine).loss for _ in range(2)}
     assert len(losses) == 1
 

@@ -44,7 +44,7 @@ def train(comm, schedule, monkeypatch, graphs, rows=4, stages=None, recompute=Fa
             losses.append(pipeline.step(*dense.placed(schedule, comm.rank, *text(rows, seed=step))).loss)
             found = between(pipeline, step) if between is not None else None
             losses += [] if found is None else list(found)
-        computes = [adapter.computes for adapter in pipeline.engine.partners.stages]
+        computes = [stage.runner for stage in pipeline.executor.stages]
     return {name: arrays.download(s.gradients[name]) for s in stages for name in s.gradients}, losses, computes
 
 
@@ -203,7 +203,7 @@ def regress(comm, schedule, monkeypatch, graphs, stages, rows=8):
     with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
         results = [pipeline.step(*dense.placed(schedule, comm.rank, x + i, -x)) for i in range(STEPS)]
         losses = [(result.loss, _bytes(result.input_grads)) for result in results]
-        computes = [adapter.computes for adapter in pipeline.engine.partners.stages]
+        computes = [stage.runner for stage in pipeline.executor.stages]
     found = {name: arrays.download(s.gradients[name]).tobytes() for s in stages for name in s.gradients}
     return (losses, found), computes
 
@@ -360,7 +360,7 @@ def test_what_changes_in_a_layer_is_noticed(gpu, alone, monkeypatch, change):
                 elif step == 2:
                     forward = layers[0].forward
                     layers[0].forward = lambda x, forward=forward: (calls.append(1), forward(x))[1]
-            (computes,) = [adapter.computes for adapter in pipeline.engine.partners.stages]
+            (computes,) = [stage.runner for stage in pipeline.executor.stages]
     assert agree(found[5:], found[:5]) and (found[4] != found[2] or change == "method")
     if change == "method":
         assert len(calls) == 2 * 2 * 4 and "its forward was replaced" in computes.reason

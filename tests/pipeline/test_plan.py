@@ -69,7 +69,7 @@ def test_the_window_is_the_smallest_with_which_each_receive_is_posted_before_its
             if step.receive is not None:
                 forward = step.op == "F"
                 source = step.stage - 1 if forward else step.stage + 1
-                times.append((start, ends[source, "F" if forward else "B", step.microbatch]))
+                times.append((start, ends[source, "F" if forward else "B", step.unit]))
 
         def is_enough(window, times=times):
             """Receive number i is posted when the one `window` before it is taken."""

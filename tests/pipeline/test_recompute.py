@@ -111,7 +111,7 @@ def durations_of(schedule, recompute):
         with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
             with tracing.recording(pipeline) as record:
                 pipeline.step(*dense.placed(schedule, comm.rank, x, x))
-            totals = pipeline.engine.executor.clock.totals
+            totals = pipeline.executor.clock.totals
             return pipeline.durations(), dict(totals), [span.name for span in record.spans]
 
     return inprocess.run(2, job)
@@ -141,7 +141,7 @@ def test_a_failure_and_an_account_name_the_recomputation():
             with Pipeline([stage], with_recompute(schedules.gpipe(1, 2)), comm, nn.mean_squared_error) as pipeline:
 
                 def breaks(x):
-                    found.append(pipeline.engine.flight.snapshot())
+                    found.append(pipeline.flight.snapshot())
                     if next(calls) == 3:
                         raise ValueError("wet paint")
                     return forward(x)

@@ -169,7 +169,7 @@ def test_no_gradient_goes_over_skips_to_stages_without_a_backward(frozen):
 
     def job(comm):
         stages, _, pipeline, _ = run(comm, schedule, inputs, targets)
-        return [stage for stage in stages if stage.number not in frozen], pipeline.engine.training_plan.sends
+        return [stage for stage in stages if stage.number not in frozen], pipeline.plans.training.sends
 
     for stages, sends in inprocess.run(2, job):
         skip_nets.assert_equal_to(expected, stages)
@@ -187,7 +187,7 @@ def test_reports_and_traces_name_the_skip():
         own = dense.placed(schedule, comm.rank, inputs, targets)
         with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
             pipeline.step(*own)
-            flight, mailbox = pipeline.engine.flight, pipeline.engine.messages.mailbox
+            flight, mailbox = pipeline.flight, pipeline.executor.messages.mailbox
             if comm.rank == 2:
                 take = mailbox.take
 
@@ -286,7 +286,7 @@ def test_all_buffers_of_messages_over_skips_are_used_again(name):
             for _ in range(2):
                 pipeline.step(*own)
                 pipeline.evaluate(*own)
-            transport = pipeline.engine.messages.mailbox.transport
+            transport = pipeline.executor.messages.mailbox.transport
             empty = transport.empty
             transport.empty = lambda *given: made.append(given) or empty(*given)
             pipeline.step(*own)

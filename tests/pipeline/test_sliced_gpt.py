@@ -129,7 +129,7 @@ def test_slices_on_the_device(gpu, comm):
 @pytest.mark.parametrize(
     "attend, lengths, slices, says",
     [
-        (Local(causal=True), None, 2, r"layer 1\.\S+ \(SelfAttention\)"),
+        (Local(causal=True), None, 2, r"found: 1\.\S+ \(SelfAttention\)"),
         (Sliced(Local(), (6, 6)), (7, 5), 2, "of lengths 7, 5"),
         # where the lengths fit by chance, slices of several sequences would be those of one
         (Sliced(Local(), (4, 4, 4)), None, 2, "Sliced of 2 slices"),

@@ -12,7 +12,7 @@ from support.tolerance import within
 from mpipipe import Mesh, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
 from mpipipe.job import inprocess
-from mpipipe.stages import StageAdapter
+from mpipipe.stages import as_stages
 
 
 class Wrapped:
@@ -75,7 +75,7 @@ def test_inner_stages_are_nn_stages():
     stage = dense.TanhStage(0, 4, 4)
     stage.inner_stages = [dense.TanhStage(0, 4, 4)]
     with pytest.raises(ArgumentError, match="inner_stages") as caught:
-        StageAdapter(stage)
+        as_stages([stage])
     assert "TanhStage" in str(caught.value)
 
 
@@ -119,7 +119,7 @@ def test_what_a_call_leaves_and_what_may_be_asked_within_it():
             with tracing.recording(pipeline) as record:
                 for count in (1, 2):
                     assert pipeline.step(x, x).loss == 0.5
-                    assert len(record.spans) == 4 * count and pipeline.engine.executor.state is None
+                    assert len(record.spans) == 4 * count and pipeline.executor.call is None
             assert 0 < pipeline.busy < pipeline.elapsed
             costs = pipeline.durations()
             assert len(costs.forward) == 1 and costs.forward[0] > 0 and costs.input_grad[0] > 0
@@ -136,7 +136,7 @@ def test_durations_of_backwards_in_one_piece_and_in_two():
     def job(comm):
         with Pipeline([dense.TanhStage(0, 4, 4)], schedule, comm, loss=dense.mean_squared) as pipeline:
             pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-            clock = pipeline.engine.executor.clock
+            clock = pipeline.executor.clock
             clock.settle()
             clock.totals.update({("B", 0): [3.0, 1], ("I", 0): [1.0, 1]})
             return pipeline.durations().input_grad[0]

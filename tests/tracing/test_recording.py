@@ -101,7 +101,7 @@ def test_recording_is_off_outside_and_needs_a_step():
             with pytest.raises(RuntimeError):
                 with tracing.recording(pipeline):
                     raise RuntimeError("before a step")
-            return pipeline.engine.recorder, pipeline.engine.partners.pipe.context.recorders
+            return pipeline.recorder, pipeline.ranks.pipe.context.recorders
 
     assert inprocess.run(2, job) == [(None, set())] * 2
 
@@ -110,8 +110,8 @@ def test_a_recorded_pipeline_that_nobody_closed_leaves_no_recorder_behind():
     def job(comm):
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
         pipeline = Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error)
-        pipeline.engine.record(kept := trace.Recorder())
-        process, freed = pipeline.engine.partners.pipe.context, weakref.ref(pipeline.engine)
+        pipeline.record(kept := trace.Recorder())
+        process, freed = pipeline.ranks.pipe.context, weakref.ref(pipeline)
         there = set(process.recorders)
         del pipeline
         gc.collect()
@@ -128,7 +128,7 @@ def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
             with tracing.recording(pipeline, comm):
                 pass
         pipeline.close()
-        return pipeline.engine.recorder, refusal.value.found
+        return pipeline.recorder, refusal.value.found
 
     assert inprocess.run(2, job) == [(None, "rank 0 of replica 0 is there 2 times")] * 2
 

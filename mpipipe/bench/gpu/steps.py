@@ -15,6 +15,7 @@ from mpipipe.attention import Local
 from mpipipe.bench.timing import Row, normal, seconds
 from mpipipe.job import Communicator, runtime, settings
 from mpipipe.language.models import GPT
+from mpipipe.pipeline import StageGraphs
 
 # -- How well the executor keeps a GPU busy, with about a millisecond of work in each action -------
 #
@@ -52,7 +53,7 @@ def measure_executor(
         alone = seconds(bare, repeats)
         for _ in range(repeats):
             pipeline.step(inputs, targets)
-            clock = pipeline.engine.executor.clock
+            clock = pipeline.executor.clock
             clock.settle()
             spans.append(clock.span)
     span = median(spans)
@@ -194,7 +195,9 @@ def _step_seconds(
             optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm)
 
         seconds = _wall(step, arrays.stream().synchronize, repeats)
-        (computes,) = (adapter.computes for adapter in pipeline.engine.partners.stages)
+        (attached,) = pipeline.executor.stages
+        computes = attached.runner
+        assert isinstance(computes, StageGraphs)
         if graphs and (computes.reason or not computes.recorded):
             raise NoGraphsError(computes.reason or "nothing was recorded")
         return seconds

@@ -134,6 +134,18 @@ def check_links(
         )
 
 
+def no_branches_error(stage: str, names: Sequence[str]) -> ArgumentError:
+    """Return the error for a stage with skips that knows nothing of them."""
+    return ArgumentError(
+        "a stage with skips whose forward knows nothing of them",
+        found=f"{stage} at {', '.join(names)}",
+        expected="a stage of your own, which takes or returns mpipipe.Branches",
+        remedy="let layers take and give names (nn.Keep, nn.Join); or call an nn.Stage in the "
+        "forward and backward of your own, and list it in inner_stages; give torch_stage and "
+        "jax_stage their names",
+    )
+
+
 class PositionOfNames(Position):
     """A position with the values of the forward that is under way there, by their names."""
 

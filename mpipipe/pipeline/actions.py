@@ -1,0 +1,310 @@
+"""What a rank does for one action of its plan: takes what comes, calls the stage, hands on.
+
+An action is bound to its stage and messages once, and is run in each call. The common case is one
+array on the host, of known shape: PlainForward and PlainBackward take the shortest way. Forward and
+Backward also know trees, skips, GPUs, new shapes, recomputation and check mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpipipe.arrays import Tree, read_only
+from mpipipe.comm import Envelope, Lease
+from mpipipe.pipeline.attached import AttachedStage
+from mpipipe.pipeline.batch import Call
+from mpipipe.pipeline.evaluation import LossEvaluation
+from mpipipe.pipeline.loss import unscaled
+from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, wrong_result
+from mpipipe.pipeline.plan import NAMES, PlannedAction
+from mpipipe.stages import Runner
+
+# A function that evaluates the loss: (call, output, target, unit).
+UseOutput = Callable[[Call, Any, Any, int], None]
+
+
+# -- The common case -------------------------------------------------------------------------------
+
+
+class PlainAction:
+    """What both have in common: the stage, and where its result goes to."""
+
+    __slots__ = (
+        "action",
+        "kind",
+        "mailbox",
+        "messages",
+        "runner",
+        "send",
+        "shape",
+        "start",
+        "unit",
+    )
+
+    def __init__(self, action: PlannedAction, runner: Runner, messages: StageMessages):
+        self.action = action
+        self.unit = action.unit
+        self.runner = runner
+        self.messages = messages
+        self.mailbox = messages.mailbox
+        self.send: Envelope | None = action.send
+        if self.send is not None:
+            ((self.shape, self.kind),) = messages.specs[self.send.edge, self.unit].leaves
+            self.start = self.mailbox.transport.sender(self.send.data[0], self.shape, self.kind)
+
+    def give(self, call: Call, array: Any, taken: Lease) -> None:
+        """Send the result. `taken` has the arrays that the action read."""
+        is_fresh = type(array) is np.ndarray and array.base is None
+        if (
+            is_fresh
+            and array.shape == self.shape
+            and array.dtype == self.kind
+            and array.flags.c_contiguous
+        ):
+            assert self.send is not None
+            self.mailbox.put_array(self.start, self.send, array)
+        else:
+            self.messages.give(self.action, call.local, copy_if_aliased(array, taken), {}, taken)
+
+
+class PlainForward(PlainAction):
+    """A forward whose backward follows."""
+
+    __slots__ = ("use_output",)
+
+    def __init__(
+        self, action: PlannedAction, runner: Runner, messages: StageMessages, use_output: UseOutput
+    ):
+        super().__init__(action, runner, messages)
+        self.use_output = use_output
+
+    def run(self, call: Call) -> None:
+        unit = self.unit
+        marks = call.marks
+        taken: Lease = ()
+        if self.action.first:
+            x = call.inputs[unit]
+        else:
+            received = self.mailbox.take()
+            x = received.view
+            taken = (received,)
+
+        marks.append(perf_counter())
+        self.runner.position = call.positions[unit]
+        result = self.runner.forward(x)
+        if type(result) is not tuple:
+            raise wrong_result(result)
+        y, saved = result
+        if self.action.last and call.targets is not None:
+            self.use_output(call, read_only(y), call.targets[unit], unit)
+        marks.append(perf_counter())
+
+        if self.send is not None:
+            self.give(call, y, taken)
+        elif call.wants_outputs:
+            call.outputs[unit] = copy_if_aliased(y, taken)
+        call.saved[self.action.stage, unit] = saved, taken
+
+
+class PlainBackward(PlainAction):
+    """A whole backward."""
+
+    __slots__ = ("returns_dx",)
+
+    def __init__(
+        self, action: PlannedAction, runner: Runner, messages: StageMessages, input_grads: bool
+    ):
+        super().__init__(action, runner, messages)
+        self.returns_dx = action.first and input_grads
+
+    def run(self, call: Call) -> None:
+        unit = self.unit
+        marks = call.marks
+        saved, taken = call.saved.pop((self.action.stage, unit))
+        if self.action.last:
+            dy = call.loss_gradients.pop(unit)
+        else:
+            received = self.mailbox.take()
+            dy = received.view
+            taken = (*taken, received)
+
+        marks.append(perf_counter())
+        dx = self.runner.backward(dy, saved)
+        marks.append(perf_counter())
+
+        if self.send is not None:
+            self.give(call, dx, taken)
+        elif self.returns_dx:
+            call.input_gradients[unit] = unscaled(copy_if_aliased(dx, taken), call.scale)
+        for received in taken:
+            received.free.append(received)
+
+
+def is_plain(action: PlannedAction, stage: AttachedStage, messages: StageMessages) -> bool:
+    """Return True for an action of the common kind; the shapes of its messages must be known."""
+    if action.op not in "FB" or not action.keeps or action.recomputed:
+        return False
+    if action.takes or action.gives or stage.runner is not stage.stage:
+        return False
+    if stage.stage.device != "cpu":
+        return False
+    is_forward = action.op == "F"
+    enters = action.first if is_forward else action.last
+    leaves = action.last if is_forward else action.ends
+    if enters != (action.receive is None) or leaves != (action.send is None):
+        return False
+    for message in (*action.receives, *action.sends):
+        if not messages.specs[message.edge, message.unit].is_one_array:
+            return False
+    return True
+
+
+# -- Any case --------------------------------------------------------------------------------------
+
+
+class Machine(Protocol):
+    """What actions need of the executor."""
+
+    stages: Sequence[AttachedStage]
+    messages: StageMessages
+    loss: LossEvaluation
+    input_grads: bool
+    now: Callable[[], Any]  # makes a mark of the clock
+
+
+class GeneralAction:
+    """An action for any case."""
+
+    def __init__(self, action: PlannedAction, executor: Machine):
+        self.action = action
+        self.unit = action.unit
+        self.executor = executor
+        self.messages = executor.messages
+        self.runner = executor.stages[action.chunk].runner
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The stage and unit, by which a call keeps what the backward needs."""
+        return self.action.stage, self.unit
+
+
+class Forward(GeneralAction):
+    """A forward. With recomputation its input is held, and nothing of what it saved."""
+
+    def run(self, call: Call) -> None:
+        action = self.action
+        unit = self.unit
+        x: Tree
+        lease: Lease = ()
+        if action.first:
+            x = call.inputs[unit]
+        else:
+            x, lease = self.messages.take(action, call.local)
+        target = None
+        if action.last and call.targets is not None:
+            target = call.targets[unit]
+        position = call.positions[unit]
+        if call.training and not action.keeps:
+            position = position._replace(keeps=False)
+        if action.recomputed:
+            position = position._replace(recompute="later")
+
+        now = self.executor.now
+        call.marks.append(now())
+        self.runner.position = position
+        result = self.runner.forward(x)
+        if type(result) is not tuple or len(result) != 2:
+            raise wrong_result(result)
+        y, saved = result
+        skips: dict[str, Tree] = {}
+        if action.gives or type(y) is Branches:
+            y, skips = parted(y, action.gives, NAMES["F"])
+        if target is not None:
+            loss = self.executor.loss
+            # A loss over the batch holds the output after its buffers may be used again.
+            output = copy_if_aliased(y, lease) if loss.gathers else y
+            loss.use_output(call, read_only(output), target, unit)
+        call.marks.append(now())
+
+        if lease:
+            y = copy_if_aliased(y, lease)
+        if not action.last:
+            self.messages.give(action, call.local, y, skips, lease)
+        elif call.wants_outputs:
+            call.outputs[unit] = y
+        if call.training and action.keeps:
+            call.saved[self.key] = (x if action.recomputed else saved), lease
+        else:
+            self.messages.mailbox.release(lease)
+
+
+class Recomputation(GeneralAction):
+    """A forward once more, at the same position and so with the same random numbers."""
+
+    def run(self, call: Call) -> None:
+        x, lease = call.saved[self.key]
+        position = call.positions[self.unit]._replace(recompute="now")
+        call.marks.append(self.executor.now())
+        self.runner.position = position
+        saved = self.runner.forward(x)[1]
+        call.marks.append(self.executor.now())
+        call.saved[self.key] = saved, lease
+
+
+class Backward(GeneralAction):
+    """A whole backward, or an input gradient, which keeps what its weight gradient needs."""
+
+    def run(self, call: Call) -> None:
+        action = self.action
+        saved, lease = call.saved.pop(self.key)
+        if action.last:
+            dy = call.loss_gradients.pop(self.unit)
+        else:
+            dy, received = self.messages.take(action, call.local)
+            lease = (*lease, *received)
+        is_whole = action.op == "B"
+
+        call.marks.append(self.executor.now())
+        if is_whole:
+            dx = self.runner.backward(dy, saved)
+        else:
+            dx, pending = self.runner.backward_input(dy, saved)
+            call.pending[self.key] = pending, lease
+        call.marks.append(self.executor.now())
+
+        skips: dict[str, Tree] = {}
+        # At the first stage Branches are of the side inputs of the batch.
+        if action.gives or (type(dx) is Branches and not action.first):
+            dx, skips = parted(dx, action.gives, NAMES[action.op])
+        if lease:
+            dx = copy_if_aliased(dx, lease)
+        if not action.ends:
+            self.messages.give(action, call.local, dx, skips, lease)
+        elif action.first and self.executor.input_grads:
+            call.input_gradients[self.unit] = unscaled(dx, call.scale)
+        if is_whole:
+            self.messages.mailbox.release(lease)
+
+
+class WeightGradient(GeneralAction):
+    """The weight gradient of a split backward."""
+
+    def run(self, call: Call) -> None:
+        pending, lease = call.pending.pop(self.key)
+        call.marks.append(self.executor.now())
+        self.runner.backward_weight(pending)
+        call.marks.append(self.executor.now())
+        self.messages.mailbox.release(lease)
+
+
+GENERAL: dict[str, type[Forward | Backward | WeightGradient | Recomputation]] = {
+    "F": Forward,
+    "B": Backward,
+    "I": Backward,
+    "W": WeightGradient,
+    "R": Recomputation,
+}

@@ -1,0 +1,126 @@
+"""A stage while a pipeline runs it: what is done around calls and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.nn import Stage
+from mpipipe.stages import PipelineStage, Runner, gradient_arrays
+
+
+class Place(NamedTuple):
+    """Where an array lies."""
+
+    address: int
+    size: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{self.size}] at {self.address:#x}"
+
+
+class AttachedStage:
+    """A stage of this rank, with its number and what has its forward and backward.
+
+    `ends`: the gradient of the input is not asked for. `runs_again`: forwards are run again before
+    their backwards.
+    """
+
+    def __init__(self, stage: PipelineStage, number: int, ends: bool, runs_again: bool):
+        self.stage = stage
+        self.number = number
+        # The stage itself, its CUDA graphs, or in check mode a CheckedStage.
+        self.runner: Runner = stage
+        self.ends = ends
+        self.runs_again = runs_again
+        self._poll: Callable[[], object] | None = None
+        # Where the gradients of a user's stage lie, and which tied parameters lie elsewhere.
+        self._place: Place | None = None
+        self._owners: list[dict] = []
+
+    def attach(self, poll: Callable[[], object], gives: Sequence[str]) -> None:
+        """Let layers call `poll` between them, and hand on these names over skips."""
+        self._poll = poll
+        self.stage.attach(self.number, poll, gives)
+        self._place = self._place_of_gradients()
+        self._owners = [dict(inner.buffers.owners) for inner in self.stage.inner_stages]
+
+    @property
+    def layers(self) -> Stage | None:
+        """The nn.Stage, if it does what its layers do and nothing else."""
+        return self.stage if type(self.stage) is Stage else None
+
+    @property
+    def gradient_arrays(self) -> list[Array]:
+        """All gradients that a step adds to, in arrays that share no memory."""
+        return gradient_arrays(self.stage)
+
+    def detach(self) -> None:
+        """Let go of what belongs to the pipeline, which is being closed."""
+        self.runner = self.stage
+        self.stage.detach(self._poll)
+
+    def begin_call(self) -> None:
+        """Compute with the parameters as they are now."""
+        try:
+            self.stage.begin_call(self.ends, self.runs_again)
+        except MpipipeError as error:
+            if error.stage is None:
+                error.stage = self.number
+            raise
+
+    def begin_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for inner in self.stage.inner_stages:
+            inner.use_parts(True)
+        for flat in self.gradient_arrays:
+            arrays.set_zero(flat)
+
+    def leave_step(self) -> None:
+        """Let backwards outside of a step add to the gradients that the stage shows."""
+        for inner in self.stage.inner_stages:
+            inner.use_parts(False)
+            inner.on_layer_done = None
+
+    def check_storage(self) -> None:
+        """Raise ArgumentError if arrays are others than at construction.
+
+        What a backward adds to the old gradients would be neither zeroed nor summed over the
+        replicas.
+        """
+        self.check_gradients()
+        for inner, before in zip(self.stage.inner_stages, self._owners):
+            owners = inner.buffers.owners
+            if owners != before:
+                names = sorted(owners.keys() - before.keys()) or sorted(owners)
+                raise ArgumentError(
+                    "a later pipeline lets tied parameters share their storage, and sums up their "
+                    "gradients",
+                    stage=self.number,
+                    found=", ".join(names),
+                    expected="the storage that they had when this pipeline was built",
+                    remedy="build this pipeline anew, or the later one of other stages",
+                )
+
+    def check_gradients(self) -> None:
+        """Raise ArgumentError if the gradients of a user's stage were replaced."""
+        place = self._place_of_gradients()
+        if place != self._place:
+            raise ArgumentError(
+                "the gradients of a stage have been replaced since the pipeline was built",
+                stage=self.number,
+                found=str(place),
+                expected=f"{self._place}, the same in all steps",
+                remedy="write into the array (gradients.flat[...] = 0), set nothing to None; or "
+                "build it anew",
+            )
+
+    def _place_of_gradients(self) -> Place | None:
+        flat = self.stage.own_gradients
+        if flat is None:
+            return None
+        return Place(arrays.address(flat), flat.size, flat.dtype.name)
