@@ -220,7 +220,7 @@ class Stage(Differentiable):
 
     @property
     def inner_stages(self) -> list[Stage]:
-        """This stage, as the one nn.Stage in it."""
+        """List of this stage alone."""
         return [self]
 
     @property

@@ -230,6 +230,12 @@ class Shards:
         return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
 
 
+def _model(stage: PipelineStage) -> Stage:
+    """Return a stage with originals, which is an nn.Stage."""
+    (model,) = stage.inner_stages
+    return model
+
+
 def _flats(stages: Sequence[PipelineStage]) -> list[str]:
     texts = []
     for stage in stages:
