@@ -73,7 +73,9 @@ FILES = 8192  # whose contents are looked at, where there are more
 GLANCED = 16  # files
 
 
-def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
+def fingerprint(
+    entries: Sequence[tuple[Path, int]], most_files: int = FILES, blocks: int = BLOCKS
+) -> str:
     """Return 32 hexadecimal digits: a hash of names, sizes and sampled contents of files.
 
     Of each file the first and last 4 KiB are read, and some between: about 16 MiB in all, and 8192
@@ -82,26 +84,19 @@ def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
     content = blake2b(digest_size=16)
     for path, size in entries:
         content.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
-    chosen = spread(len(entries), FILES)
+    chosen = spread(len(entries), most_files)
     for index in chosen:
         path, size = entries[index]
-        for block in spread(-(-size // BLOCK), max(2, BLOCKS // len(chosen))):
+        for block in spread(-(-size // BLOCK), max(2, blocks // len(chosen))):
             start = block * BLOCK
             content.update(read_bytes(path, start, min(BLOCK, size - start)))
     return content.hexdigest()
 
 
 def glance(entries: Sequence[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits: a hash of sizes and ends of 16 of these files, as seen here."""
-    content = blake2b(digest_size=16)
-    for index in spread(len(entries), GLANCED):
-        path, size = entries[index]
-        size_here = size_of(path)
-        content.update(f"{size_here}\n".encode())
-        if size_here == size:
-            for start in {0, max(0, size - BLOCK)}:
-                content.update(read_bytes(path, start, min(BLOCK, size)))
-    return content.hexdigest()
+    """Return the fingerprint of 16 of the files that another rank listed, as they are here."""
+    chosen = [entries[index][0] for index in spread(len(entries), GLANCED)]
+    return fingerprint([(path, size_of(path)) for path in chosen], blocks=0)
 
 
 def spread(total: int, count: int) -> list[int]:

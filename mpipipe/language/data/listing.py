@@ -9,9 +9,7 @@ or too little of a file, as with few documents, the last 5 % of its tokens are h
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import sysconfig
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -72,9 +70,10 @@ class DataListing:
 
     def open(self, seq_len: int) -> Source:
         """Split the data into training and validation; raise DataError if one is too short."""
-        train, validation = _held_out(self._token_files())
+        token_files = self._token_files()
+        train, validation = _held_out(token_files)
         if min(len(train), len(validation)) <= seq_len:
-            total = sum(len(file) for file in self._token_files())
+            total = sum(map(len, token_files))
             raise DataError(
                 "the data are too short for one sequence in training and one in validation",
                 found=f"{counted(total, self.unit[:-1])} in "
@@ -90,10 +89,13 @@ class DataListing:
         return FileTokens(TokenPart(file, 0, len(file)) for file in self._token_files())
 
     def _token_files(self) -> Sequence[TokenFile]:
-        return self.token_files or [
-            TokenFile(FileIntegers(path, "|u1", size), BYTES, Documents(path, (0,), (0,), size))
-            for path, size in self.files
-        ]
+        if self.token_files:
+            return self.token_files
+        texts = []
+        for path, size in self.files:
+            ids = FileIntegers(path, "|u1", size)
+            texts.append(TokenFile(ids, BYTES, Documents(path, (0,), (0,), size)))
+        return texts
 
 
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
@@ -112,17 +114,23 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
         )
     if tokens:
         return _list_tokens(tokens, vocab)
+    listed = []
     if places:
-        listed = [entry for path in places for entry in find_files(path)]
-        return DataListing(tuple((str(path), size) for path, size in listed), fingerprint(listed))
-    folder = library_folder()
-    listed = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
-    if not listed:
-        raise DataError(
-            "the standard library's source is not installed here", found=str(folder), remedy=REMEDY
-        )
-    names = tuple((os.path.relpath(path, folder), size) for path, size in listed)
-    return DataListing(names, fingerprint(listed), default=True)
+        for path in places:
+            listed += find_files(path)
+        names = [str(path) for path, _ in listed]
+    else:
+        folder = library_folder()
+        listed = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
+        names = [os.path.relpath(path, folder) for path, _ in listed]
+        if not listed:
+            raise DataError(
+                "the standard library's source is not installed here",
+                found=str(folder),
+                remedy=REMEDY,
+            )
+    entries = tuple((name, size) for name, (_, size) in zip(names, listed))
+    return DataListing(entries, fingerprint(listed), default=not places)
 
 
 def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
@@ -131,25 +139,23 @@ def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
     Without one it is one more than their largest id.
     """
     opened = [open_tokens(path) for path in paths]
-    known = [
-        (path, tokens.facts) for path, tokens in zip(paths, opened) if tokens.facts is not None
-    ]
+    known = [(path, one.facts) for path, one in zip(paths, opened) if one.facts is not None]
     _check_tokenizers(known, vocab)
-    if vocab is None:
-        vocab = (
-            known[0][1].vocab
-            if known
-            else max(1, 1 + max(largest_id(tokens.ids) for tokens in opened))
-        )
-    sizes = [(path, size_of(path)) for tokens in opened for path in tokens.paths]
-    return DataListing(
-        tuple((str(path), size) for path, size in sizes),
-        fingerprint(sizes),
-        vocab,
-        "tokens",
-        known[0][1].tokenizer if len(known) == len(opened) else None,
-        tuple(TokenFile(tokens.ids, vocab, tokens.documents) for tokens in opened),
-    )
+    tokenizer = None
+    if len(known) == len(opened):
+        tokenizer = known[0][1].tokenizer
+    if vocab is None and known:
+        vocab = known[0][1].vocab
+    elif vocab is None:
+        vocab = max(1, 1 + max(largest_id(one.ids) for one in opened))
+    sizes = []
+    token_files = []
+    for one in opened:
+        sizes += [(path, size_of(path)) for path in one.paths]
+        token_files.append(TokenFile(one.ids, vocab, one.documents))
+    entries = tuple((str(path), size) for path, size in sizes)
+    content = fingerprint(sizes)
+    return DataListing(entries, content, vocab, "tokens", tokenizer, tuple(token_files))
 
 
 def _check_tokenizers(known: Sequence[tuple[Path, TokenFacts]], vocab: int | None) -> None:
@@ -172,10 +178,9 @@ def _check_tokenizers(known: Sequence[tuple[Path, TokenFacts]], vocab: int | Non
             )
 
 
-def check_tokenizer(found: DataListing | Source, folder: str | Path) -> None:
+def check_tokenizer(listing: DataListing | Source, folder: str | Path) -> None:
     """Raise ConfigError where the data are not tokens of the tokenizer in a folder."""
-    own = hash_of(folder)
-    if found.unit == "bytes":
+    if listing.unit == "bytes":
         raise ConfigError(
             "the data are bytes, and the model has a tokenizer",
             found=f"text, and a tokenizer in {folder}",
@@ -183,11 +188,12 @@ def check_tokenizer(found: DataListing | Source, folder: str | Path) -> None:
             remedy=f"python -m mpipipe tokenize --tokenizer {folder} TEXT --out FILE, and name "
             "FILE with --data",
         )
-    if found.tokenizer is not None and own is not None and found.tokenizer != own:
+    expected = hash_of(folder)
+    if None not in (listing.tokenizer, expected) and listing.tokenizer != expected:
         raise ConfigError(
             "the data are of another tokenizer",
-            found=f"tokens of the tokenizer {found.tokenizer}",
-            expected=f"{own}, as in {folder}",
+            found=f"tokens of the tokenizer {listing.tokenizer}",
+            expected=f"{expected}, as in {folder}",
             remedy=f"tokenize the text again with --tokenizer {folder}",
         )
 
@@ -200,35 +206,35 @@ def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]
     train = []
     validation = []
     for file in token_files:
-        held = _by_documents(file) or [
-            TokenPart(file, len(file) - len(file) // HELD_OUT, len(file))
-        ]
+        parts = _by_documents(file)
+        if not parts:
+            parts = [TokenPart(file, len(file) - len(file) // HELD_OUT, len(file))]
+        validation += parts
         begin = 0
-        for part in held:
+        for part in parts:  # the last one ends with the file
             train.append(TokenPart(file, begin, part.start))
             begin = part.stop
-        validation += held  # whose last part ends with the file
     return FileTokens(train), FileTokens(validation)
 
 
 def _by_documents(file: TokenFile) -> list[TokenPart]:
     """Return what is held out of a file between starts of documents, if that is about 5 %."""
     starts = file.documents.starts
+    total = len(file)
+
+    def next_start(position: int) -> int:
+        number = bisect_left(starts, position)
+        return starts[number] if number < len(starts) else total
+
+    parts = []
     count = max(1, min(SECTIONS, len(starts) // DOCUMENTS))
-    held = []
     for section in range(count):
-        begin = len(file) * section // count
-        end = len(file) * (section + 1) // count
-        cuts = [
-            bisect_left(starts, position) for position in (end - (end - begin) // HELD_OUT, end)
-        ]
-        held.append(
-            TokenPart(
-                file, *(starts[number] if number < len(starts) else len(file) for number in cuts)
-            )
-        )
-    share = sum(part.stop - part.start for part in held) / max(1, len(file))
-    return held if FEWEST <= share <= MOST else []
+        begin = total * section // count
+        end = total * (section + 1) // count
+        cut = next_start(end - (end - begin) // HELD_OUT)
+        parts.append(TokenPart(file, cut, next_start(end)))
+    share = sum(part.stop - part.start for part in parts) / max(1, total)
+    return parts if FEWEST <= share <= MOST else []
 
 
 # -- Files of text ---------------------------------------------------------------------------------
@@ -242,12 +248,12 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
     with files.reading(
         "data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY
     ):
-        folder = files.is_folder(path)
-        if folder:
+        if files.is_folder(path):
             listed = [(file, size) for file, size in _walk(path) if size and not _is_binary(file)]
+            binary = False
         else:
             listed = [(path, files.check_regular(path).st_size)]
-        binary = not folder and _is_binary(path)
+            binary = _is_binary(path)
     if binary:
         raise DataError(
             "a binary file without a header that is known",
@@ -280,22 +286,11 @@ def _walk(folder: Path) -> list[tuple[Path, int]]:
 
     listed: list[tuple[Path, int]] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS
-        ]
-        for path in [Path(parent, name) for name in names if not name.startswith(".")]:
-            try:
-                status = path.stat()
-            except OSError as error:
-                if error.errno not in (
-                    errno.ENOENT,
-                    errno.ENOTDIR,
-                    errno.ELOOP,
-                ):  # of a link that leads nowhere
-                    raise
-            else:
-                if stat.S_ISREG(status.st_mode):
-                    listed.append((path, status.st_size))
+        folders[:] = [name for name in folders if name[0] != "." and name not in SKIPPED_FOLDERS]
+        for name in names:
+            path = Path(parent, name)
+            if name[0] != "." and path.is_file():
+                listed.append((path, path.stat().st_size))
     return sorted(listed, key=lambda entry: entry[0].relative_to(folder).parts)
 
 

@@ -108,7 +108,8 @@ class TokenFile:
         """As `Tokens.starts`; raises DataError where the index is damaged."""
         rows = self.documents.starts
         starts = np.array(rows[bisect_left(rows, start) : bisect_left(rows, stop)], np.int64)
-        if starts.size and (starts[0] < start or starts[-1] >= stop or (np.diff(starts) < 0).any()):
+        edges = np.concatenate([[start], starts, [stop - 1]])
+        if starts.size and (np.diff(edges) < 0).any():
             raise DataError(
                 "the index of documents is damaged",
                 found=f"starts {starts.tolist()[:5]} in {self.documents.path}",
@@ -122,23 +123,22 @@ class TokenFile:
 
         Within a document all tokens count as equally long.
         """
-        if self.documents.before is None:
-            return None
         starts = self.documents.starts
         before = self.documents.before
-        number = (
-            bisect_right(starts, position) - 1
-        )  # the document that holds it, the last of several that begin here
+        if before is None:
+            return None
+        # The last of several documents that begin here.
+        number = bisect_right(starts, position) - 1
         if number < 0:
             return 0
-        last = number + 1 == len(starts)
-        stop, after = (
-            (len(self), self.documents.nbytes) if last else (starts[number + 1], before[number + 1])
-        )
-        first = starts[number]
-        return before[number] + (after - before[number]) * (position - first) // max(
-            1, stop - first
-        )
+        stop = len(self)
+        after = self.documents.nbytes
+        if number + 1 < len(starts):
+            stop = starts[number + 1]
+            after = before[number + 1]
+        length = max(1, stop - starts[number])
+        share = (after - before[number]) * (position - starts[number]) // length
+        return before[number] + share
 
 
 class TokenPart(NamedTuple):
@@ -173,15 +173,12 @@ class FileTokens(Tokens):
     def read(self, start: int, count: int) -> np.ndarray:
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens {start} to {start + count} of {len(self)}")
-        pieces = [
-            part.file.read(first, last - first)
-            for part, first, last, _ in self._within(start, start + count)
-        ]
-        return (
-            pieces[0]
-            if len(pieces) == 1
-            else np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
-        )
+        pieces = []
+        for part, first, last, _ in self._within(start, start + count):
+            pieces.append(part.file.read(first, last - first))
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         rows = [np.zeros(0, np.int64)]
@@ -201,7 +198,7 @@ class FileTokens(Tokens):
             shift = self._ends[index] - part.stop
             yield part, start - shift, end - shift, shift
             start = end
-            index = index + 1
+            index += 1
 
 
 # -- Formats ---------------------------------------------------------------------------------------
@@ -241,12 +238,13 @@ def dtype_for(vocab: int) -> str:
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a path names tokens: by the first bytes of the file, and Megatron's pairs."""
+    """Return True if a path names tokens: by the first bytes of the file, or Megatron's pair."""
+    if megatron_pair(path) is not None:
+        return True
     try:
-        begin = read_bytes(path, 0, min(8, files.check_regular(path).st_size))
+        return read_bytes(path, 0, min(8, files.check_regular(path).st_size)).startswith(NPY_MAGIC)
     except OSError:
-        begin = b""
-    return megatron_pair(path) is not None or begin.startswith(NPY_MAGIC)
+        return False
 
 
 class OpenedTokens(NamedTuple):
@@ -362,19 +360,20 @@ class MegatronStarts(Sequence[int]):
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         sequence = self.first_sequence[index]
-        return (
-            self.tokens
-            if sequence == len(self.byte_of)
-            else self.byte_of[sequence] // self.itemsize
-        )
+        if sequence == len(self.byte_of):
+            return self.tokens
+        return self.byte_of[sequence] // self.itemsize
 
 
 def megatron_pair(path: Path) -> tuple[Path, Path] | None:
     """Return (.bin, .idx) that `path` names, by either or without the ending; else None."""
-    text = str(path)
-    prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
+    prefix = str(path)
+    if prefix.endswith((".bin", ".idx")):
+        prefix = prefix[:-4]
     pair = Path(prefix + ".bin"), Path(prefix + ".idx")
-    return pair if files.exists(pair[1]) and (path in pair or not files.exists(path)) else None
+    if files.exists(pair[1]) and (path in pair or not files.exists(path)):
+        return pair
+    return None
 
 
 def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
@@ -418,16 +417,17 @@ def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) 
     for start, block in lengths.blocks():
         sizes = block.astype(np.int64)
         places = byte_of.read(start, len(block))
-        expected = total + np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        wrong = np.flatnonzero((places != expected * itemsize) | (sizes < 0))
+        ends = total + np.cumsum(sizes)
+        expected = (ends - sizes) * itemsize
+        wrong = np.flatnonzero((places != expected) | (sizes < 0))
         if wrong.size:
             entry = int(wrong[0])
             raise _bad_index(
                 lengths.path,
                 f"sequence {start + entry} of {sizes[entry]} tokens at byte {places[entry]}",
-                f"at byte {expected[entry] * itemsize}, after the one before it",
+                f"at byte {expected[entry]}, after the one before it",
             )
-        total += int(sizes.sum())
+        total = int(ends[-1])
     return total
 
 

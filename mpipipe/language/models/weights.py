@@ -156,7 +156,7 @@ def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
 
 def own_arrays(stages: Sequence[nn.Stage]) -> dict[str, Array]:
     """Return the parameters of this rank by name."""
-    parameters = {}
+    parameters: dict[str, Array] = {}
     for stage in stages:
         parameters.update(stage.parameters)
     return parameters

@@ -62,13 +62,13 @@ class Embedding(Layer):
         self.vocab = vocab
         self.dim = dim
         self.scale = scale
-        self.declared = {"weight": matrix(vocab, dim, gain, tie)}
-        self.starts = dict[str, int]()
+        whole = matrix(vocab, dim, gain, tie)
+        self.declared = {"weight": whole}
+        self.starts: dict[str, int] = {}
         if slices > 1:
-            self.starts = {
-                f"weight_{k}": rows.start for k, rows in enumerate(even_split(vocab, slices))
-            }
-            self.declared = dict(zip(self.starts, row_slices(self.declared["weight"], slices)))
+            for number, part in enumerate(even_split(vocab, slices)):
+                self.starts[f"weight_{number}"] = part.start
+            self.declared = dict(zip(self.starts, row_slices(whole, slices)))
 
     def unrecordable(self) -> str:
         return "the host looks which slice has each row" if self.starts else ""
@@ -80,7 +80,9 @@ class Embedding(Layer):
         else:
             x = self.upload(x)
             y = kernels.embed(self.weight, x)
-        return (y if self.scale == 1 else kernels.scale(y, self.scale, out=y)), x
+        if self.scale != 1:
+            y = kernels.scale(y, self.scale, out=y)
+        return y, x
 
     def upload(self, x: Array) -> Array:
         device = "cpu" if self.starts else self.stage.device
@@ -90,8 +92,10 @@ class Embedding(Layer):
         return None, (dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
-        (dy, x), kernels = pending, self.stage.kernels
-        dy = dy if self.scale == 1 else kernels.scale(dy, self.scale)
+        dy, x = pending
+        kernels = self.stage.kernels
+        if self.scale != 1:
+            dy = kernels.scale(dy, self.scale)
         if not self.starts:
             self._add("weight", kernels.embed_backward, dy, x)
             return
@@ -106,18 +110,19 @@ class Embedding(Layer):
         """Return rows (..., dim), and for the backward their order and the ids in each slice."""
         kernels = self.stage.kernels
         device = self.stage.device
-        starts = list(self.starts.values())
         ids = self.upload(arrays.download(x)).reshape(-1).astype(np.int64)
-        slices = np.searchsorted(starts, ids, side="right") - 1
-        order = np.argsort(slices, kind="stable")
-        ends = np.cumsum(np.bincount(slices, minlength=len(starts)))
-        parts = [each - start for each, start in zip(np.split(ids[order], ends[:-1]), starts)]
+        starts = [*self.starts.values(), self.vocab]
+        order = np.argsort(ids, kind="stable")
+        ends = np.searchsorted(ids[order], starts)
+        parts = []
+        for start, first, last in zip(starts, ends, ends[1:]):
+            parts.append(ids[order[first:last]] - start)
         back = np.argsort(order)
         if device == "cuda":
             order, back, *parts = map(arrays.upload, (order, back, *parts))
         by_slice = arrays.empty((len(ids), self.dim), self.stage.dtype, device)
-        for name, part, end in zip(self.starts, parts, ends):
-            kernels.copy(kernels.embed(getattr(self, name), part), by_slice[end - len(part) : end])
+        for name, part, first, last in zip(self.starts, parts, ends, ends[1:]):
+            kernels.copy(kernels.embed(getattr(self, name), part), by_slice[first:last])
         return kernels.embed(by_slice, back).reshape(*x.shape, self.dim), (order, parts)
 
 
@@ -168,19 +173,15 @@ class LearnedPositions(Layer):
         self.declared = {"weight": matrix(count, dim, gain)}
 
     def unrecordable(self) -> str:
-        return (
-            ""
-            if self.attend is None or self.positions is not None
-            else why_unrecordable(self.attend)
-        )
+        if self.attend is None or self.positions is not None:
+            return ""
+        return why_unrecordable(self.attend)
 
     def bound(self) -> None:
-        self._attend = (
-            None
-            if self.attend is None or self.positions is not None
-            else as_attend(self.attend).for_layer()
-        )
-        self._kept = lru_cache(maxsize=NUMBERS)(self._made)
+        self._attend = None
+        if self.attend is not None and self.positions is None:
+            self._attend = as_attend(self.attend).for_layer()
+        self._numbers = lru_cache(maxsize=NUMBERS)(self._made)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         added, numbers = self._rows(x)
@@ -196,18 +197,21 @@ class LearnedPositions(Layer):
         """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
         check_sequence(self, x, self.dim, self.positions)
         batch, seq = x.shape[:2]
+        positions = self.positions
         if self._attend is not None:
             self._attend.begin(self.stage.position)
-        asked = self.positions if self._attend is None else self._attend.positions(seq)
-        known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
-        numbers = arrays.keep_for_graph(self._kept(batch, known))
+            positions = self._attend.positions(seq)
+        key: int | bytes = seq
+        if positions is not None:
+            key = np.ascontiguousarray(positions, np.int64).tobytes()
+        numbers = arrays.keep_for_graph(self._numbers(batch, key))
         if self._attend is not None:
             self._attend.advance(seq)
         return self.stage.kernels.embed(self.weight, numbers), numbers
 
-    def _made(self, batch: int, known: int | bytes) -> Array:
+    def _made(self, batch: int, key: int | bytes) -> Array:
         """Make the numbers (batch, seq) of the first positions, or of those in int64 bytes."""
-        numbers = np.arange(known) if isinstance(known, int) else np.frombuffer(known, np.int64)
+        numbers = np.arange(key) if isinstance(key, int) else np.frombuffer(key, np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.count):
             raise ArgumentError(
                 f"layer {self.name} (LearnedPositions): a position has no row in the table",

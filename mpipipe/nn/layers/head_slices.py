@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_features, check_positive, check_slice_count, checked_ids, rows
@@ -124,9 +124,12 @@ class HeadSlice(Layer):
         self.declared = {"weight": row_slices(matrix(vocab, inputs, gain, tie), of, stream)[number]}
         self.takes = (LABELS,) if labels else ()
 
-    def forward(self, x: Any) -> tuple[Any, Any]:
+    def forward(self, x: Tree) -> tuple[Tree, Any]:
         parts = x if isinstance(x, tuple) else (x,)
-        if len(parts) - 1 != (2 * (self.number > 0) if self.takes else self.number):
+        carried = self.number
+        if self.takes:
+            carried = 2 if self.number else 0
+        if len(parts) != 1 + carried:
             raise ArgumentError(
                 f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take "
                 "what comes to it",
@@ -138,7 +141,10 @@ class HeadSlice(Layer):
         return self._losses(*parts) if self.takes else self._logits(*parts)
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
-        return self._back(dy, saved, True, False), (dy if self.last else (None, *dy[1:]), saved)
+        dx = self._back(dy, saved, True, False)
+        if not self.last:
+            dy = (None, *dy[1:])
+        return dx, (dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
         dy, saved = pending
@@ -149,38 +155,34 @@ class HeadSlice(Layer):
 
     # -- logits
 
-    def _logits(self, h: Array, *before: Array) -> tuple[Any, Any]:
+    def _logits(self, h: Array, *before: Array) -> tuple[Tree, Any]:
         flat = rows(h)
-        mine = self.stage.kernels.linear(flat, self.weight).reshape(*h.shape[:-1], len(self.weight))
-        logits = *before, mine
-        return arrays.concatenate(logits, h.ndim - 1) if self.last else (h, *logits), (
-            h.shape,
-            flat,
-        )
+        logits = self.stage.kernels.linear(flat, self.weight)
+        parts = (*before, logits.reshape(*h.shape[:-1], len(self.weight)))
+        if self.last:
+            return arrays.concatenate(parts, h.ndim - 1), (h.shape, flat)
+        return (h, *parts), (h.shape, flat)
 
     def _back_from_logits(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
-        (shape, flat), kernels = saved, self.stage.kernels
+        shape, flat = saved
+        kernels = self.stage.kernels
         if self.last:
-            dy = (
-                None,
-                *(
-                    arrays.copied(dy[..., part.start : part.stop])
-                    for part in even_split(self.vocab, self.of)
-                ),
-            )
-        dh, *dlogits = dy
-        mine = rows(dlogits.pop())
+            slices = even_split(self.vocab, self.of)
+            dy = [None, *(arrays.copied(dy[..., part.start : part.stop]) for part in slices)]
+        dh, *before, dlogits = dy
+        dlogits = rows(dlogits)
         if of_weight:
-            self._add("weight", kernels.linear_backward_weight, mine, flat)
+            self._add("weight", kernels.linear_backward_weight, dlogits, flat)
         if not of_input:
             return None
-        dx = kernels.linear_backward_input(mine, self.weight).reshape(shape)
-        dx = dx if dh is None else kernels.add(dh, dx)
-        return (dx, *dlogits) if dlogits else dx
+        dx = kernels.linear_backward_input(dlogits, self.weight).reshape(shape)
+        if dh is not None:
+            dx = kernels.add(dh, dx)
+        return (dx, *before) if before else dx
 
     # -- losses
 
-    def _losses(self, h: Array, *carried: Array) -> tuple[Any, Any]:
+    def _losses(self, h: Array, *carried: Array) -> tuple[Tree, Any]:
         stage = self.stage
         flat = rows(h)
         shape = h.shape[:-1]
@@ -191,100 +193,98 @@ class HeadSlice(Layer):
                 found=f"labels {getattr(labels, 'shape', type(labels).__name__)}, input {h.shape}",
                 expected="labels (...) for an input (..., dim)",
             )
-        ids = checked_ids(
-            labels, self.vocab, f"layer {self.name} (HeadSlice): the labels", stage.device
-        ).reshape(-1)
+        what = f"layer {self.name} (HeadSlice): the labels"
+        ids = checked_ids(labels, self.vocab, what, stage.device).reshape(-1)
         kind = arrays.accumulator(stage.dtype)
         if not self.number:
-            carried = (
-                arrays.empty(shape, kind, stage.device),
-                arrays.zeros(shape, kind, stage.device),
-            )
-            arrays.fill(carried[0], -np.inf)
-        before = [each.reshape(-1) for each in carried]
-        after = [arrays.empty((len(flat),), kind, stage.device) for _ in before]
-        kept = list[Array]()
-        keeps = (
-            stage.position.training
-            and len(flat) * self.vocab * flat.dtype.itemsize <= KEPT_BYTES[stage.device]
-        )
+            lse = arrays.empty(shape, kind, stage.device)
+            arrays.fill(lse, -np.inf)
+            carried = (lse, arrays.zeros(shape, kind, stage.device))
+        before = [sums.reshape(-1) for sums in carried]
+        after = [arrays.empty(sums.shape, kind, stage.device) for sums in before]
+        logits_nbytes = len(flat) * self.vocab * flat.dtype.itemsize
+        keeps = stage.position.training and logits_nbytes <= KEPT_BYTES[stage.device]
+        kept: list[Array] = []
+        columns = (self.first, self.vocab)
         for at in tiles(stage, len(flat), self._tile):
             logits = stage.kernels.linear(flat[at], self.weight)
-            columns = (self.first, self.vocab)
-            now = [each[at] for each in after]
-            stage.kernels.running_lse(logits, ids[at], columns, [each[at] for each in before], now)
+            old = [sums[at] for sums in before]
+            new = [sums[at] for sums in after]
+            stage.kernels.running_lse(logits, ids[at], columns, old, new)
             if keeps:
                 kept.append(logits)
             del logits
         saved = h.shape, flat, ids, before[0], after[0], kept
+        lse, t = after
         if self.last:
-            return stage.kernels.add(after[0], stage.kernels.scale(after[1], -1.0)).reshape(
-                shape
-            ), saved
-        return (h, *(each.reshape(shape) for each in after)), saved
+            losses = stage.kernels.add(lse, stage.kernels.scale(t, -1.0))
+            return losses.reshape(shape), saved
+        return (h, lse.reshape(shape), t.reshape(shape)), saved
 
     def _back(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
         """Compute the gradient of the input, add to that of the weight, or both."""
         if not self.takes:
             return self._back_from_logits(dy, saved, of_input, of_weight)
-        (shape, flat, ids, before, lse, kept), kernels, device = (
-            saved,
-            self.stage.kernels,
-            self.stage.device,
-        )
-        dh, *slopes = (None, dy, kernels.scale(dy, -1.0)) if self.last else dy
-        dh = None if dh is None else rows(dh)
-        slopes = [each.reshape(-1) for each in slopes]
+        shape, flat, ids, before, lse, kept = saved
+        kernels = self.stage.kernels
+        device = self.stage.device
+        if self.last:
+            dy = (None, dy, kernels.scale(dy, -1.0))
+        dh = None if dy[0] is None else rows(dy[0])
+        slopes = [slope.reshape(-1) for slope in dy[1:]]
         dx = arrays.empty(flat.shape, flat.dtype, device) if of_input else None
         for number, at in enumerate(tiles(self.stage, len(flat), self._tile)):
-            logits = kept[number] if kept else kernels.linear(flat[at], self.weight)
-            dlogits = arrays.empty_like(logits) if kept else logits
-            now = [each[at] for each in slopes]
-            kernels.running_lse_backward(logits, ids[at], self.first, lse[at], now, dlogits)
+            if kept:
+                logits = kept[number]
+                dlogits = arrays.empty_like(logits)
+            else:
+                logits = kernels.linear(flat[at], self.weight)
+                dlogits = logits
+            here = [slope[at] for slope in slopes]
+            kernels.running_lse_backward(logits, ids[at], self.first, lse[at], here, dlogits)
             if of_weight:
                 self._add("weight", kernels.linear_backward_weight, dlogits, flat[at])
             if dx is not None:
                 part = kernels.linear_backward_input(dlogits, self.weight)
-                kernels.copy(part if dh is None else kernels.add(dh[at], part), dx[at])
-        if dx is None or not self.number:
-            return None if dx is None else dx.reshape(shape)
-        dbefore = arrays.empty(
-            (len(flat), 1), before.dtype, device
-        )  # L before is one more logit, of no label
+                if dh is not None:
+                    part = kernels.add(dh[at], part)
+                kernels.copy(part, dx[at])
+        if dx is None:
+            return None
+        dx = dx.reshape(shape)
+        if not self.number:
+            return dx
+        # L before is one more logit, of no label.
+        dbefore = arrays.empty((len(flat), 1), before.dtype, device)
         kernels.running_lse_backward(before.reshape(-1, 1), ids, self.vocab, lse, slopes, dbefore)
-        return dx.reshape(shape), dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
+        return dx, dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
 
     @property
     def _tile(self) -> int:
         return tile_rows(len(self.weight), self.weight.dtype.itemsize, self.stage.device)
 
 
-def check_slices(entries: Sequence[Any]) -> None:
+def check_slices(entries: Sequence[object]) -> None:
     """Raise ArgumentError unless slices of a head are the last layers of a model, in order."""
-    walked = (
-        (k, each)
-        for k, top in enumerate(entries)
-        if isinstance(top, Layer)
-        for _, each in top.walk("")
-    )
-    found = [(place, layer) for place, layer in walked if isinstance(layer, HeadSlice)]
-    if not found:
+    slices: list[HeadSlice] = []
+    places = []
+    for place, top in enumerate(entries):
+        for _, layer in top.walk("") if isinstance(top, Layer) else ():
+            if isinstance(layer, HeadSlice):
+                slices.append(layer)
+                places.append(place)
+    if not slices:
         return
-    of = found[0][1].of
-    ends = isinstance(entries[-1], Layer) and leaf(entries[-1], -1) is found[-1][1]
-    apart = any(after - before > 1 for (before, _), (after, _) in pairwise(found))
-    if (
-        apart
-        or not ends
-        or [(layer.number, layer.of) for _, layer in found]
-        != [(number, of) for number in range(of)]
-    ):
+    of = slices[0].of
+    order = [(layer.number, layer.of) for layer in slices]
+    last = entries[-1]
+    ends = isinstance(last, Layer) and leaf(last, -1) is slices[-1]
+    apart = any(after - before > 1 for before, after in pairwise(places))
+    if apart or not ends or order != [(number, of) for number in range(of)]:
+        named = [f"slice {n} of {of} in layers[{at}]" for (n, of), at in zip(order, places)]
         raise ArgumentError(
             "the slices of a head are not the last layers of the model, one after the other",
-            found=", ".join(
-                f"slice {layer.number} of {layer.of} in layers[{place}]" for place, layer in found
-            )
-            + f", and {len(entries)} layers",
+            found=f"{', '.join(named)}, and {len(entries)} layers",
             expected=f"slices 0 to {of - 1}, of which slice {of - 1} is the last layer",
             remedy="put them at the end, in their order; or take nn.Head, which other layers may "
             "follow",
