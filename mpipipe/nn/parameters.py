@@ -91,7 +91,6 @@ def row_slices(whole: Parameter, parts: int, stream: str | None = None) -> list[
 
     Those of a tied matrix are tied, each by a key of its own, and their stream is its tie.
     """
-    tie = whole.tie
     width = whole.shape[1]
 
     def draw(start: int, generator: np.random.Generator, shape: Shape) -> np.ndarray:
@@ -100,16 +99,19 @@ def row_slices(whole: Parameter, parts: int, stream: str | None = None) -> list[
             whole.draw(generator, (min(step, start - first), width))
         return whole.draw(generator, shape)
 
-    return [
-        replace(
-            whole,
-            shape=(len(rows), width),
-            draw=partial(draw, rows.start),
-            tie=None if tie is None else f"{tie} {rows.start}:{rows.stop}",
-            stream=tie or stream,
+    slices = []
+    for rows in even_split(whole.shape[0], parts):
+        tie = None if whole.tie is None else f"{whole.tie} {rows.start}:{rows.stop}"
+        slices.append(
+            replace(
+                whole,
+                shape=(len(rows), width),
+                draw=partial(draw, rows.start),
+                tie=tie,
+                stream=whole.tie or stream,
+            )
         )
-        for rows in even_split(whole.shape[0], parts)
-    ]
+    return slices
 
 
 class FlatBuffer(Mapping[str, Any]):
@@ -157,16 +159,15 @@ class FlatBuffer(Mapping[str, Any]):
         order: Iterable[str] | None = None,
     ):
         dtype = arrays.dtype(dtype)
-        step = ALIGNMENT // (dtype if narrowest is None else narrowest).itemsize
+        step = ALIGNMENT // (narrowest or dtype).itemsize
         self.offsets: dict[str, int] = {}
         end = 0
         for name in shapes if order is None else order:
             self.offsets[name] = end
             end += -(-math.prod(shapes[name]) // step) * step
         self._views: dict[str, Any] = {}
-        self._elsewhere: dict[
-            str, tuple[FlatBuffer, str]
-        ] = {}  # names that lie in another buffer, and there
+        # The buffer and name of arrays that lie in another buffer.
+        self._elsewhere: dict[str, tuple[FlatBuffer, str]] = {}
         self._lay_out(arrays.zeros(end, dtype, device), shapes)
 
     def _lay_out(self, flat: Array, shapes: Mapping[str, Shape]) -> None:
@@ -201,8 +202,8 @@ class FlatBuffer(Mapping[str, Any]):
             The array itself; or the optim.StateShard, where replicas keep a share of it each.
         """
         if name in self._elsewhere:
-            buffer, there = self._elsewhere[name]
-            return buffer.entry(there)
+            buffer, key = self._elsewhere[name]
+            return buffer.entry(key)
         return self._views[name]
 
     @property
@@ -260,17 +261,21 @@ def drawn(
     layout: Mapping[str, Any],
 ) -> FlatBuffer:
     """Return parameters with their initial values; `layout` are further arguments of FlatBuffer."""
-    shapes = {name: parameter.shape for name, parameter in declared.items()}
+    shapes = shapes_of(declared)
     host = FlatBuffer(shapes, dtype, **layout)
     for name, parameter in declared.items():
-        host[name][...] = parameter.draw(
-            initial_generator(seed, parameter.stream or parameter.tie or name), parameter.shape
-        )
+        generator = initial_generator(seed, parameter.stream or parameter.tie or name)
+        host[name][...] = parameter.draw(generator, parameter.shape)
     if device == "cpu":
         return host
-    there = FlatBuffer(shapes, dtype, device, **layout)
-    arrays.upload(host.flat, out=there.flat)
-    return there
+    buffer = FlatBuffer(shapes, dtype, device, **layout)
+    arrays.upload(host.flat, out=buffer.flat)
+    return buffer
+
+
+def shapes_of(declared: Mapping[str, Parameter]) -> dict[str, Shape]:
+    """Return the shapes of parameters by name."""
+    return {name: parameter.shape for name, parameter in declared.items()}
 
 
 def decay_ranges(
@@ -280,26 +285,31 @@ def decay_ranges(
 
     Offsets are in the order of memory. A gap goes with what is before it.
     """
-    starts = [(start, decays[name]) for name, start in offsets.items()]
-    changes = [now for before, now in zip([(0, None), *starts], starts) if now[1] != before[1]]
-    edges = [0, *(start for start, _ in changes[1:]), end]
-    ranges = zip(edges, edges[1:], (decay for _, decay in changes))
-    return [(start, stop, decay) for start, stop, decay in ranges if stop > start]
+    ranges: list[tuple[int, int, bool]] = []
+    starts = list(offsets.values())
+    for name, start, stop in zip(offsets, starts, [*starts[1:], end]):
+        decay = decays[name]
+        if ranges and (ranges[-1][2] == decay or start == stop):
+            ranges[-1] = (ranges[-1][0], stop, ranges[-1][2])
+        elif start < stop:
+            ranges.append((start, stop, decay))
+    return ranges
 
 
 def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
     """Return names as they lie in memory: with decay, without, tied, tied again.
 
-    The last are ties within one stage.
-
-    So there are few ranges of equal decay, and what a pipeline shares lies at the end.
+    The last are ties within one stage. So there are few ranges of equal decay, and what a pipeline
+    shares lies at the end.
     """
     ranks: dict[str, tuple[int, bool]] = {}
-    seen: set[str] = set()
+    ties: set[str] = set()
     for name, parameter in declared.items():
-        tied = 0 if parameter.tie is None else 2 if parameter.tie in seen else 1
-        ranks[name] = tied, not parameter.decay
-        seen.add(parameter.tie or "")
+        rank = 0
+        if parameter.tie is not None:
+            rank = 2 if parameter.tie in ties else 1
+            ties.add(parameter.tie)
+        ranks[name] = rank, not parameter.decay
     return sorted(declared, key=ranks.__getitem__)
 
 
@@ -319,18 +329,17 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
 
 def frozen_names(declared: Mapping[str, Parameter], patterns: Sequence[str]) -> set[str]:
     """Return the names of frozen parameters; raise ArgumentError for ties frozen in part."""
-    frozen = {
-        name
-        for name, parameter in declared.items()
-        if parameter.frozen or is_frozen(name, patterns)
-    }
-    places: dict[str, list[str]] = {}
+    frozen = set()
+    trained: dict[str, list[str]] = {}  # places of ties
     for name, parameter in declared.items():
-        if parameter.tie is not None:
-            places.setdefault(parameter.tie, []).append(name)
-    for key, names in places.items():
-        if 0 < len(frozen.intersection(names)) < len(names):
-            raise partly_frozen_error(key, [name for name in names if name not in frozen])
+        if parameter.frozen or is_frozen(name, patterns):
+            frozen.add(name)
+        elif parameter.tie is not None:
+            trained.setdefault(parameter.tie, []).append(name)
+    for name in frozen:
+        tie = declared[name].tie
+        if tie in trained:
+            raise partly_frozen_error(tie, trained[tie])
     return frozen
 
 
@@ -383,11 +392,11 @@ class StageBuffers:
     ) -> StageBuffers:
         """Make the buffers of a stage that computes in `dtype`, with initial values."""
         wide = dtype if keeps_halves else arrays.accumulator(dtype)
-        trained = {name: parameter for name, parameter in declared.items() if name not in frozen}
-        rest = {name: parameter for name, parameter in declared.items() if name in frozen}
-        shapes, held_shapes = (
-            {name: p.shape for name, p in some.items()} for some in (trained, rest)
-        )
+        trained: dict[str, Parameter] = {}
+        rest: dict[str, Parameter] = {}
+        for name, parameter in declared.items():
+            (rest if name in frozen else trained)[name] = parameter
+        shapes = shapes_of(trained)
         layout: Any = {"narrowest": dtype, "order": memory_order(trained)}
         parameters = drawn(trained, wide, device, seed, layout)
         gradients = FlatBuffer(shapes, wide, device, **layout)
@@ -396,7 +405,7 @@ class StageBuffers:
         held_compute = held
         if wide != dtype:
             compute = FlatBuffer(shapes, dtype, device, **layout)
-            held_compute = FlatBuffer(held_shapes, dtype, device)
+            held_compute = FlatBuffer(shapes_of(rest), dtype, device)
             _show(compute, held_compute, declared)
         decays = {name: parameter.decay for name, parameter in trained.items()}
         ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
@@ -406,16 +415,17 @@ class StageBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        made = {id(each): each for each in (*self._trained, self.held, self.held_compute)}
-        return sum(each.whole.nbytes for each in made.values())
+        buffers = [*self._trained, self.held]
+        if self.held_compute is not self.held:
+            buffers.append(self.held_compute)
+        return sum(buffer.whole.nbytes for buffer in buffers)
 
     @property
     def _trained(self) -> list[FlatBuffer]:
-        return [
-            self.parameters,
-            self.gradients,
-            *([] if self.compute is self.parameters else [self.compute]),
-        ]
+        buffers = [self.parameters, self.gradients]
+        if self.compute is not self.parameters:
+            buffers.append(self.compute)
+        return buffers
 
     def ends_with(self, name: str) -> bool:
         """Return whether an array is the last one of `parameters.flat`."""
@@ -432,22 +442,24 @@ class StageBuffers:
         for buffer in self._trained:
             buffer.flat = buffer.flat[: buffer.offsets.pop(name)]
         end = self.parameters.flat.size
-        self.decay_ranges = [
-            (start, min(stop, end), decay)
-            for start, stop, decay in self.decay_ranges
-            if start < end
-        ]
+        ranges = []
+        for start, stop, decay in self.decay_ranges:
+            if start < end:
+                ranges.append((start, min(stop, end), decay))
+        self.decay_ranges = ranges
         return gradient
 
-    def point(self, name: str, other: StageBuffers, there: str) -> None:
-        """Let a name be another name of the array that `other` calls `there`."""
+    def point(self, name: str, other: StageBuffers, key: str) -> None:
+        """Let a name be another name of the array that `other` calls `key`."""
         for buffer, storage in zip(self._trained, other._trained):
-            buffer._views[name], buffer._elsewhere[name] = None, (storage, there)
+            buffer._views[name] = None
+            buffer._elsewhere[name] = (storage, key)
             buffer.offsets.pop(name, None)
             if buffer is storage:
-                buffer.offsets[name] = storage.offsets[there]
+                buffer.offsets[name] = storage.offsets[key]
 
 
 def _show(buffer: FlatBuffer, other: FlatBuffer, order: Iterable[str]) -> None:
     """Show the arrays of another buffer next to those of this one, in this order of names."""
-    buffer._views = {name: other[name] if name in other else buffer[name] for name in order}
+    views = {**buffer, **other}
+    buffer._views = {name: views[name] for name in order}

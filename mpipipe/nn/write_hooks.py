@@ -58,23 +58,25 @@ def gradient_ready(stage: Stage) -> GradientReady | None:
 
     That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
     """
-    layers = [layer for top in stage.layers for _, layer in top.walk("")]
-    if not all(type(layer).__module__.startswith("mpipipe.") for layer in layers):
-        return None
-    tops = {layer: at for at, top in enumerate(stage.layers) for _, layer in top.walk("")}
+    tops = {}  # the place of the layer in `Stage.layers` that each layer is within
+    for place, top in enumerate(stage.layers):
+        for _, layer in top.walk(""):
+            tops[layer] = place
+            if not type(layer).__module__.startswith("mpipipe."):
+                return None
     place_of = {name: tops[layer] for name, (layer, _) in stage.layer_of.items()}
     flat = stage.gradients.flat
-    starts = sorted(
-        (start, name)
-        for name, start in stage.gradients.offsets.items()
-        if name not in stage.buffers.owners
-    )
+    starts = []
+    for name, start in stage.gradients.offsets.items():
+        if name not in stage.buffers.owners:
+            starts.append((start, name))
+    starts.sort()
     stops = [start for start, _ in starts[1:]] + [flat.size]
-    pieces = [(stop, place_of[name]) for (start, name), stop in zip(starts, stops) if stop > start]
-    parts = [
-        GradientPieces(part.reshape(-1), [(part.size, place_of[name])])
-        for name, part in stage.buffers.parts.items()
-    ]
-    return GradientReady(
-        [GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)}
-    )
+    pieces = []
+    for (start, name), stop in zip(starts, stops):
+        if stop > start:
+            pieces.append((stop, place_of[name]))
+    gradients = [GradientPieces(flat, pieces)]
+    for name, part in stage.buffers.parts.items():
+        gradients.append(GradientPieces(part.reshape(-1), [(part.size, place_of[name])]))
+    return GradientReady(gradients, {layer: place for place, layer in enumerate(stage.layers)})

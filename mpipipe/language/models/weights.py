@@ -174,7 +174,7 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
     for number in range(description.stages):
         path = folder / file_of(number)
         with open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN) as file:
-            for name in left.keys() & file.arrays.keys():
+            for name in [name for name in left if name in file.arrays]:
                 array = left.pop(name)
                 values = _read_one(file, name, array, description.checksums)
                 if arrays.is_device(array):

@@ -113,7 +113,7 @@ def described_as(text):
         (lambda folder: (folder / ONE).unlink(), "cannot be read"),
         (described_as("[" * 100_000), "description cannot be read"),
         *((described_as(text), "description cannot be read") for text in ('{"model": {}}', "5", '"x"')),
-        (described_as('{"model": 1, "dtype": "float32", "stages": 1, "checksums": {}, "checksum": ""}'), "is wrong"),
+        (described_as('{"model": 1, "dtype": "float32", "stages": 1, "checksums": {}, "checksum": ""}'), "is damaged"),
         (described_as('{"model": {}, "dtype": "float32", "stages": 1, "checksums": {}, "checksum": ""}'), "is damaged"),
     ],
 )  # fmt: skip
