@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
+from mpipipe.schedules.action import Action
 from mpipipe.schedules.classic import looped
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
@@ -300,7 +301,11 @@ def zero_bubble_2p(
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
-        return looped("zero_bubble_2p", ranks, 1, microbatches, split_order, 2, slices=slices)
+
+        def order(rank: int, units: int) -> list[Action]:
+            return split_order(ranks, 1, units, rank, step=2)
+
+        return looped("zero_bubble_2p", ranks, 1, microbatches, order, slices=slices)
     small = min(ranks, MANY)
     average = costs if small == ranks else costs.average(ranks)
     few = _Ranks(small, min(units, 3 * small), average, limit * small / ranks, kept)

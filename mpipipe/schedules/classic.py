@@ -15,9 +15,8 @@ holds n - 1 units more where it does not hold all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
@@ -57,13 +56,20 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
             found=f"backward={backward!r}",
             expected="'fifo' or 'lifo'",
         )
+
+    def order(rank: int, units: int) -> list[Action]:
+        forwards = [Action(rank, FORWARD, unit) for unit in range(units)]
+        backwards = [Action(rank, BACKWARD, unit) for unit in range(units)]
+        if backward == "lifo":
+            backwards.reverse()
+        return forwards + backwards
+
     if backward == "fifo":
-        return looped("gpipe", ranks, 1, microbatches, _breadth_first, False, slices=slices)
+        return looped("gpipe", ranks, 1, microbatches, order, slices=slices)
+    # The backwards of each sequence fall already.
     microbatches, slices = counts(microbatches=microbatches, slices=slices)
-    units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, True)
-    return replace(
-        units, microbatches=microbatches, slices=slices
-    )  # the backwards of each sequence fall already
+    schedule = looped("gpipe", ranks, 1, microbatches * slices, order)
+    return replace(schedule, microbatches=microbatches, slices=slices)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
@@ -88,7 +94,22 @@ def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
-    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, 1, slices=slices)
+
+    def order(rank: int, units: int) -> list[Action]:
+        warm_up = min(ranks - 1 - rank, units)
+        actions = []
+        for unit in range(warm_up):
+            actions.append(Action(rank, FORWARD, unit))
+        # The steady state: one forward and one backward in turn.
+        for unit in range(warm_up, units):
+            actions.append(Action(rank, FORWARD, unit))
+            actions.append(Action(rank, BACKWARD, unit - warm_up))
+        # The cool-down: the backwards that are left.
+        for unit in range(units - warm_up, units):
+            actions.append(Action(rank, BACKWARD, unit))
+        return actions
+
+    return looped("one_f_one_b", ranks, 1, microbatches, order, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
@@ -114,7 +135,18 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int 
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
-    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, 2, slices=slices)
+
+    def order(rank: int, units: int) -> list[Action]:
+        forwards = in_groups(FORWARD, ranks, chunks, units, rank)
+        backwards = in_groups(BACKWARD, ranks, chunks, units, rank)
+        warm_up = forwards_ahead(ranks, chunks, units, rank, step=2)
+        actions = forwards[:warm_up]
+        for forward, backward in zip(forwards[warm_up:], backwards):
+            actions += [forward, backward]
+        actions += backwards[len(forwards) - warm_up :]
+        return actions
+
+    return looped("interleaved_1f1b", ranks, chunks, microbatches, order, slices=slices)
 
 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
@@ -132,7 +164,17 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -
         For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds
         all MV activations.
     """
-    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, False, slices=slices)
+
+    def order(rank: int, units: int) -> list[Action]:
+        stages = range(rank, chunks * ranks, ranks)
+        actions = []
+        for stage in stages:
+            actions += [Action(stage, FORWARD, unit) for unit in range(units)]
+        for stage in reversed(stages):
+            actions += [Action(stage, BACKWARD, unit) for unit in range(units)]
+        return actions
+
+    return looped("looped_bfs", ranks, chunks, microbatches, order, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
@@ -145,7 +187,14 @@ def forward_only(ranks: int, chunks: int, microbatches: int, *, slices: int = 1)
     ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)f of a chunk.
     """
-    return looped("forward_only", ranks, chunks, microbatches, _forwards, 1, slices=slices)
+
+    def order(rank: int, units: int) -> list[Action]:
+        return in_groups(FORWARD, ranks, chunks, units, rank)
+
+    return looped("forward_only", ranks, chunks, microbatches, order, slices=slices)
+
+
+# -- What schedules have in common whose stages loop over the ranks --------------------------------
 
 
 def looped(
@@ -153,63 +202,41 @@ def looped(
     ranks: int,
     chunks: int,
     microbatches: int,
-    make: Callable[..., Iterable[Action]],
-    option: int,
+    order: Callable[[int, int], list[Action]],
     *,
     slices: int = 1,
 ) -> Schedule:
-    """Build a schedule whose stages loop over the ranks; `make` takes P, V, M, an option, and the
-    rank.
-    """
+    """Build a schedule from `order(rank, units)`, which gives the actions of a rank."""
     ranks, chunks, microbatches, slices = sizes(
         ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices
     )
     units = microbatches * slices
-    orders = [tuple(make(ranks, chunks, units, option, rank)) for rank in range(ranks)]
+    orders = [tuple(order(rank, units)) for rank in range(ranks)]
     return in_slices(Schedule(name, looped_placement(ranks, chunks), units, orders), slices)
 
 
-def _breadth_first(
-    ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int
-) -> Iterator[Action]:
-    stages = range(rank, chunks * ranks, ranks)
-    ascending = range(microbatches)
-    yield from _actions(FORWARD, stages, [ascending])
-    yield from _actions(BACKWARD, stages[::-1], [ascending[::-1] if lifo else ascending])
+def in_groups(op: str, ranks: int, chunks: int, units: int, rank: int) -> list[Action]:
+    """List all of one op on a rank: a group of units passes all chunks, then the next group does.
 
-
-def _one_f_one_b(
-    ranks: int, chunks: int, microbatches: int, step: int, rank: int
-) -> tuple[Action, ...]:
-    """Run the first forwards, then one forward and one backward in turn, then the remaining
-    backwards.
-    """
-    forwards, backwards, first = forth_and_back(BACKWARD, ranks, chunks, microbatches, step, rank)
-    in_turn = chain.from_iterable(zip(forwards[first:], backwards))
-    return (*forwards[:first], *in_turn, *backwards[len(forwards) - first :])
-
-
-def _forwards(*sizes: int) -> list[Action]:
-    return forth_and_back(FORWARD, *sizes)[0]
-
-
-def forth_and_back(
-    backward: str, ranks: int, chunks: int, microbatches: int, step: int, rank: int
-) -> tuple[list[Action], list[Action], int]:
-    """Return a rank's forwards, its backwards, and how many forwards come first: `step` fewer from
-    rank to rank.
+    Backwards pass the chunks from the last to the first.
     """
     stages = range(rank, chunks * ranks, ranks)
-    groups = even_split(microbatches, max(1, microbatches // ranks))
-    first = min((chunks - 1) * len(groups[0]) + step * (ranks - 1 - rank), chunks * microbatches)
-    return _actions(FORWARD, stages, groups), _actions(backward, stages[::-1], groups), first
+    if op != FORWARD:
+        stages = stages[::-1]
+    actions = []
+    for group in _groups(ranks, units):
+        for stage in stages:
+            actions += [Action(stage, op, unit) for unit in group]
+    return actions
 
 
-def _actions(op: str, stages: range, groups: Sequence[range]) -> list[Action]:
-    """List `op` for group after group of micro-batches, which pass one stage after the other."""
-    return [
-        action
-        for group in groups
-        for stage in stages
-        for action in map(Action, repeat(stage), repeat(op), group)
-    ]
+def forwards_ahead(ranks: int, chunks: int, units: int, rank: int, step: int) -> int:
+    """Count the forwards of a rank before its first backward: `step` fewer from rank to rank."""
+    first_group = _groups(ranks, units)[0]
+    ahead = (chunks - 1) * len(first_group) + step * (ranks - 1 - rank)
+    return min(ahead, chunks * units)
+
+
+def _groups(ranks: int, units: int) -> list[range]:
+    """Cut the units evenly into groups, of at least as many as there are ranks where they can."""
+    return even_split(units, max(1, units // ranks))

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.checks import sizes
-from mpipipe.schedules.classic import forth_and_back, looped
+from mpipipe.schedules.classic import forwards_ahead, in_groups, looped
 from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike, simulate
@@ -48,7 +48,11 @@ def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedul
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    return looped("zero_bubble_h1", ranks, 1, microbatches, split_order, 1, slices=slices)
+
+    def order(rank: int, units: int) -> list[Action]:
+        return split_order(ranks, 1, units, rank, step=1)
+
+    return looped("zero_bubble_h1", ranks, 1, microbatches, order, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -68,21 +72,27 @@ def interleaved_zero_bubble(
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the
         first group of micro-batches (see `interleaved_1f1b`).
     """
-    return looped(
-        "interleaved_zero_bubble", ranks, chunks, microbatches, split_order, 1, slices=slices
-    )
+
+    def order(rank: int, units: int) -> list[Action]:
+        return split_order(ranks, chunks, units, rank, step=1)
+
+    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, order, slices=slices)
 
 
-def split_order(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> list[Action]:
-    """Run the first F's, then an F, an I and, some I's later, its W in turn; at the end what is
-    left.
+def split_order(ranks: int, chunks: int, units: int, rank: int, step: int) -> list[Action]:
+    """Run the first F's, then an F, an I and an earlier W in turn; at the end what is left.
+
+    Rank r runs each W r times `step` I's after its own I.
     """
-    forwards, inputs, first = forth_and_back(INPUT_GRAD, ranks, chunks, microbatches, step, rank)
-    weights = [Action(stage, WEIGHT_GRAD, microbatch) for stage, _, microbatch in inputs]
+    forwards = in_groups(FORWARD, ranks, chunks, units, rank)
+    inputs = in_groups(INPUT_GRAD, ranks, chunks, units, rank)
+    weights = in_groups(WEIGHT_GRAD, ranks, chunks, units, rank)
+    first = forwards_ahead(ranks, chunks, units, rank, step)
     order = forwards[:first]
     delay = step * rank
     for done, action in enumerate(inputs):
-        order += [*forwards[first + done : first + done + 1], action]
+        order += forwards[first + done : first + done + 1]
+        order.append(action)
         if done >= delay:
             order.append(weights[done - delay])
     return order + weights[max(0, len(weights) - delay) :]
