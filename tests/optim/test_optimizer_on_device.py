@@ -13,7 +13,7 @@ from support.gradients import contents, fill, watched
 
 from mpipipe import arrays, nn, optim
 from mpipipe.arrays import transfer
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.errors import NonFiniteError
 from mpipipe.job import inprocess
 from mpipipe.nn.kernels import AdamWNumbers, Update, of
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor

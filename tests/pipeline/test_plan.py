@@ -6,21 +6,11 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.any_schedule import any_schedule
 
 from mpipipe import schedules
 from mpipipe.comm.tags import Tags
 from mpipipe.pipeline.plan import ActionPlan, receive_window
-
-any_schedule = st.builds(
-    lambda name, ranks, chunks, microbatches: schedules.by_name(
-        name, ranks=ranks, chunks=chunks if name in ("interleaved_1f1b", "looped_bfs", "forward_only") else 1,
-        microbatches=microbatches,
-    ),
-    st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble_h1", "interleaved_1f1b", "looped_bfs", "forward_only"]),
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.integers(1, 9),
-)  # fmt: skip
 
 
 def plan_of(schedule, rank):
@@ -44,7 +34,7 @@ def test_every_message_is_sent_once_and_received_once_under_the_same_name(schedu
     ends = [*zip(schedule.placement, schedule.placement[1:])]
     ends += [(schedule.placement[a], schedule.placement[b]) for a, b in schedule.skip_ends]
     edges = sum(here != there for here, there in ends)
-    directions = len({action.op for order in schedule.orders for action in order} & {"F", "B", "I"})
+    directions = 1 if schedule.forwards_only else 2
     assert len(sent) == edges * schedule.microbatches * directions
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from support.any_schedule import NAMES, chunks_of
 from support.tolerance import close
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Advice, Costs, advise, by_name, registry, simulate
 from mpipipe.schedules.registry import OTHER_NAMES
 
-ON_A_V = ["zero_bubble_v", "dualpipe_v", "v_half", "v_min"]
-NAMES = [
-    "gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "forward_only", "zero_bubble_h1", "zero_bubble_2p",
-    "interleaved_zero_bubble", *ON_A_V,
-]  # fmt: skip
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_builds_the_schedule_of_that_name(name):
-    chunks = 2 if name in (*ON_A_V, *registry.SEVERAL_STAGES) else 1
+    chunks = chunks_of(name, 2)
     made = by_name(name, ranks=3, chunks=chunks, microbatches=4)
     assert (made.name, made.ranks, made.chunks, made.microbatches) == (name, 3, chunks, 4)
 
@@ -65,7 +60,7 @@ def test_advice_for_impossible_sizes_is_refused(sizes):
 
 
 def test_chunks_that_a_schedule_does_not_have_are_refused():
-    for name, chunks, number in (*((name, 1, "two stages") for name in ON_A_V), ("gpipe", 2, "one stage")):
+    for name, chunks, number in (*((name, 1, "two stages") for name in registry.TWO_STAGES), ("gpipe", 2, "one stage")):
         with pytest.raises(ArgumentError, match=f"{name} has {number} per rank") as refusal:
             by_name(name, ranks=2, chunks=chunks, microbatches=4)
     assert "interleaved_1f1b" in refusal.value.remedy
