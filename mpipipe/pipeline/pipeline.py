@@ -645,8 +645,9 @@ class Pipeline:
         executor.loss.weighing.begin(agreed, batch.counts or [])
         plan = self.plans.training if training else self.plans.forward(agreed.microbatches)
         slices = self._batches.slicing.count
+        replica = self.ranks.replica
         positions = [
-            Position(self.steps_taken, unit, self.ranks.replica, training, training)
+            Position(self.steps_taken, unit, replica, training, training)
             for unit in units(agreed.microbatches * slices, slices)
         ]
         call = Call(
@@ -701,7 +702,9 @@ class Pipeline:
         """Return the gradients of the inputs by micro-batch, without a factor on them."""
         by_unit = [call.input_gradients[unit] for unit in range(len(call.input_gradients))]
         gradients = self._batches.slicing.whole(by_unit)
-        return [unscaled(gradient, scale) for gradient in gradients] or None
+        if scale != 1:
+            gradients = [unscaled(gradient, scale) for gradient in gradients]
+        return gradients or None
 
     def _share_losses(self, call: Call) -> SharedLoss:
         """Tell all ranks the losses of a call."""
