@@ -99,8 +99,12 @@ class LoRA:
             No layer has a target, two targets have rows in common, or a layer has adapters or a
             stage.
         """
-        inner = [each for top in layers for _, each in top.walk("")]
-        known = {name for layer in inner for name in layer.projections()}
+        inner = []
+        known: set[str] = set()
+        for top in layers:
+            for _, layer in top.walk(""):
+                inner.append(layer)
+                known.update(layer.projections())
         unknown = [name for name in self.targets if name not in known]
         if unknown:
             raise ArgumentError(
@@ -117,27 +121,28 @@ class LoRA:
             raise ArgumentError(
                 f"{type(layer).__name__} has a stage or adapters already", remedy="build new layers"
             )
-        declared = {
-            key: replace(parameter, frozen=True) for key, parameter in layer.declared.items()
-        }
-        found: dict[str, list[Adapter]] = {}
+        declared = {}
+        for key, parameter in layer.declared.items():
+            declared[key] = replace(parameter, frozen=True)
+        adapters: dict[str, list[Adapter]] = {}
         for target, (key, start, stop) in layer.projections().items():
             if target not in self.targets:
                 continue
-            inputs = declared[key].shape[1]
-            several = found.setdefault(key, [])
-            if any(start < other.stop and other.start < stop for other in several):
-                raise ArgumentError(
-                    "two targets are the same rows of a matrix",
-                    found=f"{target} and {several[0].target}",
-                )
+            several = adapters.setdefault(key, [])
+            for other in several:
+                if start < other.stop and other.start < stop:
+                    raise ArgumentError(
+                        "two targets are the same rows of a matrix",
+                        found=f"{target} and {other.target}",
+                    )
             several.append(Adapter(target, start, stop, self.scale))
+            inputs = declared[key].shape[1]
             declared[f"{target}.{LORA_A}"] = Parameter((self.rank, inputs), _uniform)
             declared[f"{target}.{LORA_B}"] = Parameter((stop - start, self.rank), zeros)
         if declared:
             layer.declared = declared
-        if found:
-            layer.adapters = found
+        if adapters:
+            layer.adapters = adapters
 
 
 def _uniform(generator: np.random.Generator, shape: Shape) -> np.ndarray:
@@ -161,15 +166,15 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
     parameters = stage.parameters
     kernels = stage.kernels
     for adapter in layer.adapters[key]:
-        a, b = (parameters[f"{prefix}.{adapter.target}.{part}"] for part in (LORA_A, LORA_B))
-        matrix, out = (array[adapter.start : adapter.stop] for array in (parameters[name], target))
+        a = parameters[f"{prefix}.{adapter.target}.{LORA_A}"]
+        b = parameters[f"{prefix}.{adapter.target}.{LORA_B}"]
+        matrix = parameters[name][adapter.start : adapter.stop]
+        out = target[adapter.start : adapter.stop]
         turned = arrays.copied(b.T)
         kernels.scale(turned, adapter.scale, turned)
-        total = (
-            out
-            if out.dtype == matrix.dtype
-            else arrays.empty(matrix.shape, matrix.dtype, stage.device)
-        )
+        total = out
+        if out.dtype != matrix.dtype:
+            total = arrays.empty(matrix.shape, matrix.dtype, stage.device)
         step = len(matrix) if stage.device == "cuda" else max(1, PIECE // matrix.shape[1])
         for start in range(0, len(matrix), step):
             piece = slice(start, start + step)
@@ -185,8 +190,7 @@ def merge(
     """Renew the rows with adapters of a stage's matrices, or all rows `anew`."""
     for name, (layer, target) in merged.items():
         if anew:
-            plain = stage.parameters[name]
-            stage.kernels.copy(plain, target)
+            stage.kernels.copy(stage.parameters[name], target)
         merge_into(stage, name, layer, target)
 
 
@@ -198,10 +202,14 @@ class PlainStage:
     """
 
     def __init__(self, stage: Any, merged: bool):
-        views = {name: array for name, array in stage.parameters.items() if not is_adapter(name)}
-        for name, layer in stage.adapted.items() if merged else ():
-            views[name] = arrays.copied(views[name])
-            merge_into(stage, name, layer, views[name])
+        views = {}
+        for name, array in stage.parameters.items():
+            if not is_adapter(name):
+                views[name] = array
+        if merged:
+            for name, layer in stage.adapted.items():
+                views[name] = arrays.copied(views[name])
+                merge_into(stage, name, layer, views[name])
         self.parameters = showing(stage.parameters, views)
         self.before_write = stage.before_write
         self.index = stage.index

@@ -167,25 +167,20 @@ class YarnScaling(RopeScaling):
 
     @property
     def amplitude(self) -> float:
-        return (
-            0.1 * math.log(self.factor) + 1
-            if self.attention_factor is None
-            else self.attention_factor
-        )
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1
 
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         head_dim = 2 * len(frequencies)
 
         def pair_of(turns: float) -> float:
-            return (
-                head_dim
-                * math.log(self.original_positions / (turns * 2 * math.pi))
-                / (2 * math.log(base))
-            )
+            logarithm = math.log(self.original_positions / (turns * 2 * math.pi))
+            return head_dim * logarithm / (2 * math.log(base))
 
         first = max(math.floor(pair_of(self.beta_fast)), 0)
         last = min(math.ceil(pair_of(self.beta_slow)), head_dim - 1)
-        width = last - first if last > first else 0.001  # one pair alone, or none: a step
+        width = last - first if last > first else 0.001  # a step at one pair
         divided = np.clip((np.arange(len(frequencies)) - first) / width, 0, 1)
         return frequencies / self.factor * divided + frequencies * (1 - divided)
 
@@ -202,14 +197,14 @@ def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
 
     Raises ArgumentError for an unknown kind, and for numbers that do not belong to it.
     """
-    given = dict(numbers)
-    kind = given.pop("kind", None)
+    fields = dict(numbers)
+    kind = fields.pop("kind", None)
     if kind not in ROPE_SCALINGS:
         raise ArgumentError(
             "unknown rope scaling", found=repr(kind), expected=" or ".join(ROPE_SCALINGS)
         )
     try:
-        return ROPE_SCALINGS[kind](**given)
+        return ROPE_SCALINGS[kind](**fields)
     except TypeError as error:
         raise ArgumentError(
             f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))
@@ -223,18 +218,19 @@ def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
     for name, value in numbers.items():
         if name == "kind" or (name == "attention_factor" and value is None):
             continue
-        least, words = (1, "of at least") if name == "factor" else (0, "above")
-        number = value if type(value) in (int, float) else math.nan
-        fits = number >= least and number > 0 and number < math.inf
-        expected = f"a finite number {words} {least}"
-        if name == "original_positions":
-            fits = type(value) is int and value > 0
+        fits = type(value) in (int, float) and 0 < value < math.inf
+        expected = "a finite number above 0"
+        if name == "factor":
+            fits = fits and value >= 1
+            expected = "a finite number of at least 1"
+        elif name == "original_positions":
+            fits = fits and type(value) is int
             expected = "an integer of at least 1, the first length"
         if not fits:
             raise ArgumentError(f"{name} {of}", found=repr(value), expected=expected)
     if low and not numbers[low] < numbers[high]:
-        found = f"{numbers[low]} and {numbers[high]}"
-        raise ArgumentError(f"{low} and {high} {of}", found=found, expected=f"{low} below {high}")
+        values = f"{numbers[low]} and {numbers[high]}"
+        raise ArgumentError(f"{low} and {high} {of}", found=values, expected=f"{low} below {high}")
 
 
 # -- Rotary position embedding (Su et al., "RoFormer", 2021) ---------------------------------------
@@ -262,32 +258,28 @@ def angles(
     numbers = np.asarray(positions, np.float64)
     width = head_dim if numbers.ndim == 1 else head_dim // numbers.shape[1]
     frequencies = base ** (-np.arange(0, width, 2) / width)
+    amplitude = 1.0
     if scaling is not None:
         frequencies = scaling.scaled(frequencies, base)
+        amplitude = scaling.amplitude
     turned = (numbers[..., None] * frequencies).reshape(len(numbers), head_dim // 2)
-    return turned, 1.0 if scaling is None else scaling.amplitude
+    return turned, amplitude
 
 
 def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | None) -> np.ndarray:
     """Return coordinates as float64 (seq, axes); raise ArgumentError if they do not fit."""
     numbers = np.asarray(coordinates)
-    real = numbers.ndim == 2 and numbers.dtype.kind in "iuf"
     pairs = head_dim // 2
-    wrong = real and not np.isfinite(numbers).all()
-    if (
-        wrong
-        or not real
-        or seq_len not in (None, len(numbers))
-        or 0 in numbers.shape
-        or pairs % numbers.shape[1]
-    ):
+    fits = numbers.ndim == 2 and numbers.dtype.kind in "iuf" and numbers.size > 0
+    finite = not fits or bool(np.isfinite(numbers).all())
+    fits = fits and finite and seq_len in (None, len(numbers)) and pairs % numbers.shape[1] == 0
+    if not fits:
         raise ArgumentError(
             "the coordinates of a sequence do not fit it, or its heads",
             found=f"{numbers.dtype}{list(numbers.shape)}"
-            + (" with NaN or infinity" if wrong else ""),
+            + ("" if finite else " with NaN or infinity"),
             expected=f"finite numbers ({seq_len or 'seq'}, axes), a row for each position of the "
-            "whole sequence, and "
-            f"axes that divide the {pairs} pairs of head_dim={head_dim}",
+            f"whole sequence, and axes that divide the {pairs} pairs of head_dim={head_dim}",
         )
     return numbers.astype(np.float64)
 
@@ -304,7 +296,7 @@ class RopeTables:
     def __init__(self, make: Callable[..., Array], dtype: np.dtype):
         self.make = make
         self.dtype = dtype
-        self._kept = lru_cache(maxsize=TABLES)(self._made)
+        self._table = lru_cache(maxsize=TABLES)(self._made)
 
     def of(
         self,
@@ -315,16 +307,16 @@ class RopeTables:
     ) -> Array:
         """Return the table whose i-th row turns the i-th row of the sequence.
 
-        Positions are integers (seq,), or numbers (seq, axes). The table of the first ones is a part
-        of that of the next power of two. A table lives as long as a graph which is recorded now.
+        Positions are integers (seq,), or numbers (seq, axes), or how many first ones. The table of
+        the first ones is a part of that of the next power of two. A table lives as long as a graph
+        which is recorded now.
         """
         if isinstance(positions, int):
             length = 1 << max(positions - 1, 0).bit_length()
-            return arrays.keep_for_graph(self._kept(length, head_dim, base, scaling))[:positions]
+            return arrays.keep_for_graph(self._table(length, head_dim, base, scaling))[:positions]
         numbers = np.asarray(positions, np.int64 if np.ndim(positions) == 1 else np.float64)
-        return arrays.keep_for_graph(
-            self._kept(numbers.tobytes(), head_dim, base, scaling, *numbers.shape[1:])
-        )
+        table = self._table(numbers.tobytes(), head_dim, base, scaling, *numbers.shape[1:])
+        return arrays.keep_for_graph(table)
 
     def _made(
         self,
@@ -335,9 +327,11 @@ class RopeTables:
         axes: int = 0,
     ) -> Array:
         """Make the table of the first positions, or of those in int64 or float64 bytes."""
-        kind = np.float64 if axes else np.int64
-        numbers = (
-            np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, kind)
-        )
-        numbers = numbers.reshape(-1, axes) if axes else numbers
+        numbers: np.ndarray
+        if isinstance(positions, int):
+            numbers = np.arange(positions)
+        elif axes:
+            numbers = np.frombuffer(positions, np.float64).reshape(-1, axes)
+        else:
+            numbers = np.frombuffer(positions, np.int64)
         return self.make(*angles(numbers, head_dim, base, scaling), self.dtype)

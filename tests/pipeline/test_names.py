@@ -288,8 +288,8 @@ def test_a_stage_without_names_refuses_branches_and_layers_what_does_not_fit():
         (nn.Join("a"), {"a": x[:1]}, "does not fit"),
         (nn.Join("a", None), {"a": x[..., :2]}, "does not fit"),
         (nn.Join("a", 1), {"a": x[..., :2]}, "does not fit"),
-        (nn.AdaptiveNorm(4, 2, "a"), {"a": np.ones((2, 3))}, "no condition of its rows"),
-        (nn.AdaptiveNorm(4, 2, "a"), {"a": np.ones((2, 2), np.int64)}, "no condition of its rows"),
+        (nn.AdaptiveNorm(4, 2, "a"), {"a": np.ones((2, 3))}, "has the wrong shape"),
+        (nn.AdaptiveNorm(4, 2, "a"), {"a": np.ones((2, 2), np.int64)}, "has the wrong shape"),
     ]:
         with pytest.raises(ArgumentError, match=match):
             nn.Stage([layer], "float64").forward(Branches(x, **named))

@@ -82,11 +82,7 @@ class Sequential(Layer):
             if place < last and poll is not None:
                 poll()
             layer = self.layers[place]
-            dy = (
-                layer.backward_input(dy, saved[place])[0]
-                if layer.frozen
-                else layer.backward(dy, saved[place])
-            )
+            dy = layer.backward_of_trained(dy, saved[place])
             if done is not None:
                 done(layer)
         return None if self.lowest else dy
@@ -143,9 +139,8 @@ class PreNormResidual(Layer):
     def __init__(self, norm: Layer, *layers: Layer):
         self.norm = norm
         self.f = Sequential(layers)
-        self._fused: Any = (
-            norm if type(norm) in (RMSNorm, LayerNorm) else None
-        )  # not a class that is derived from one
+        # Not a class that is derived from one of these.
+        self._fused: Any = norm if type(norm) in (RMSNorm, LayerNorm) else None
         self.children = {f"layer.{place}": layer for place, layer in enumerate((norm, *layers))}
 
     def bound(self) -> None:
@@ -178,19 +173,13 @@ class PreNormResidual(Layer):
     def backward(self, dy: Array, saved: Any) -> Array:
         of_norm, of_f = saved
         dnormal = self.f.backward(dy, of_f)
-        norm = self.norm
         self._poll()
         if self._fused is not None:
             dx, pending = self._fused.backward_input(dnormal, of_norm, dy)
-            if not norm.frozen:
-                norm.backward_weight(pending)
+            if not self.norm.frozen:
+                self.norm.backward_weight(pending)
             return dx
-        through = (
-            norm.backward_input(dnormal, of_norm)[0]
-            if norm.frozen
-            else norm.backward(dnormal, of_norm)
-        )
-        return self.stage.kernels.add(dy, through)
+        return self.stage.kernels.add(dy, self.norm.backward_of_trained(dnormal, of_norm))
 
     def _poll(self) -> None:
         if self.stage.poll is not None:

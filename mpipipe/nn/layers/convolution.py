@@ -105,9 +105,11 @@ class Conv(Layer):
         self.width = width
         self.stride = stride
         self.groups = groups
-        self.before = tuple(
-            0 if kind == "valid" else (size - 1) // 2 for kind, size in zip(self.padding, width)
-        )
+        before = [(size - 1) // 2 for size in width]
+        for axis, kind in enumerate(self.padding):
+            if kind == "valid":
+                before[axis] = 0
+        self.before = tuple(before)
         terms = math.prod(width) * inputs // groups
         self.declared = {"weight": normal((outputs, *width, inputs // groups), gain * terms**-0.5)}
         if bias:
@@ -119,13 +121,12 @@ class Conv(Layer):
         sizes = []
         wrong = False
         for points, width, padding in zip(x.shape[1:-1], self.width, self.padding):
+            if padding == "valid":
+                sizes.append((points - width) // self.stride + 1)
+            else:
+                sizes.append(-(-points // self.stride))
             wrong |= padding != "same" and points < width
             wrong |= padding == "periodic" and points % self.stride > 0
-            sizes.append(
-                (points - width) // self.stride + 1
-                if padding == "valid"
-                else -(-points // self.stride)
-            )
         if wrong:
             raise ArgumentError(
                 f"layer {self.name} (Conv): the window or the stride does not fit the field",
@@ -148,7 +149,7 @@ class Conv(Layer):
             kernels.copy(points.reshape(y[place].shape), y[place])
         return y, x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array | None, Any]:
         if self.ends:
             return None, (dy, saved)
         # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number:
@@ -158,7 +159,7 @@ class Conv(Layer):
         spread = dy
         if self.stride > 1:
             spread = arrays.zeros((len(dy), *space, self.outputs), dy.dtype, self.stage.device)
-            places = (slice(0, self.stride * points, self.stride) for points in dy.shape[1:-1])
+            places = [slice(0, self.stride * points, self.stride) for points in dy.shape[1:-1]]
             kernels.copy(dy, spread[(slice(None), *places)])
         before = [width - 1 - count for width, count in zip(self.width, self.before)]
         shape = _Shape(self.width, before, 1, space)
@@ -178,9 +179,8 @@ class Conv(Layer):
         shape = _Shape(self.width, self.before, self.stride, dy.shape[1:-1])
         sums = self._matrices(grad)
         for windows, group, place in self._windows(x, shape, self.outputs):
-            self.stage.kernels.linear_backward_weight(
-                rows(arrays.copied(dy[place])), windows, sums[group]
-            )
+            part = rows(arrays.copied(dy[place]))
+            self.stage.kernels.linear_backward_weight(part, windows, sums[group])
 
     def _sum_points(self, dy: Array, grad: Array) -> None:
         """Add up whole lines first, for rows of few channels are slow to add."""
@@ -219,28 +219,30 @@ class Conv(Layer):
         width, before, stride, sizes = shape
         taps = list(product(*map(range, width)))
         channels = x.shape[-1] // self.groups
-        own = outputs // self.groups
+        per_group = outputs // self.groups
         line = math.prod(sizes[1:]) * len(taps) * x.shape[-1]
         most = max(1, GATHERED[self.stage.device] // line)
         height = _even(sizes[0], most)
         deep = _even(len(x), max(1, most // sizes[0]))
         memory = arrays.zeros((deep * height * line,), x.dtype, self.stage.device)
+        rest = [slice(0, size) for size in sizes[1:]]
         for first, top in product(range(0, len(x), deep), range(0, sizes[0], height)):
             batch = slice(first, min(first + deep, len(x)))
+            count = batch.stop - first
             points = (min(height, sizes[0] - top), *sizes[1:])
-            there = batch, slice(top, top + points[0]), *(slice(0, size) for size in sizes[1:])
-            gathered = memory[: (batch.stop - first) * points[0] * line]
-            gathered = gathered.reshape(batch.stop - first, *points, len(taps), x.shape[-1])
-            starts = [top * stride - before[0], *(-count for count in before[1:])]
-            for place, offset in enumerate(taps):
+            gathered = memory[: count * points[0] * line]
+            gathered = gathered.reshape(count, *points, len(taps), x.shape[-1])
+            starts = [top * stride - before[0], *(-margin for margin in before[1:])]
+            for tap, offset in enumerate(taps):
                 axes = [(start + k, n, stride) for start, k, n in zip(starts, offset, points)]
-                self._gather(x[batch], axes, gathered[..., place, :])
+                self._gather(x[batch], axes, gathered[..., tap, :])
+            place = (batch, slice(top, top + points[0]), *rest)
             for group in range(self.groups):
                 part = gathered
                 if self.groups > 1:
                     part = arrays.copied(gathered[..., group * channels : (group + 1) * channels])
                 windows = part.reshape(-1, len(taps) * channels)
-                yield windows, group, (*there, slice(group * own, (group + 1) * own))
+                yield windows, group, (*place, slice(group * per_group, (group + 1) * per_group))
 
     def _gather(self, x: Array, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
         """Copy points (start, count, step) along each axis.
@@ -249,25 +251,29 @@ class Conv(Layer):
         windows: they have been 0 from the beginning.
         """
         copy = self.stage.kernels.copy
-        pieces = [
-            list(_pieces(*axis, points, padding == "periodic"))
-            for axis, points, padding in zip(axes, x.shape[1:], self.padding)
-        ]
+        pieces = []
+        for axis, points, padding in zip(axes, x.shape[1:], self.padding):
+            pieces.append(list(_pieces(*axis, points, padding == "periodic")))
         for place, inside in pieces[0]:
             part = target[:, place]
             if inside is None:
                 copy(arrays.zeros(part.shape, part.dtype, self.stage.device), part)
                 continue
             for others in product(*pieces[1:]):
-                if all(source is not None for _, source in others):
-                    there = slice(None), slice(None), *(place for place, _ in others)
-                    here = slice(None), inside, *(source for _, source in others)
-                    copy(x[here], part[there])
+                places = [slice(None), slice(None)]
+                sources: list[slice | None] = [slice(None), inside]
+                for of_target, of_x in others:
+                    places.append(of_target)
+                    sources.append(of_x)
+                if None not in sources:
+                    copy(x[tuple(sources)], part[tuple(places)])
 
 
 def _even(count: int, most: int) -> int:
     """Return the size of nearly equal pieces of `count`, at most `most`."""
-    return -(-count // -(-count // min(count, most))) if count else 1
+    if not count:
+        return 1
+    return -(-count // -(-count // min(count, most)))
 
 
 def _pieces(

@@ -257,7 +257,9 @@ class Layer(Differentiable):
 
     def upload(self, x: Array) -> Array:
         """Bring an input of the first layer from the host to the device of the stage."""
-        return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
+        if arrays.is_device(x) or self.stage.device == "cpu":
+            return x
+        return arrays.upload(x)
 
     def unrecordable(self) -> str:
         """Return why CUDA graphs cannot record this layer after all; "" if they can."""
@@ -270,6 +272,12 @@ class Layer(Differentiable):
 
     def begin_call(self) -> None:
         """Prepare for a call of the pipeline."""
+
+    def backward_of_trained(self, dy: Array, saved: Any) -> Any:
+        """Do `backward`, or `backward_input` alone where all parameters are frozen."""
+        if self.frozen:
+            return self.backward_input(dy, saved)[0]
+        return self.backward(dy, saved)
 
     def projections(self) -> dict[str, Projection]:
         """Name the projections of the layer that can have adapters.
@@ -334,14 +342,15 @@ class Layer(Differentiable):
         if gradient is not None:
             kernels.linear_backward_weight(dy, x, gradient)
         for target, start, stop, scale in self.adapters.get(key, ()):
-            a, b, da, db = (
-                getattr(self, f"{target}.{part}{grad}")
-                for grad in ("", "_grad")
-                for part in (LORA_A, LORA_B)
-            )
-            columns = dy if stop - start == dy.shape[1] else dy[:, start:stop]
-            if columns is not dy and arrays.is_device(dy):  # whose products take whole rows alone
-                columns = arrays.copied(columns)
+            a = getattr(self, f"{target}.{LORA_A}")
+            b = getattr(self, f"{target}.{LORA_B}")
+            da = getattr(self, f"{target}.{LORA_A}_grad")
+            db = getattr(self, f"{target}.{LORA_B}_grad")
+            columns = dy
+            if stop - start < dy.shape[1]:
+                columns = dy[:, start:stop]
+                if arrays.is_device(dy):  # whose products take whole rows alone
+                    columns = arrays.copied(columns)
             inner = kernels.linear(x, a)
             kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
             inner = kernels.linear_backward_input(columns, b)

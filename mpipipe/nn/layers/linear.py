@@ -64,25 +64,22 @@ class Linear(Layer):
         return {"linear": Projection("weight", 0, self.outputs)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        if x.ndim != 2 or x.shape[1] != self.inputs:
+            check_features(self, x, self.inputs)
+        flat = rows(x)
+        y = self.stage.kernels.linear(flat, self.weight, self.bias)
         if x.ndim != 2:
-            check_features(self, x, self.inputs)
-            y, saved = self.forward(x.reshape(-1, self.inputs))
-            return y.reshape(*x.shape[:-1], self.outputs), saved
-        if x.shape[1] != self.inputs:
-            check_features(self, x, self.inputs)
-        return self.stage.kernels.linear(x, self.weight, self.bias), x
+            y = y.reshape(*x.shape[:-1], self.outputs)
+        return y, flat
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array | None, Any]:
+        flat = rows(dy)
         if self.ends:
-            return None, (rows(dy), saved)
+            return None, (flat, saved)
+        dx = self.stage.kernels.linear_backward_input(flat, self.weight)
         if dy.ndim != 2:
-            shape = (*dy.shape[:-1], self.inputs)
-            dy = dy.reshape(-1, self.outputs)
-            return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (
-                dy,
-                saved,
-            )
-        return self.stage.kernels.linear_backward_input(dy, self.weight), (dy, saved)
+            dx = dx.reshape(*dy.shape[:-1], self.inputs)
+        return dx, (flat, saved)
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
@@ -122,19 +119,15 @@ class _TwoProducts(Layer):
         x, inner = saved
         dflat = rows(dy)
         backward = self.stage.kernels.linear_backward_input
-        dinner, kept = self._f_backward(backward(dflat, self.down), inner)
-        return backward(dinner, getattr(self, self._first)).reshape(dy.shape), (
-            x,
-            dinner,
-            dflat,
-            kept,
-        )
+        dinner, source = self._f_backward(backward(dflat, self.down), inner)
+        dx = backward(dinner, getattr(self, self._first))
+        return dx.reshape(dy.shape), (x, dinner, dflat, source)
 
     def backward_weight(self, pending: Any) -> None:
-        x, dinner, dy, kept = pending
+        x, dinner, dy, source = pending
         self._add_product(self._first, dinner, x)
         if self.__dict__["down_grad"] is not None or "down" in self.adapters:
-            self._add_product("down", dy, self._f_of(kept))
+            self._add_product("down", dy, self._f_of(source))
         self._add(self._first_bias, self.stage.kernels.sum_rows, dinner)
         self._add("down_bias", self.stage.kernels.sum_rows, dy)
 

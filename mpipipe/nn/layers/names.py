@@ -34,8 +34,10 @@ from mpipipe.nn.parameters import zeros
 def names_within(outer: Layer) -> Iterator[tuple[str, bool]]:
     """Yield the names that a layer meets, in order, and whether it gives each or takes it."""
     for _, layer in outer.walk(""):
-        yield from ((name, False) for name in layer.takes)
-        yield from ((name, True) for name in layer.gives)
+        for name in layer.takes:
+            yield name, False
+        for name in layer.gives:
+            yield name, True
 
 
 def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -43,12 +45,20 @@ def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...],
 
     Raises what `ends_of_names` does.
     """
-    ends = ends_of_names(
-        (place, *each) for place, layer in enumerate(layers) for each in names_within(layer)
-    )
-    given = {name: takers for name, (giver, takers) in ends.items() if giver is not None}
-    outside = tuple(name for name in ends if name not in given)
-    return outside, tuple(given), tuple(name for name, takers in given.items() if not takers)
+    meetings = []
+    for place, layer in enumerate(layers):
+        meetings += [(place, name, gives) for name, gives in names_within(layer)]
+    outside = []
+    given_here = []
+    unclaimed = []
+    for name, (giver, takers) in ends_of_names(meetings).items():
+        if giver is None:
+            outside.append(name)
+            continue
+        given_here.append(name)
+        if not takers:
+            unclaimed.append(name)
+    return tuple(outside), tuple(given_here), tuple(unclaimed)
 
 
 def ends_of_names(
@@ -56,26 +66,27 @@ def ends_of_names(
 ) -> dict[str, tuple[int | None, list[int]]]:
     """Return by name the place of the layer that gives it, and those of all that take it.
 
-    The place is None where the input gives it.
-
-    `names` are (place, name, whether it is given there). Raises ArgumentError where a name is given
-    twice, or by a layer after one that takes it.
+    The place is None where the input gives it. `names` are (place, name, whether it is given
+    there). Raises ArgumentError where a name is given twice, or by a layer after one that takes it.
     """
     ends: dict[str, tuple[int | None, list[int]]] = {}
     for place, name, gives in names:
         if not gives:
             ends.setdefault(name, (None, []))[1].append(place)
-        elif name in ends:
+        elif name not in ends:
+            ends[name] = place, []
+        else:
             giver, takers = ends[name]
+            when = "a second time"
+            others = f" and layers[{giver}]"
+            if giver is None:
+                when = f"after layers[{takers[0]}] has taken it"
+                others = ""
             raise ArgumentError(
-                f"layers[{place}] gives the name {name!r} "
-                + (f"after layers[{takers[0]}] has taken it" if giver is None else "a second time"),
-                found=f"given by layers[{place}]"
-                + ("" if giver is None else f" and layers[{giver}]"),
+                f"layers[{place}] gives the name {name!r} {when}",
+                found=f"given by layers[{place}]{others}",
                 expected="one layer, or the input, that gives it before all layers that take it",
             )
-        else:
-            ends[name] = place, []
     return ends
 
 
@@ -83,11 +94,12 @@ def sum_of(some: Tree, more: Tree) -> Tree:
     """Return the sum of two gradients of one tree; both have None for integers."""
     if some is None or more is None:
         return more if some is None else some
-    (left, structure), (right, _) = arrays.flatten(some), arrays.flatten(more)
-    pairs = zip(left, right)
-    return arrays.unflatten(
-        [a if b is None else kernels.of_array(a).add(a, b) for a, b in pairs], structure
-    )
+    left, structure = arrays.flatten(some)
+    right, _ = arrays.flatten(more)
+    sums = []
+    for a, b in zip(left, right):
+        sums.append(a if b is None else kernels.of_array(a).add(a, b))
+    return arrays.unflatten(sums, structure)
 
 
 def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
@@ -116,18 +128,23 @@ def check_links(
 
     The first stage takes its names from the inputs, and hands on others that are there.
     """
-    taken, given, unclaimed = (
-        ((), (), ()) if chain is None else (chain.takes, chain.given, chain.unclaimed)
-    )
-    missing = {*unclaimed} - {*gives} | ({*taken} - {*takes} if number else set())
-    unknown = {*takes} - {*taken} | ({*gives} - {*given} if number else set())
+    taken: set[str] = set()
+    given_here: set[str] = set()
+    missing: set[str] = set()
+    if chain is not None:
+        taken.update(chain.takes)
+        given_here.update(chain.given)
+        missing = set(chain.unclaimed) - set(gives)
+    unknown = set(takes) - taken
+    if number:
+        missing |= taken - set(takes)
+        unknown |= set(gives) - given_here
     if missing or unknown:
+        words = [f"no skip {name}" for name in sorted(missing)]
+        words += [f"skip {name}" for name in sorted(unknown)]
         raise ArgumentError(
             "the skips of the schedule are not those of the names that layers take and give",
-            found=", ".join(
-                [f"no skip {name}" for name in sorted(missing)]
-                + [f"skip {name}" for name in unknown]
-            ),
+            found=", ".join(words),
             expected="for each name a skip from the stage that gives it to each other one that "
             "takes it",
             remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
@@ -169,13 +186,11 @@ class NamedChain(Sequential):
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
         self.goes_out = tuple(names)
-        self.comes_in = (
-            *self.takes,
-            *(name for name in names if name not in (*self.given, *self.takes)),
-        )
+        known = (*self.given, *self.takes)
+        self.comes_in = (*self.takes, *(name for name in names if name not in known))
 
     def forward(self, x: Any) -> tuple[Any, Any]:
-        main, handed = (x.main, x.skips) if type(x) is Branches else (x, {})
+        main, handed = _divided(x)
         if handed.keys() != {*self.comes_in}:
             raise ArgumentError(
                 "the layers of a stage take other names than it is handed",
@@ -191,39 +206,40 @@ class NamedChain(Sequential):
             y, saved = super().forward(main)
         finally:
             self.stage.position = before  # a backward finds no values of another micro-batch
-        missing = [name for name in self.goes_out if name not in values]
-        if missing:
-            raise ArgumentError(
-                f"a layer gives {missing[0]!r} by its attribute `gives`, and its forward did not"
-            )
-        return (
-            Branches(y, **{name: values[name] for name in self.goes_out}) if self.goes_out else y
-        ), (saved, handed)
+        outputs = {}
+        for name in self.goes_out:
+            if name not in values:
+                raise ArgumentError(
+                    f"a layer gives {name!r} by its attribute `gives`, and its forward did not"
+                )
+            outputs[name] = values[name]
+        return Branches(y, **outputs) if outputs else y, (saved, handed)
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
-        kept, handed = saved
-        dx, pending = super().backward_input(self._begin(dy), kept)
+        of_layers, handed = saved
+        dx, pending = super().backward_input(self._begin(dy), of_layers)
         return self._with_gradients(dx, handed), pending
 
     def backward(self, dy: Any, saved: Any) -> Any:
-        kept, handed = saved
-        return self._with_gradients(super().backward(self._begin(dy), kept), handed)
+        of_layers, handed = saved
+        return self._with_gradients(super().backward(self._begin(dy), of_layers), handed)
 
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
         """Return the gradients of the backward under way; raise ArgumentError outside of one."""
         if self.gradients is None or name not in names:
+            problem = f"a name that is not in `{which}`"
+            if self.gradients is None:
+                problem = "no backward_input under way"
             raise ArgumentError(
                 f"a layer asks for the gradient of {name!r}, or adds to it",
-                found="no backward_input under way"
-                if self.gradients is None
-                else f"a name that is not in `{which}`",
+                found=problem,
                 expected="a call in backward_input, for a name of "
                 f"{', '.join(names) or 'which there is none'}",
             )
         return self.gradients
 
     def _begin(self, dy: Any) -> Tree:
-        main, skips = (dy.main, dy.skips) if type(dy) is Branches else (dy, {})
+        main, skips = _divided(dy)
         self.gradients = dict(skips)
         return main
 
@@ -232,26 +248,30 @@ class NamedChain(Sequential):
 
         These are None where backwards end early.
         """
-        found = self.gradients or {}
+        gradients = self.gradients or {}
         self.gradients = None
         if not handed:
             return dx
-        return Branches(
-            dx,
-            **{
-                name: None if self.lowest else or_zeros(found.get(name), value)
-                for name, value in handed.items()
-            },
-        )
+        skips: dict[str, Tree] = dict.fromkeys(handed)
+        if not self.lowest:
+            for name, value in handed.items():
+                skips[name] = or_zeros(gradients.get(name), value)
+        return Branches(dx, **skips)
+
+
+def _divided(x: Any) -> tuple[Tree, dict[str, Tree]]:
+    return (x.main, x.skips) if type(x) is Branches else (x, {})
 
 
 def or_zeros(gradient: Tree | None, value: Tree) -> Tree:
     """Return a gradient, or zeros where no layer has added one."""
     if gradient is not None:
         return gradient
-    return arrays.mapped(
-        lambda leaf: arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None, value
-    )
+
+    def zeros_of(leaf: Array) -> Array | None:
+        return arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None
+
+    return arrays.mapped(zeros_of, value)
 
 
 # -- Layers that give and take ---------------------------------------------------------------------
@@ -313,16 +333,16 @@ class Join(Layer):
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         other: Any = self.stage.taken(self.takes[0])
-        axis = (
-            x.ndim if self.axis is None else self.axis % x.ndim
-        )  # the first of those that may differ
-        fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
-        fits = fits and all(
-            one == two
-            for place, (one, two) in enumerate(zip(x.shape, other.shape))
-            if place != axis
-        )
-        if not axis or not fits:
+        kernels = self.stage.kernels
+        axis = None if self.axis is None else self.axis % x.ndim
+        fits = False
+        if arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype:
+            before = list(x.shape)
+            after = list(other.shape)
+            if axis is not None:
+                before[axis] = after[axis] = 0
+            fits = axis != 0 and before == after
+        if not fits:
             raise ArgumentError(
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its "
                 "input",
@@ -330,16 +350,16 @@ class Join(Layer):
                 expected=f"{x.dtype}{list(x.shape)}"
                 + ("" if self.axis is None else f", but for axis {self.axis}"),
             )
-        if self.axis is None:
-            return self.stage.kernels.add(x, other), None
+        if axis is None:
+            return kernels.add(x, other), None
         return arrays.concatenate((x, other), axis), x.shape[axis]
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         dx = dother = dy
         if saved is not None:
-            axis = (self.axis or 0) % dy.ndim
-            parts = (slice(saved), slice(saved, None))
-            dx, dother = (arrays.copied(dy[(slice(None),) * axis + (part,)]) for part in parts)
+            axes = (slice(None),) * ((self.axis or 0) % dy.ndim)
+            dx = arrays.copied(dy[(*axes, slice(saved))])
+            dother = arrays.copied(dy[(*axes, slice(saved, None))])
         self.stage.add_gradient(self.takes[0], dother)
         return dx, None
 
@@ -391,18 +411,15 @@ class AdaptiveNorm(Layer):
         shape = (len(x), self.condition_size)
         if not arrays.is_array(condition) or condition.shape != shape or condition.dtype != x.dtype:
             raise ArgumentError(
-                f"layer {self.name} (AdaptiveNorm): what it takes as {self.takes[0]!r} is no "
-                "condition of its rows",
+                f"layer {self.name} (AdaptiveNorm): {self.takes[0]!r} has the wrong shape",
                 found=_described(condition),
                 expected=f"{x.dtype}{list(shape)}",
             )
-        (both, of_linear), points, scales = (
-            self.modulation.forward(condition),
-            x.reshape(len(x), -1, self.size),
-            [],
-        )
-        y = arrays.empty(points.shape, x.dtype, self.stage.device)
         kernels = self.stage.kernels
+        both, of_linear = self.modulation.forward(condition)
+        points = x.reshape(len(x), -1, self.size)
+        scales = []
+        y = arrays.empty(points.shape, x.dtype, self.stage.device)
         for row in range(len(x)):
             gain = both[row, : self.size]
             shift = both[row, self.size :]
@@ -412,11 +429,9 @@ class AdaptiveNorm(Layer):
         return y.reshape(x.shape), (points, both, scales, of_linear)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        (points, both, scales, of_linear), device, kernels = (
-            saved,
-            self.stage.device,
-            self.stage.kernels,
-        )
+        points, both, scales, of_linear = saved
+        device = self.stage.device
+        kernels = self.stage.kernels
         dpoints = dy.reshape(points.shape)
         dx = arrays.empty(points.shape, dy.dtype, device)
         total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)

@@ -34,9 +34,11 @@ class _Norm(Layer):
         return y.reshape(x.shape), (rows(x), scale)
 
     def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
-        (x, scale), added = saved, None if more is None else rows(more)
+        x, scale = saved
+        if more is not None:
+            more = rows(more)
         dx, *parts = self.stage.kernels.norm_backward(
-            rows(dy), x, scale, self.gain, self.bias is not None, added
+            rows(dy), x, scale, self.gain, self.bias is not None, more
         )
         return dx.reshape(dy.shape), parts
 
@@ -156,6 +158,6 @@ class Dropout(Layer):
         return self.stage.kernels.dropout(x, self._stream, counter, self.threshold, self.scale)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        return (
-            dy if saved is None else self.stage.kernels.dropout_backward(dy, saved, self.scale)
-        ), None
+        if saved is None:
+            return dy, None
+        return self.stage.kernels.dropout_backward(dy, saved, self.scale), None
