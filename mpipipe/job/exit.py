@@ -60,7 +60,6 @@ class Stop(Exception):
 
 
 _running: list[JobRanks] = []  # while a program runs
-_afterwards: list[Callable[[], object]] = []  # what it runs next
 
 
 def run_or_abort(main: Callable[[], object]) -> int:
@@ -68,12 +67,11 @@ def run_or_abort(main: Callable[[], object]) -> int:
     return the exit code.
 
     Any exception ends it, SystemExit and KeyboardInterrupt too. All ranks agree on the code, 0
-    where all have ended well. A script ends with `sys.exit(run_or_abort(main))`. Where such a
-    program calls this again, as a command line does that runs under it as a whole, the inner `main`
-    runs after the outer one.
+    where all have ended well. A script ends with `sys.exit(run_or_abort(main))`. Within such a
+    program, as under a command line that runs as a whole, it calls `main()` alone.
     """
     if _running:
-        _afterwards.append(main)
+        main()
         return 0
     try:
         world = _world()
@@ -90,7 +88,6 @@ def run_or_abort(main: Callable[[], object]) -> int:
     finally:
         stop_signals.ignore()
         _running.clear()
-        _afterwards.clear()
     if not is_rank():  # forked by the program: it must not touch MPI
         write(end.report if end.cause == ExitCause.CAUSE else "")
         os._exit(end.code)
@@ -106,18 +103,9 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
     try:
         with world.group.raise_together("the start of the program"):
             settings.check_settings()
-        _afterwards.insert(0, main)
-        while _afterwards:
-            try:
-                _afterwards.pop(0)()
-            except SystemExit as leaving:
-                if (
-                    leaving.code or not _afterwards
-                ):  # else it is `sys.exit(run_or_abort(main))` of a script
-                    raise
-        for (
-            thread
-        ) in other_threads():  # as the interpreter does: they may still use the other ranks
+        main()
+        # as the interpreter does: they may still use the other ranks
+        for thread in other_threads():
             thread.join()
         return ExitReport(1, ExitCause.CAUSE) if current_rank().unwritten else ExitReport(0)
     except SystemExit as leaving:
