@@ -24,7 +24,7 @@ _ROOMS = (
     "adapters attention checkpoint errors exchange language nn optim planning schedules "
     "tracing train"
 ).split()
-if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
+if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object
     __all__, _named = lazy_face(__name__, __file__)
 
     def __getattr__(name: str) -> object:

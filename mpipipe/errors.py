@@ -1,6 +1,4 @@
-"""The errors of mpipipe. Each says what was found, what was expected, where, and what to do about
-it.
-"""
+"""The errors of mpipipe: what was found and expected, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ class OwnerError(ArgumentError):
 
 
 class ScheduleError(ArgumentError):
-    """A schedule is incomplete, not causal, or would deadlock; the text shows the grid with the
-    cell marked.
-    """
+    """A schedule is incomplete, not causal, or would deadlock; the text marks the cell."""
 
 
 class MismatchError(ArgumentError):
@@ -134,8 +130,9 @@ class ReplicaError(MpipipeError, RuntimeError):
 
 
 class PeerError(MpipipeError, RuntimeError):
-    """Another rank failed or left; its own report says why. `failure` is what this rank heard of
-    it.
+    """Another rank failed or left; its own report says why.
+
+    `failure` is what this rank knows of it.
     """
 
     failure: Any = None
@@ -146,9 +143,7 @@ class StallError(MpipipeError, TimeoutError):
 
 
 class HangError(MpipipeError, TimeoutError):
-    """No rank has made progress for MPIPIPE_WATCHDOG seconds; where ranks are processes, the job
-    ends instead.
-    """
+    """No rank has made progress for MPIPIPE_WATCHDOG seconds; processes end instead."""
 
 
 class BackendError(MpipipeError, RuntimeError):

@@ -1,6 +1,4 @@
-"""The block distribution: the one way in which mpipipe cuts a length into parts of nearly equal
-size; and bins.
-"""
+"""The block distribution: the one way to cut a length into nearly equal parts; and bins."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ Item = TypeVar("Item")
 
 
 def even_split(length: int, parts: int) -> list[range]:
-    """Cut 0..length-1 into consecutive ranges whose sizes differ by one at most, the longer ones
-    first.
+    """Cut 0..length-1 into ranges whose sizes differ by one at most, longer ones first.
 
     Range ``p`` starts at ``p * (length // parts) + min(p, length % parts)``. Ranges are empty where
     there are more parts than items.
@@ -23,9 +20,7 @@ def even_split(length: int, parts: int) -> list[range]:
 
 
 def consecutive_bins(items: Iterable[tuple[Item, int]], most: int) -> list[list[Item]]:
-    """Put consecutive items, given with their sizes, into bins of at most `most`; a larger one has
-    a bin for itself.
-    """
+    """Put consecutive sizes into bins of at most `most`; a larger item is alone in one."""
     bins: list[list[Item]] = []
     filled = 0
     for item, size in items:

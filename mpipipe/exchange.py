@@ -66,8 +66,9 @@ class _OverRanks(Layer):
     def _begin(
         self, x: Array, axis: int, error: MpipipeError | None = None
     ) -> tuple[tuple[int, ...], int]:
-        """Begin a forward; return the lengths of all shards, and the number of the call. `error` is
-        what x has.
+        """Begin a forward; return the lengths of all shards, and the number of the call.
+
+        `error` is what is wrong with x.
         """
         facts = self._options
         length = 0
@@ -108,8 +109,7 @@ class _OverRanks(Layer):
 
 
 class HaloExchange(_OverRanks):
-    """y is x with points of the neighbouring shards at both ends of one axis; their gradients go
-    home again.
+    """Gives x points of neighbouring shards at the ends of one axis; gradients go home.
 
         rank 0   a b c d            . a b c d e
         rank 1   e f g        ->    d e f g h          width 1, not periodic: . is 0
@@ -249,8 +249,7 @@ class HaloExchange(_OverRanks):
 
 
 class HaloConv(HaloExchange):
-    """An `nn.Conv` of a field that is cut along one axis over ranks: with the output and gradients
-    of the whole field.
+    """An `nn.Conv` of a field that is cut along one axis over ranks, equal to the whole.
 
     It takes the halo that its window needs. Parameters have the names of those of the convolution,
     which is not used elsewhere. For an example see docs/stages.md.

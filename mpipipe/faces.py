@@ -7,9 +7,7 @@ from importlib import import_module
 
 
 def lazy_face(room: str, source: str) -> tuple[list[str], Callable[[str], object]]:
-    """Return `__all__` and `__getattr__` of a room: its names are those that its `source` imports
-    for type checkers.
-    """
+    """Return `__all__` and `__getattr__` of a room, from its imports for type checkers."""
     with open(source, encoding="utf-8") as file:
         imports = file.read().partition("if TYPE_CHECKING:\n")[2].partition("\n\n")[0]
     file_of: dict[str, str] = {}

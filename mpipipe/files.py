@@ -1,5 +1,4 @@
-"""Files by name: only regular files are opened, and a file that is written appears as a whole or
-not at all.
+"""Files by name: regular files are opened, and a new one appears as a whole or not at all.
 
 Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has
 effects of its own. So the kind of a file is checked before it is opened. It is checked again on the
@@ -53,9 +52,7 @@ def reading(
     also: tuple[type[Exception], ...] = (),
     done: str = "read",
 ) -> Iterator[None]:
-    """Turn an OSError, or an exception of `also`, into the error "`what` cannot be read", which
-    names the file.
-    """
+    """Turn an OSError, or one of `also`, into the error "`what` cannot be read"."""
     caught: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
@@ -79,9 +76,7 @@ def writing(
 
 
 def reason(error: Exception, path: str | Path = "") -> str:
-    """Return what an exception says, without its number, and with the name of another file than
-    `path`.
-    """
+    """Return what an exception says, without its number, and with a file besides `path`."""
     text = getattr(error, "strerror", None) or str(error)
     name = getattr(error, "filename", None)
     return (
@@ -90,9 +85,7 @@ def reason(error: Exception, path: str | Path = "") -> str:
 
 
 def check_new(what: str, path: str | Path) -> None:
-    """Raise ConfigError unless `what` can be a new file there, in a folder that exists: none is
-    overwritten.
-    """
+    """Raise ConfigError unless `what` can be a new file there: none is overwritten."""
     there = exists(path) or os.path.islink(path)
     if there or not is_folder(Path(path).parent):
         why = "a file or folder of this name already" if there else "no such folder"
@@ -116,8 +109,9 @@ def check_regular(path: str | Path) -> os.stat_result:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a regular file for reading, without ever waiting for another process. The caller closes
-    the descriptor.
+    """Open a regular file for reading, never waiting for another process.
+
+    The caller closes the descriptor.
     """
     check_regular(path)
     descriptor = os.open(path, FLAGS)
@@ -130,9 +124,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """Read the UTF-8 text of a regular file. Raises UnicodeDecodeError, and what `read_bytes`
-    raises.
-    """
+    """Read the UTF-8 text of a regular file; raise UnicodeDecodeError, or as `read_bytes`."""
     return read_bytes(path, most).decode()
 
 
@@ -158,9 +150,7 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def read_at(descriptor: int, start: int, count: int) -> bytes:
-    """Read the bytes start .. start + count of an open file; fewer only where the file ends
-    before.
-    """
+    """Read bytes start .. start + count of an open file; fewer only at its end."""
     content = bytearray(count)
     return bytes(content[: read_into(descriptor, start, memoryview(content))])
 
@@ -186,8 +176,7 @@ def write_whole(
 
 @contextmanager
 def whole_file(path: Path, before_naming: Callable[[], object] | None = None) -> Iterator[BinaryIO]:
-    """Open a file that appears as a whole: written next to `path`, forced to the disk, then
-    renamed.
+    """Open a file that appears as a whole: written next to it, synced, then renamed.
 
     Where that fails, a file that was there stays as it was, and the unfinished one is removed: a
     full disk gets its room back. One that a killed process has left is removed, too: no two
@@ -216,9 +205,7 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
 
 
 def begin_writing(file: BinaryIO, start: int, count: int) -> None:
-    """Let the system begin to write bytes of a file before its `fsync`, where it can (Linux:
-    sync_file_range(2)).
-    """
+    """Let the system begin to write bytes of a file before its `fsync`, where it can."""
     function = _sync_file_range()
     if function is not None:
         function(file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)
@@ -235,17 +222,13 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def will_read(descriptor: int, start: int, count: int) -> None:
-    """Let the system begin to read these bytes of an open file into its cache, where it can be
-    asked to; an advice.
-    """
+    """Advise the system to read these bytes of an open file into its cache."""
     with suppress(AttributeError, OSError):  # the first: a system without it
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
 
 
 def silence(stream: TextIO) -> None:
-    """Let a stream that cannot be written to end in /dev/null: Python flushes it at its end, and
-    would fail again.
-    """
+    """Let a broken stream end in /dev/null: Python flushes it at its end, and would fail."""
     with suppress(OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
@@ -253,9 +236,7 @@ def silence(stream: TextIO) -> None:
 
 
 def new_folder(path: Path) -> Path:
-    """Make the folder `path`, or the first of path-2, path-3, ... that is not there, and return
-    it.
-    """
+    """Make the folder `path`, or the first of path-2, path-3, ... that is new; return it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     place = path
     number = 1

@@ -1,5 +1,4 @@
-"""An option, described once: the field of a configuration, its key in a TOML file and its flag, or
-a flag of a command.
+"""An option, described once: field, key in a TOML file and flag, or flag of a command.
 
 The names of the fields of a configuration are its keys, and with dashes its flags. Texts with a
 meaning of their own, such as 1.5G for bytes, are parsed once, when a configuration is made: its
@@ -68,9 +67,7 @@ class Option:
 
     @property
     def range_words(self) -> str:
-        """The range in words, such as "at least 0 and below 1" or "1 to 8"; empty if there is
-        none.
-        """
+        """The range in words, such as "at least 0 and below 1" or "1 to 8"; "" for none."""
         limits = {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
         if limits.keys() == {"least", "most"}:
             return f"{self.least:g} to {self.most:g}"
@@ -97,16 +94,12 @@ def _shown(limit: float) -> str:
 
 
 def option(default: Any, text: str, key: bool = True, **description: Any) -> Any:
-    """Return the field of a configuration with its default, help text, and what else an Option
-    has.
-    """
+    """Return the field of a configuration with its default, help, and Option."""
     return field(default=default, metadata={"option": Option(text, key=key, **description)})
 
 
 def kinds_of(config: type) -> dict[str, type]:
-    """Return int, float, bool, str, or tuple (of strings) for each field; texts that are parsed are
-    str.
-    """
+    """Return int, float, bool, str or tuple for each field; texts that are parsed are str."""
     hints = get_type_hints(config)
     return {entry.name: _kind(entry, hints[entry.name]) for entry in fields(config)}
 
@@ -127,16 +120,12 @@ def option_of(entry: dataclasses.Field) -> Option:
 
 
 def key_of(entry: dataclasses.Field) -> str:
-    """Return a field's name as users write it: a word of Python such as `from` ends with an
-    underscore here.
-    """
+    """Return a field's name as users write it: without the `_` after a word of Python."""
     return entry.name.rstrip("_")
 
 
 def read_fields(config: Any) -> None:
-    """Check the values of a new configuration, and give them the types of their fields. Raises
-    ConfigError.
-    """
+    """Check a new configuration, and give its values their types. Raises ConfigError."""
     kinds = kinds_of(type(config))
     for entry in fields(config):
         value = _read(entry, getattr(config, entry.name), kinds[entry.name])
@@ -144,8 +133,9 @@ def read_fields(config: Any) -> None:
 
 
 def _read(entry: dataclasses.Field, value: Any, kind: type) -> Any:
-    """Return `value` in the field's type. Only a list becomes a tuple, an integer a float, and a
-    text what it means.
+    """Return `value` in the field's type: a list as a tuple, an integer as a float.
+
+    A text becomes what it means.
     """
     described = option_of(entry)
     if value is None and entry.default is None:
@@ -214,9 +204,7 @@ def _wrong_type(entry: dataclasses.Field, value: Any, kind: type) -> ConfigError
 
 
 def written(config: Any) -> dict[str, Any]:
-    """Return the values of a configuration by name, as a file can have them: typed values as texts
-    again.
-    """
+    """Return the values of a configuration by name, as a file has them."""
     values = {}
     for entry in fields(config):
         value = getattr(config, entry.name)
@@ -228,9 +216,7 @@ def written(config: Any) -> dict[str, Any]:
 
 
 def document(config: type) -> None:
-    """Put the help texts of the fields into the docstring of a configuration, as its section
-    Parameters.
-    """
+    """Put the help of the fields into a configuration's docstring, as its Parameters."""
     lines = ["Parameters", "----------"]
     for entry in fields(config):
         default = "" if entry.default in (None, MISSING) else f", default {entry.default!r}"

@@ -60,9 +60,7 @@ def set_threads(threads: int = 1) -> None:
 
 
 def thread_count() -> int:
-    """Return how many threads `each` uses: before `set_threads` those that the user set, else
-    one.
-    """
+    """Return how many threads `each` uses: those of `set_threads`, or of the user, or one."""
     if _POOL.threads is None:
         _POOL.threads = chosen_threads() or 1
         if _POOL.threads > 1:
@@ -87,9 +85,7 @@ def threads_set_to(threads: int) -> Iterator[None]:
 
 
 def _limit_libraries() -> None:
-    """Let BLAS have one thread, and OpenMP, by which PyTorch computes in turns with us, as many as
-    the pool.
-    """
+    """Let BLAS have one thread, and OpenMP, which takes turns with us, as many as the pool."""
     from threadpoolctl import threadpool_limits
 
     threadpool_limits({"blas": 1, "openmp": thread_count()})
@@ -172,9 +168,7 @@ def each(
 
 
 def on_this_thread(function: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that calls `function` on the thread that is here now, and does nothing on
-    others.
-    """
+    """Return a function that calls `function` on this thread, and does nothing on others."""
     here = get_ident()
 
     def call() -> None:
@@ -221,9 +215,7 @@ class _Job:
         deque(self.pieces, maxlen=0)  # one call, within which no signal of Python comes
 
     def finish(self, poll: Callable[[], object] | None) -> None:
-        """Wait until no helper is at a piece, even while Ctrl-C or `poll` raise: this comes after
-        it.
-        """
+        """Wait until no helper is at a piece, also after Ctrl-C or an error of `poll`."""
         raised: BaseException | None = None
         while True:
             try:
@@ -243,9 +235,7 @@ class _Job:
 
 
 class _Pool:
-    """Threads that wait for jobs, and never end: as daemons they hold up no exit of the
-    interpreter.
-    """
+    """Threads that wait for jobs, as daemons: they hold up no exit of the interpreter."""
 
     def __init__(self) -> None:
         self.threads: int | None = None  # with the caller's; None until somebody asks
@@ -255,9 +245,7 @@ class _Pool:
         self.wakes: list[LockType] = []  # one for each helper, which goes on when it gets it
 
     def run(self, job: _Job, helpers: int, poll: Callable[[], object] | None) -> None:
-        """Do a job with this number of helpers. One that does not wake up in time is not waited
-        for.
-        """
+        """Do a job with this number of helpers. One that does not wake up in time is left out."""
         while len(self.wakes) < helpers:
             wake = allocate_lock()
             wake.acquire()
@@ -326,9 +314,7 @@ def keep_freed_memory() -> None:
 
 
 def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
-    """Return the bytes that a line of a file of /proc says in kB, None if there is no such
-    thing.
-    """
+    """Return the bytes that a line of a file of /proc says in kB, or None."""
     text = line_of(path, name).split()
     return int(text[0]) * 1024 if text else None
 

@@ -1,6 +1,4 @@
-"""Pieces of sentences that messages share: counts, sizes, names that may have been meant, what to
-install.
-"""
+"""Pieces of sentences: counts, sizes, names that may have been meant, what to install."""
 
 from __future__ import annotations
 
@@ -11,21 +9,17 @@ from typing import Any
 
 from mpipipe.errors import BackendError, MpipipeError
 
-BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # with their powers of two
+BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # and their powers of two
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun in the singular or plural, such as "1 rank", "4 cores" or "2
-    micro-batches".
-    """
+    """Return a count with its noun: "1 rank", "4 cores" or "2 micro-batches"."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending}"
 
 
 class Unit(int):
-    """The number of a unit of a schedule with slices, shown as its `place`: its micro-batch and the
-    slice of that.
-    """
+    """The number of a unit of a schedule with slices: micro-batch and slice are its `place`."""
 
     place = 0, 0
 
@@ -64,24 +58,23 @@ def shown_bytes(count: float) -> str:
 
 
 def exact_bytes(count: int) -> str:
-    """Return bytes for people who compare numbers: in a unit, and from 1 KiB on exactly: "1.5 KiB
-    (1536 bytes)".
-    """
+    """Return bytes for comparison, from 1 KiB on in a unit and exactly: "1.5 KiB (1536 bytes)"."""
     return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)
 
 
 def near(
     name: str, known: Iterable[str], other_names: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return the known names that may have been meant: the one that others call so, else at most
-    three that look alike.
+    """Return known names that may have been meant: a synonym, or three that look alike.
 
     Case, and "-" for "_", are overlooked. `other_names` leads from the names that others use to
     known ones.
 
     >>> from mpipipe.text import near
-    >>> near("step", ["steps", "seed"]), near("partition", ["queue", "name"], {"partition": "queue"})
-    (['steps'], ['queue'])
+    >>> near("step", ["steps", "seed"])
+    ['steps']
+    >>> near("partition", ["queue", "name"], {"partition": "queue"})
+    ['queue']
     """
     names = {as_word(each): each for each in known}
     word = as_word(name)
@@ -99,16 +92,12 @@ def as_word(name: str) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Return the remedy for a missing library of an extra of this package, by its name in
-    pyproject.toml.
-    """
+    """Return the remedy for a missing library of an extra of this package."""
     return f"in a checkout of mpipipe `pip install '.[{extra}]'`"
 
 
 def optional_library(module: str, purpose: str, extra: str, otherwise: str = "") -> Any:
-    """Import a module of a library in an extra of this package. Raises BackendError, which says how
-    to install it.
-    """
+    """Import a module of an extra's library; BackendError says how to install it."""
     library = module.partition(".")[0]
     try:
         import_module(library)
@@ -127,9 +116,7 @@ def optional_library(module: str, purpose: str, extra: str, otherwise: str = "")
 def text_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)
 ) -> Iterator[str]:
-    """Yield the lines of a table: heads, a rule, and rows; the columns `left` are aligned at the
-    left.
-    """
+    """Yield the lines of a table: heads, a rule, and rows; `left` columns are to the left."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     for row in (heads, ["-" * width for width in widths], *rows):
         cells = enumerate(zip(row, widths))

@@ -42,9 +42,7 @@ class Sent(NamedTuple):
 
 
 class Recorder:
-    """What one rank did, by the clock `now`, in seconds: `pipeline.recorder = Recorder()` switches
-    it on, None off.
-    """
+    """What one rank did, in seconds of the clock `now`; `pipeline.recorder = Recorder()`."""
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self.now = now
@@ -81,9 +79,7 @@ class Recorder:
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:
-        """Note that the block is the optimizer of the last step, which lasts until the end of the
-        block.
-        """
+        """Note that the block is the optimizer of the last step, which ends with the block."""
         start = self.now()
         self._thread = threading.get_ident()
         try:
@@ -97,9 +93,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, what: object, group: tuple[int, ...] | None) -> Iterator[None]:
-        """Note that the block is a wait; outside of steps, and on other threads, nothing is
-        noted.
-        """
+        """Note that the block is a wait, in steps and on their thread."""
         if self._thread != threading.get_ident():
             yield
             return

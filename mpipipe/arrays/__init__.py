@@ -6,11 +6,11 @@ many functions only memory, views, streams, events, the compiler and cuBLAS are 
 on the device is source in this package. Device work is in the order of CuPy's current stream of the
 calling thread. Nothing here waits for the device but `download`, and `upload` of large arrays.
 
-    devices  device_checks     which GPUs there are, and whether kernels compile and matrices multiply on one
-    dtypes  trees              arrays and dtypes that are accepted; tuples and dicts of arrays between stages
-    memory  transfer           new arrays and copies on one device; copies between host and device, pinned memory
-    streams  graphs            the order of device work; work that is recorded once and launched often
-    cuda  products  strided    for code with kernels: compiled sources and their launches, products, copies with strides
+    devices  device_checks     which GPUs there are, and whether kernels compile on one
+    dtypes  trees              arrays and dtypes that are accepted; tuples and dicts of arrays
+    memory  transfer           new arrays and copies on one device; copies between host and device
+    streams  graphs            the order of device work; work that is recorded once
+    cuda  products  strided    kernels: sources and launches, products, copies with strides
     half_precision  nccl       host functions that upcast once; NCCL's names
     torch_memory               PyTorch's tensors on the memory of arrays
 """

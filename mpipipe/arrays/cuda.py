@@ -39,9 +39,7 @@ def _function(
 
 
 def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...]:
-    """Write one C++ declaration for each constant of `cuda_function`: 'typedef float T;',
-    'constexpr int N = 4;'.
-    """
+    """Write constants as C++ declarations: 'typedef float T;', 'constexpr int N = 4;'."""
     return tuple(
         f"typedef {C_TYPES[value.name]} {name};"
         if isinstance(value, np.dtype)
@@ -51,8 +49,9 @@ def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...
 
 
 def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callable:
-    """Return an `extern "C"` function of a CUDA source file, compiled once for the current GPU and
-    these constants.
+    """Return an `extern "C"` function of a CUDA source file, compiled once for a GPU.
+
+    The constants are part of what it is compiled for.
 
     A dtype declares a type of that name in front of the source (`T=array.dtype`), an integer a
     `constexpr int`. The function takes (grid, block, arguments), and by keyword `shared_mem`, the
@@ -62,7 +61,7 @@ def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callabl
     return _function(path, name, tuple(constants.items()), cupy().cuda.runtime.getDevice())
 
 
-# -- The start of kernels over flat arrays: how wide their words of memory are, and how large their grids --
+# -- The start of kernels over flat arrays: the width of their words, and their grids --------------
 
 
 WORD = 16  # bytes: the widest load of one thread
@@ -84,8 +83,7 @@ class Launch(NamedTuple):
 
 
 def vector_width(first: DeviceArray, *others: DeviceArray, divides: int = 0) -> int:
-    """Return how many elements of these arrays can move as one word of memory: a power of two that
-    divides `divides`.
+    """Return how many elements move as one word of memory: a power of two, of `divides`.
 
     All addresses must allow it. A word has at most 16 bytes of the widest dtype.
     """
@@ -113,9 +111,7 @@ def grid(count: int, per_block: int) -> tuple[int]:
 
 
 def scalar_type(dtype: np.dtype) -> Any:
-    """Return the numpy type of the numbers that a kernel for arrays of `dtype` takes: that of its
-    accumulator.
-    """
+    """Return the numpy type of a kernel's numbers for `dtype`: that of its accumulator."""
     return np.float64 if dtype.itemsize == 8 else np.float32
 
 
@@ -129,8 +125,7 @@ def launch(
     words: int = 2,
     **dtypes: np.dtype,
 ) -> None:
-    """Start a kernel over `size` elements, where a thread takes `words` words of V elements at a
-    time.
+    """Start a kernel over `size` elements: a thread takes `words` words of V elements.
 
     The source is compiled for V and the dtypes, as `cuda_function` says.
     """
@@ -149,8 +144,9 @@ def over(
     words: int = 2,
     **dtypes: np.dtype,
 ) -> Launch | None:
-    """Return the call of a kernel over `size` elements, with these numbers after its arrays; None
-    for 0 elements.
+    """Return the call of a kernel over `size` elements, or None for 0 elements.
+
+    The numbers come after its arrays.
     """
     if not size:
         return None

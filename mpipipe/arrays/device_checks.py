@@ -33,8 +33,7 @@ NO_GPU = (
 
 
 def check_device(device: str) -> str:
-    """Return "cpu" or "cuda" for a device that exists and on which kernels compile and matrices
-    multiply.
+    """Return "cpu" or "cuda" for a device that compiles kernels and multiplies matrices.
 
     `device` is "cpu"; "cuda", the current GPU of this process; "cuda:1", which becomes the current
     one; or "auto", the GPU where there is one. The first call for a GPU compiles a kernel of one
@@ -72,9 +71,7 @@ def check_device(device: str) -> str:
 
 
 def missing_parts() -> list[str]:
-    """List the parts of the CUDA toolkit that are missing or do not work on the current GPU, with
-    CuPy's message.
-    """
+    """List the parts of the CUDA toolkit that do not work on the current GPU, and why."""
     return list(_missing(cupy()))
 
 

@@ -25,9 +25,7 @@ OLDEST = 14
 
 @cache
 def cupy() -> Any:
-    """Return the module cupy, imported on first use; raises BackendError where it is missing or too
-    old.
-    """
+    """Return the module cupy, imported on first use; BackendError if missing or too old."""
     library = _any_cupy()
     if int(library.__version__.partition(".")[0]) < OLDEST:
         raise BackendError(
@@ -53,9 +51,7 @@ def _any_cupy() -> Any:
 
 
 def device_count() -> int:
-    """Return the number of GPUs that this process can use: 0 without CuPy, with an old one, or
-    without a driver.
-    """
+    """Return the number of usable GPUs: 0 without CuPy, with an old one, or no driver."""
     try:
         cupy()
     except BackendError:
@@ -91,9 +87,7 @@ def current_gpu() -> int:
 
 
 def compute_capability() -> int:
-    """Return ten times the major number of the GPU's compute capability plus the minor one: 90 for
-    H100, H200.
-    """
+    """Return the GPU's compute capability as one number: 90 for H100, H200."""
     return _capability(cupy(), current_gpu())
 
 
@@ -103,9 +97,7 @@ def _capability(library: ModuleType, device: int) -> int:
 
 
 def _architecture(properties: dict[str, Any]) -> str:
-    """Return how the compiler names this GPU: CuPy's properties of an AMD GPU have gcnArchName,
-    gfx90a:sramecc+...
-    """
+    """Return the compiler's name of this GPU, of an AMD one without its features."""
     gcn = properties.get("gcnArchName", b"")
     if cupy().cuda.runtime.is_hip and gcn:
         return f"AMD {(gcn.decode() if isinstance(gcn, bytes) else gcn).split(':')[0]}"
@@ -113,9 +105,7 @@ def _architecture(properties: dict[str, Any]) -> str:
 
 
 def describe_gpus() -> list[str]:
-    """Describe each GPU that this process sees in one line: name, memory, compute capability or
-    AMD's architecture.
-    """
+    """Describe each GPU in one line: name, memory, compute capability or architecture."""
     lines = []
     for number in range(device_count()):
         properties = cupy().cuda.runtime.getDeviceProperties(number)
@@ -148,8 +138,7 @@ def is_amd() -> bool:
 
 
 def check_computable(kind: np.dtype, device: str) -> None:
-    """Raise BackendError for a dtype in which this device ("cpu" or "cuda") cannot compute matrix
-    products.
+    """Raise BackendError for a dtype in which this device cannot multiply matrices.
 
     CuPy's cupy_hipblas.h translates no bfloat16 (cupy-rocm-7-0 14.2): it throws where nothing can
     catch, and the process would be aborted.
@@ -173,8 +162,7 @@ def check_computable(kind: np.dtype, device: str) -> None:
 
 
 def load_cuda_runtime() -> str:
-    """Load the CUDA runtime library, so that others in this process find it by its name; return its
-    file, or its name.
+    """Load the CUDA runtime library for this process; return its file, or its name.
 
     It is of the version that CuPy was built for where that one is found, else of the one that is:
     the functions that cuDNN's package takes from it are the same in both. Raises BackendError

@@ -39,9 +39,7 @@ def is_array(array: object) -> bool:
 
 
 def device_of(array: object) -> str:
-    """Return the kind of device that an array lies on, "cpu" or "cuda"; raises ArgumentError if it
-    is no array.
-    """
+    """Return the kind of device of an array, "cpu" or "cuda"; ArgumentError if it is none."""
     if isinstance(array, np.ndarray):
         return "cpu"
     if is_device(array):
@@ -55,8 +53,7 @@ def device_of(array: object) -> str:
 
 
 def strip_subclass(array: Array) -> Array:
-    """Return a host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray
-    itself, without a copy.
+    """Return a memmap, matrix or alike as an ndarray itself, without a copy.
 
     Other arrays are returned as they are; a masked one raises ArgumentError.
     """
@@ -80,9 +77,7 @@ def refuse_mask(array: Any) -> None:
 
 
 def dtype(name: DTypeLike) -> np.dtype:
-    """Return the dtype of what `numpy.dtype` takes, or of "bfloat16"; raises ArgumentError for an
-    unknown name.
-    """
+    """Return the dtype of what `numpy.dtype` takes, or "bfloat16"; else ArgumentError."""
     try:
         return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     except TypeError:
@@ -102,8 +97,9 @@ def is_floating(kind: np.dtype) -> bool:
 
 
 def as_reals(array: Array) -> Array:
-    """Return a C-contiguous complex array (...) as the real array (..., 2) on the same memory; any
-    other as it is.
+    """Return a C-contiguous complex array (...) as reals (..., 2) on the same memory.
+
+    Any other array comes back as it is.
     """
     if array.dtype.kind != "c":
         return array
@@ -121,7 +117,5 @@ def _is_half(kind: np.dtype) -> bool:
 
 
 def accumulator(kind: np.dtype) -> np.dtype:
-    """Return the dtype in which values are summed and parameters kept: float32 for halves, else
-    itself.
-    """
+    """Return the dtype of sums and parameters: float32 for halves, else itself."""
     return FLOAT32 if is_half(kind) else kind

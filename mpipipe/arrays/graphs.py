@@ -1,5 +1,4 @@
-"""CUDA graphs: device work that is recorded once, and then started by one call as often as one
-likes.
+"""CUDA graphs: device work that is recorded once, and then started by one call.
 
 A recording notes every launch and every copy on the device with its addresses and numbers, and runs
 nothing. So what is recorded must read and write the same memory in every run, and the host must not
@@ -46,8 +45,7 @@ def is_recording() -> bool:
 
 
 def keep_for_graph(thing: T) -> T:
-    """Let a graph that is being recorded keep something alive, and return it; elsewhere this does
-    nothing.
+    """Let a graph that is being recorded keep something alive, and return it.
 
     Call it with an array or a kernel from a cache that may drop it: a graph knows its address
     alone.
@@ -58,9 +56,7 @@ def keep_for_graph(thing: T) -> T:
 
 
 def workspace() -> DeviceArray:
-    """Return device memory for a library within a recording: bytes that hold nothing from one call
-    to the next.
-    """
+    """Return memory for a library within a recording; nothing in it lasts."""
     return keep_for_graph(_recording.workspaces[_place()])
 
 
@@ -98,8 +94,7 @@ class Graph(NamedTuple):
 
 
 def record_graph(work: Callable[[], T]) -> tuple[Graph, T]:
-    """Record what `work` puts on the current stream; return (graph, result). Nothing runs before a
-    launch.
+    """Record what `work` puts on the stream, without running it; return (graph, result).
 
     `work` is called once, or twice where device memory runs out the first time. It has run before,
     so that it compiles and measures nothing now. Arrays of its result hold nothing before the first

@@ -54,9 +54,7 @@ def upcast(x: Any) -> Any:
 
 
 def float32_like(target: Any) -> Any:
-    """Return float32 memory for the values of a host array of halves, and anything else as it
-    is.
-    """
+    """Return float32 memory for a host array of halves, and anything else as it is."""
     return aligned_empty(target.shape, FLOAT32) if _is_half_array(target) else target
 
 
@@ -74,9 +72,7 @@ def rounded(values: np.ndarray, kind: np.dtype) -> np.ndarray:
 
 
 def round_to(target: np.ndarray, values: np.ndarray) -> None:
-    """Set halves from a float32 array of their shape: to nearest even, and infinity where it is too
-    large.
-    """
+    """Set halves from a float32 array: to nearest even, infinity where it is too large."""
     faster = faster_rounding.get(target.dtype)
     if faster is None:
         target[...] = values

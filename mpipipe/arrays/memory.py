@@ -29,8 +29,7 @@ def aligned_empty(shape: int | Shape, dtype: DTypeLike) -> np.ndarray:
 
 
 def empty(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
-    """Return an uninitialised C-contiguous array on the host ("cpu"), or on the current GPU
-    ("cuda").
+    """Return an uninitialised C-contiguous array on the host, or the current GPU.
 
     On the host it starts on a 64-byte boundary. On a GPU the memory is that of CuPy's pool, in the
     order of the current stream.
@@ -48,9 +47,7 @@ def zeros(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
 
 
 def empty_like(array: Array, dtype: DTypeLike | None = None) -> Array:
-    """Return an uninitialised C-contiguous array of the same shape on the same device, of the same
-    dtype or another.
-    """
+    """Return an uninitialised C-contiguous array of the same shape and device."""
     return empty(array.shape, array.dtype if dtype is None else dtype, device_of(array))
 
 
@@ -69,9 +66,7 @@ def set_zero(array: Array) -> None:
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """Copy the elements of `source` to `target`, both C-contiguous on one device; raises if dtypes
-    or sizes differ.
-    """
+    """Copy a C-contiguous array to another on one device; dtypes and sizes must be equal."""
     if target.dtype != source.dtype or target.size != source.size:
         found, expected = (f"{array.dtype}{list(array.shape)}" for array in (source, target))
         raise ArgumentError("a copy to another kind of array", found=found, expected=expected)
@@ -98,9 +93,7 @@ def address(array: Array) -> int:
 
 
 def shares_memory(first: Array, second: Array) -> bool:
-    """Return whether two arrays may overlap; exact for C-contiguous device arrays, else they may
-    only interleave.
-    """
+    """Return whether two arrays may overlap; exact for C-contiguous device arrays."""
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return (
             isinstance(first, np.ndarray)
@@ -135,9 +128,7 @@ class Shortage(NamedTuple):
 
 
 def memory_shortage(error: BaseException) -> Shortage | None:
-    """Return how much device memory an error asked for, and how much there is; None if the error is
-    of another kind.
-    """
+    """Return (bytes an error asked for, bytes free) of a GPU; None for another error."""
     if "cupy" not in sys.modules:
         return None
     library = cupy()

@@ -1,6 +1,4 @@
-"""NCCL as CuPy brings it (RCCL where CuPy is built for ROCm), and what one must know of a GPU to
-use it.
-"""
+"""NCCL as CuPy brings it (RCCL for ROCm), and what one must know of a GPU to use it."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ PAIRS = dict(
 
 @cache
 def nccl() -> Any:
-    """Return the module cupy.cuda.nccl (RCCL on ROCm), imported on first use; raises BackendError
-    if it is missing.
-    """
+    """Return the module cupy.cuda.nccl, imported on first use; BackendError if missing."""
     cupy()
     try:
         with warnings.catch_warnings():
@@ -40,9 +36,7 @@ def nccl() -> Any:
 
 
 def nccl_type(kind: np.dtype) -> tuple[int, int] | None:
-    """Return (NCCL's number of a dtype, elements of it in one of ours); None for a dtype that NCCL
-    cannot add.
-    """
+    """Return (NCCL's dtype, its elements in one of ours); None if NCCL cannot add it."""
     name = dtype(kind).name
     real = PAIRS.get(name, name)
     return (
@@ -53,7 +47,5 @@ def nccl_type(kind: np.dtype) -> tuple[int, int] | None:
 
 
 def bus_id() -> str:
-    """Return the PCI address of the current GPU, "0000:41:00.0", the same for all processes of a
-    machine.
-    """
+    """Return the PCI address of the current GPU, the same in all processes of a machine."""
     return str(cupy().cuda.runtime.deviceGetPCIBusId(current_gpu()))

@@ -109,8 +109,9 @@ _exact = (
 
 
 def _exact_handle() -> int:
-    """Return CuPy's handle for this thread and device; from now on its products, the user's too,
-    round halves once.
+    """Return CuPy's handle for this thread and device, set so that halves are rounded once.
+
+    The user's own products round so, too.
     """
     cuda = cupy().cuda
     handle: int = cuda.device.get_cublas_handle()
@@ -177,16 +178,15 @@ def batched_gemm(
     functions = _RECORDED if is_recording() else library.functions
     functions.gemmStridedBatchedEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
-        where, *_operand(library, b), *_operand(library, a), where + factors.itemsize, *_operand(library, c),
+        where, *_operand(library, b), *_operand(library, a),
+        where + factors.itemsize, *_operand(library, c),
         problems, library.kinds[a.dtype].compute, library.algorithm,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _factors(factor: float, add: bool, kind: np.dtype) -> tuple[np.ndarray, int]:
-    """Return the numbers (factor, 1 or 0) for cuBLAS, which reads them during the call, and their
-    address.
-    """
+    """Return the numbers (factor, 1 or 0) and their address; cuBLAS reads them in the call."""
     numbers = np.array([factor, float(add)], kind)
     return numbers, address(numbers)
 
@@ -198,7 +198,7 @@ def _operand(library: _Library, x: DeviceArray) -> tuple[int, int, int, int]:
     return x.data.ptr, library.kinds[x.dtype].number, of_row // x.itemsize, of_problem // x.itemsize
 
 
-# -- Products while a CUDA graph is recorded: by cuBLAS itself, past CuPy, whose functions refuse that --
+# -- Products while a CUDA graph is recorded: by cuBLAS itself, since CuPy refuses that ------------
 #
 # (CuPy 14.2, cublas.pyx, setStream.) The C functions get the same arguments, and CuPy's handle.
 # They need a workspace of ours: else cuBLAS allocates one for each graph (pytorch/pytorch#83461).
@@ -259,9 +259,7 @@ def graphs_refused() -> str:
 
 
 def _record(name: str, handle: int, *arguments: int) -> None:
-    """Record a product, by CuPy's handle with the current stream and our workspace; its next call
-    takes both back.
-    """
+    """Record a product by CuPy's handle; its next call takes stream and workspace back."""
     space = workspace()
     _call_cublas("cublasSetStream_v2", handle, stream().ptr)  # first, for it drops the workspace
     _call_cublas("cublasSetWorkspace_v2", handle, address(space), space.nbytes)

@@ -30,8 +30,7 @@ _own = (
 
 @contextmanager
 def own_stream(device: str = "cuda") -> Iterator[None]:
-    """Send device work of this thread to a stream of its own, within; on "cpu" do nothing. Choose
-    the GPU before.
+    """Send device work within to a stream of this thread's; choose the GPU before.
 
     CuPy's default is the null stream, which waits for the work of every blocking stream of the
     process, as they do for its. This stream waits for no other, and no other for it, except at its
@@ -60,18 +59,14 @@ def own_stream(device: str = "cuda") -> Iterator[None]:
 
 
 def record(timing: bool = False) -> Event:
-    """Record an event after all work put on the current stream so far; `timing` for
-    `seconds_between`.
-    """
+    """Record an event after all work on the current stream; `timing` for `seconds_between`."""
     event = cupy().cuda.Event(disable_timing=not timing)
     event.record(stream())
     return event
 
 
 def is_done(event: Event) -> bool:
-    """Return whether the device has reached an event; raises BackendError if the device has failed,
-    and never will.
-    """
+    """Return whether the device has reached an event; BackendError if it has failed."""
     runtime = cupy().cuda.runtime
     status = runtime.eventQuery(event.ptr)  # Event.done is False for ever after a failure
     if status in (0, NOT_READY):
@@ -84,9 +79,7 @@ def is_done(event: Event) -> bool:
 
 
 def wait_for(event: Event) -> None:
-    """Let later work on the current stream wait for an event of any stream; the host does not
-    wait.
-    """
+    """Let later work on the current stream wait for an event; the host does not wait."""
     stream().wait_event(event)
 
 

@@ -31,8 +31,9 @@ def blocks_of(count: int, per_block: int) -> tuple[int]:
 
 
 def strided_copy(source: Array, target: Array, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source: equal shapes, any strides; floats of at
-    most 5 axes on a GPU.
+    """Set target = source or, with `add`, target += source: equal shapes, any strides.
+
+    On a GPU: floats of at most 5 axes.
 
     Values are rounded to the dtype of the target.
     """
@@ -62,8 +63,9 @@ def strided_copy_views(
     shape: Shape,
     add: bool = False,
 ) -> None:
-    """As `strided_copy`, between two views of one shape: each is the array where it begins, and
-    strides in elements.
+    """Copy as `strided_copy` between views: the array where each begins, and its strides.
+
+    Strides count elements.
     """
     _views((source, target), (), (source_strides, target_strides, shape, add))
 
@@ -99,9 +101,7 @@ class _Walk(NamedTuple):
 
 
 def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[int, ...]) -> _Walk:
-    """Visit the axis that is fastest in the target last, and join neighbouring axes where both
-    arrays allow it.
-    """
+    """Order axes by the target's memory, and join neighbours where both arrays allow it."""
     axes = [axis for axis in zip(shape, source_strides, target_strides) if axis[0] > 1]
     axes.sort(key=lambda axis: -abs(axis[2]))
     joined: list[tuple[int, int, int]] = []
@@ -122,18 +122,14 @@ def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[i
 
 
 def copied(x: Array, dtype: DTypeLike | None = None) -> Array:
-    """Return a new C-contiguous array with the values of x, which may have any strides, in `dtype`
-    or its own.
-    """
+    """Return a new C-contiguous array with the values of x, in `dtype` or its own."""
     new = empty(x.shape, x.dtype if dtype is None else dtype, device_of(x))
     strided_copy(x, new)
     return new
 
 
 def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
-    """Put at least one array together along an axis from 0 on: C-contiguous arrays of one dtype on
-    one device.
-    """
+    """Put C-contiguous arrays of one dtype and device together along an axis."""
     shape = [*parts[0].shape]
     shape[axis] = sum(part.shape[axis] for part in parts)
     if isinstance(parts[0], np.ndarray):  # by itself numpy keeps the order of axes in memory
@@ -152,17 +148,17 @@ def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
 
 
 def in_c_order(tree: Tree) -> Tree:
-    """Return `tree` with a copy in place of each array that has other strides, as a layer may
-    return it.
-    """
+    """Return `tree` with a copy for each array that is not in C order."""
     leaves, structure = flatten(tree)
-    plain = [
-        type(leaf) is np.ndarray or is_device(leaf) for leaf in leaves
-    ]  # others are refused where they are sent
-    if all(leaf.flags.c_contiguous for leaf, known in zip(leaves, plain) if known):
+    ordered = []
+    for leaf in leaves:
+        # other things are refused where they are sent
+        is_known = type(leaf) is np.ndarray or is_device(leaf)
+        if is_known and not leaf.flags.c_contiguous:
+            leaf = copied(leaf)
+        ordered.append(leaf)
+    if all(one is other for one, other in zip(leaves, ordered)):
         return tree
-    ordered = [np.ascontiguousarray(leaf) if type(leaf) is np.ndarray else copied(leaf) if known else leaf
-               for leaf, known in zip(leaves, plain)]  # fmt: skip
     return unflatten(ordered, structure)
 
 

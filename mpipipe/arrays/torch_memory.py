@@ -20,9 +20,7 @@ BFLOAT16 = dtype("bfloat16")
 
 
 def share_threads() -> None:
-    """Let PyTorch compute with as many threads as this rank, where their number is known; the pool
-    waits meanwhile.
-    """
+    """Let PyTorch compute with as many threads as this rank; the pool waits meanwhile."""
     count = given_threads()
     if count is not None:
         sys.modules["torch"].set_num_threads(count)

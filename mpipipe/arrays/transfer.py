@@ -23,18 +23,14 @@ PIECE_BYTES = (
 
 
 def pinned(nbytes: int) -> np.ndarray:
-    """Return (nbytes,) uint8 of page-locked host memory: the device copies from and to it without
-    the processor.
-    """
+    """Return (nbytes,) uint8 of page-locked host memory, which the device copies by itself."""
     memory = cupy().cuda.alloc_pinned_memory(max(nbytes, 1))
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 @cache
 def _copies_under_way() -> tuple[deque[tuple[Event, np.ndarray]], threading.Lock]:
-    """(event, buffer) of copies under way, from all threads: CuPy hands a freed buffer out again at
-    once.
-    """
+    """(event, buffer) of copies of all threads: CuPy would use a freed buffer at once."""
     return deque(), threading.Lock()
 
 
@@ -45,8 +41,7 @@ def _forget_ended_copies() -> None:
 
 
 def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
-    """Copy a host array of any strides to `out`, or to a new array on the current GPU, in the order
-    of the stream.
+    """Copy a host array to `out`, or to a new GPU array, in the order of the stream.
 
     The host array may change at once: it is copied to pinned memory first, which is kept until the
     device has read it. The host does not wait, except for the device to read all but the last two
@@ -75,8 +70,9 @@ def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
 
 
 def download(*device_arrays: Array) -> Any:
-    """Copy C-contiguous arrays to the host; return one array for one, else a list. Host arrays come
-    back as they are.
+    """Copy C-contiguous arrays to the host; return one array for one, else a list.
+
+    Host arrays come back as they are.
 
     The host waits for the current stream: once, unless an array has more than `PIECE_BYTES`.
     """
@@ -144,8 +140,7 @@ class Download:
 
 
 def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
-    """Start copying pinned bytes to a C-contiguous device array, in the order of the current
-    stream.
+    """Start copying pinned bytes to a C-contiguous device array, in the stream's order.
 
     The bytes must stay as they are until the stream has come to the copy. A CUDA graph cannot
     record this: it would repeat the copy from memory that is no longer there.
@@ -158,9 +153,7 @@ def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
 
 
 def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
-    """Start copying a C-contiguous device array to pinned bytes, there once the stream has come to
-    the copy.
-    """
+    """Start copying a C-contiguous device array to pinned bytes, in the stream's order."""
     refuse_recording("a copy to the host")
     runtime = cupy().cuda.runtime
     runtime.memcpyAsync(
@@ -198,7 +191,8 @@ def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np
             copy_to_host(buffer[: piece.size], piece)
             copies.append((which, buffer[: piece.size], buffer, record()))
         yield from _arrived(copies, free, leave=0)
-    finally:  # where the caller stops early: until then the device writes to memory of the host that others would get
+    finally:
+        # The caller may stop early: the device still writes to host memory that others would get.
         for *_, arrived in copies:
             arrived.synchronize()
 
@@ -214,9 +208,7 @@ def _cut(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, Array]]:
 def _arrived(
     copies: Copies, free: list[np.ndarray], leave: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Wait for the oldest copies, all but `leave`; a buffer is free once the caller has come
-    back.
-    """
+    """Wait for all but the newest `leave` copies; then the caller has used the buffer."""
     while len(copies) > leave:
         copies[0][3].synchronize()
         which, piece, buffer, _ = copies.popleft()

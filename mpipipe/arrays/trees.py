@@ -1,5 +1,4 @@
-"""Arrays, tuples and dicts of arrays ("trees"): taken apart into their arrays ("leaves"), and put
-together again.
+"""Arrays, tuples and dicts of arrays ("trees"), taken apart into arrays ("leaves").
 
 The structure of a tree is None for one array, the number of entries for a tuple, and the tuple of
 keys for a dict. Branches are several trees under names, and their structure is a Forked.
@@ -21,17 +20,16 @@ Structure: TypeAlias = "int | tuple[str, ...] | Forked | None"
 
 @dataclass(frozen=True)
 class Forked:
-    """The structure of Branches: (name, structure, number of leaves) of each tree, the main one
-    under "".
+    """The structure of Branches: (name, structure, number of leaves) of each tree.
+
+    The main one is under "".
     """
 
     parts: tuple[tuple[str, Structure, int], ...]
 
 
 def flatten(tree: Tree) -> tuple[list, Structure]:
-    """Return (leaves, structure); raises ArgumentError for anything but a tree. The leaves are not
-    looked at.
-    """
+    """Return (leaves, structure); raise ArgumentError for anything but a tree."""
     if is_array(tree):
         return [tree], None
     if isinstance(tree, tuple):
@@ -58,8 +56,7 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
 
 
 def read_only(tree: Any) -> Any:
-    """Return an array or a tree with read-only views in place of its host arrays; anything else as
-    it is.
+    """Return an array or a tree with read-only views in place of its host arrays.
 
     Nothing can protect a device array. Views are of numpy.ndarray itself; a masked array raises
     ArgumentError.
@@ -112,8 +109,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 @dataclass(init=False, slots=True, eq=False)
 class Branches:
-    """Several results, or several arguments, of a stage with skips (`schedules.with_skips`); inputs
-    with side inputs.
+    """Results, or arguments, of a stage with skips (`schedules.with_skips`) or side inputs.
 
     The forward of a stage that gives over skips returns one, and its backward gets one, with the
     gradients. The forward of a stage that takes over skips gets one, and its backward returns one.
@@ -151,8 +147,7 @@ class Branches:
 def named_leaves(
     value: Any, name: str, above: tuple[int, ...] = (), grown: bool = True
 ) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as
-    ("x['mask']", array).
+    """Yield (name, array) of arrays in containers and dataclasses: ("x['mask']", array).
 
     Without `grown`, those of a dataclass are left out whose attribute `grows` says that they are
     written to bit by bit.

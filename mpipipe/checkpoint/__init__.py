@@ -2,16 +2,20 @@
 
     RUN/checkpoints/step-00000100/part-0.safetensors    arrays by their names in the whole model
                                   part-1.safetensors
-                                  manifest.json         step, state, sizes and checksums; written last
+                                  manifest.json         step, state, checksums; written last
 
 A folder with a manifest is whole: each file is written under another name, forced to the disk, and
 then renamed, and the manifest comes last.
 
-    tensor_files   arrays in a file of the safetensors format; folders and models of every kind use it
-    contents       what a checkpoint holds of a rank, by name          folders        its folder, and the manifest
-    save_task      one checkpoint on its way, in a thread              saver          all ranks together
-    loading        by any number of ranks                              replicas       what must be equal is compared
-    owner          one job writes into a folder                        whole_folder   a folder is replaced as a whole
+    tensor_files   arrays in a file of the safetensors format
+    contents       what a checkpoint holds of a rank, by name
+    folders        its folder, and the manifest
+    save_task      one checkpoint on its way, in a thread
+    saver          all ranks together
+    loading        by any number of ranks
+    replicas       what must be equal is compared
+    owner          one job writes into a folder
+    whole_folder   a folder is replaced as a whole
 """
 
 from mpipipe.checkpoint.contents import PARAMETERS

@@ -1,6 +1,4 @@
-"""What a checkpoint holds of a rank: parameters and the state of an optimizer, by their names in
-the whole model.
-"""
+"""The arrays of a rank in a checkpoint, by their names in the whole model."""
 
 from __future__ import annotations
 
@@ -18,9 +16,8 @@ from mpipipe.optim import StateShard, duplicate_name_error
 from mpipipe.stages import as_stages
 
 PARAMETERS = "parameters"
-Announcements: TypeAlias = (
-    "list[Callable[[], object]]"  # called before anything is written to the arrays
-)
+# Called before anything is written to the arrays.
+Announcements: TypeAlias = "list[Callable[[], object]]"
 
 
 class Optimizer(Protocol):
@@ -33,8 +30,9 @@ class Optimizer(Protocol):
 
 
 def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...; StateShards
-    stay what they are.
+    """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...
+
+    StateShards stay what they are.
 
     Complex ones are pairs of real ones, (..., 2). Raises ArgumentError for two of one name, and for
     arrays that cannot be stored.
@@ -57,9 +55,7 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
 
 
 def state_names(stages: Sequence[Any]) -> set[str]:
-    """Return the names in the contents of what each replica has for itself, such as statistics of
-    batch norm.
-    """
+    """Return the names of what each replica has for itself, as statistics of batch norm."""
     inner_stages = [inner for stage in as_stages(stages) for inner in stage.inner_stages]
     return {f"{PARAMETERS}/{name}" for inner in inner_stages for name in inner.state}
 
@@ -67,8 +63,9 @@ def state_names(stages: Sequence[Any]) -> set[str]:
 def share_of(
     contents: Mapping[str, Any], replicas: Communicator, state: Collection[str] = ()
 ) -> dict[str, Array]:
-    """Return the arrays that this replica writes, for about equal bytes; collective where there are
-    StateShards.
+    """Return the arrays that this replica writes, for about equal bytes.
+
+    Collective where there are StateShards.
 
     Each array goes to the replica that has fewest bytes, the largest first. `state` goes to replica
     0, as a copy: the next forward changes it, while a thread writes.
@@ -101,9 +98,7 @@ def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:
 
 
 def state_of(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the caller's plain state. Raises ArgumentError for what JSON would not give
-    back as it is.
-    """
+    """Return a copy of plain state; raise ArgumentError for what JSON would change."""
     copied = dict(state or {})
     _check_plain(copied)
     result: dict[str, Any] = json.loads(json.dumps(copied))

@@ -28,29 +28,24 @@ NAME = re.compile(r"step-([0-9]{8,18})")
 INSIDE = "checkpoints"  # the folder of a training that has them
 MANIFEST = "manifest.json"
 FORMAT = 1
-MOST_BYTES = 64 << 20  # of a manifest, and of the header of a file
+MOST_BYTES = 64 << 20  # for a manifest, and for the header of a file
 FILE = re.compile(r"part-[0-9]{1,10}\.safetensors")
 COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another one"
 
 
 def find(root: Path) -> list[Path]:
-    """List the checkpoints in `root` that have a manifest, by rising step; none if there is no such
-    folder.
-    """
+    """List the checkpoints in `root` that have a manifest, by rising step."""
     return [path for path in _folders(root) if (path / MANIFEST).is_file()]
 
 
 def newest(root: str | Path) -> Path | None:
-    """Return the newest whole checkpoint in a folder given to `save`, or in the output folder of a
-    training.
-    """
+    """Return the newest whole checkpoint in a folder of them, or in that of a training."""
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
 
 
 def clear(folder: Path) -> bool:
-    """Remove a checkpoint, its manifest first: without it the rest is no checkpoint. Other files
-    stay. Raises OSError.
+    """Remove a checkpoint, its manifest first; other files stay. Raises OSError.
 
     Returns whether there was anything to remove.
     """
@@ -64,8 +59,7 @@ def clear(folder: Path) -> bool:
 
 
 def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
-    """Remove all but the newest checkpoints in a folder, and what saves that were cut short have
-    left before them.
+    """Remove all but the newest checkpoints, and what saves that were cut short have left.
 
     Parameters
     ----------
@@ -110,9 +104,7 @@ def check_keep(keep: int | None) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that it is not found as one of its folder any more; return what it is
-    called now.
-    """
+    """Rename a checkpoint, so that it is found no more; return its new name."""
     names = (
         path.with_name(f"aside-{path.name}{tail}")
         for tail in ("", *(f"-{n}" for n in range(2, 1000)))
@@ -143,9 +135,7 @@ def _place(path: Path) -> tuple[int, str]:
 
 
 def open_folder(root: Path, step: int) -> Path:
-    """Make the folder of the checkpoint of a step, without what an earlier save has left in it.
-    Raises StorageError.
-    """
+    """Make the folder of a step's checkpoint, without leftovers. Raises StorageError."""
     folder = root / f"step-{step:08d}"
     owner.check_owned(folder)
     with explained(folder):
@@ -156,12 +146,11 @@ def open_folder(root: Path, step: int) -> Path:
 
 
 def drop(folder: Path, name: str) -> None:
-    """Remove a file, finished or not. A thread that still writes it cannot give it a name that is
-    gone.
-    """
-    for each in (name + files.PARTIAL, name):  # in this order: it may be renamed between the two
+    """Remove a file, finished or not; no thread that still writes it can name it then."""
+    # A thread may rename the file between the two.
+    for file in (name + files.PARTIAL, name):
         with suppress(OSError):
-            (folder / each).unlink()
+            (folder / file).unlink()
 
 
 @contextmanager
@@ -226,16 +215,12 @@ def write_facts(
 
 
 def checksum_of(facts: Mapping[str, Any]) -> str:
-    """Return the CRC-32 of plain facts, as eight hexadecimal digits. It finds damage, no
-    forgery.
-    """
+    """Return the CRC-32 of plain facts, as eight hexadecimal digits, against damage."""
     return f"{crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read a manifest. Raises ArgumentError, with the file's name, where it is missing, damaged,
-    foreign or newer.
-    """
+    """Read a manifest; ArgumentError where it is missing, damaged, foreign or newer."""
     path = folder / MANIFEST
     try:
         facts = json.loads(files.read_text(path, MOST_BYTES))

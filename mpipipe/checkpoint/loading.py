@@ -1,6 +1,4 @@
-"""Loading: rank 0 reads the manifest, and each rank the arrays that it has, wherever they were when
-they were saved.
-"""
+"""Loading: rank 0 reads the manifest, and each rank its arrays, wherever they are."""
 
 from __future__ import annotations
 
@@ -91,8 +89,7 @@ def load(
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Read what a checkpoint is, without its arrays; of a folder with several, the newest. One rank
-    calls this.
+    """Read a checkpoint, or the newest in a folder, without its arrays; on one rank.
 
     Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
@@ -112,16 +109,14 @@ def read(path: str | Path) -> Checkpoint:
 def _check_names(
     saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None
 ) -> None:
-    """Raise ArgumentError unless the checkpoint has exactly what all ranks want, of the kinds that
-    they want.
-    """
+    """Raise ArgumentError unless the checkpoint has just the arrays of all ranks."""
     held = {name for content in saved.files.values() for name in content.arrays}
     states = sorted({name.split("/", 1)[0] for name in held} - {PARAMETERS})
     if optimizer is not None and (saved.optimizer_steps is None or {PARAMETERS, *states} != kinds):
         raise ArgumentError(
             "the checkpoint has no state for this optimizer",
             found=f"state {' and '.join(states) or 'of none'} in {saved.path / MANIFEST}",
-            expected=f"{' and '.join(sorted(kinds - {PARAMETERS})) or 'an optimizer without state'}",
+            expected=" and ".join(sorted(kinds - {PARAMETERS})) or "an optimizer without state",
             remedy="take the optimizer that was saved, with the same options, or load parameters "
             "alone",
         )
@@ -140,8 +135,7 @@ def _check_names(
 
 
 def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array | StateShard]) -> None:
-    """Set arrays, by their names in a checkpoint. Shapes and dtypes are compared before anything is
-    read.
+    """Set arrays, by their names in a checkpoint; shapes and dtypes are compared before.
 
     Raises ArgumentError, with the name of the file. One rank may call this.
     """

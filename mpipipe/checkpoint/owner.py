@@ -4,7 +4,7 @@ The first job creates the file (O_EXCL). Where there is one, its owner
 
     lives, or may live on another host          OwnerError
     has died, or its host has started anew      is replaced
-    is an earlier start of the same SLURM job   is replaced: SLURM ends one before it starts the next
+    is an earlier start of the same SLURM job   is replaced: SLURM ends one before the next
 
 Whether it lives can be known on its own host alone, by the id and start time of the process that
 leads the job. Of several jobs that replace a dead owner the last one has the folder: each looks
@@ -57,7 +57,7 @@ class Owner:
         self.users = 1
         _owners.setdefault(current_rank(), []).append(self)
         if holds:
-            atexit.register(self._release_all)  # in a program that ends without closing its saver
+            atexit.register(self._release_all)  # a program may end without closing its saver
 
     def check(self) -> None:
         """Raise OwnerError if the folder is not this job's any more; call it before a write."""
@@ -77,7 +77,7 @@ class Owner:
             )
 
     def is_taken(self) -> bool:
-        """True if another job has the folder; not where this one has released it on another rank."""
+        """True if another job has the folder, not if this one has released it elsewhere."""
         try:
             record = read(self.folder / NAME)
         except OSError:
@@ -249,8 +249,8 @@ class OwnerRecord:
     token: str
     host: str
     machine: str  # names the boot of the host and the space of process ids, in which `process` is
-    process: int  # that leads the job
-    start: str  # of that process
+    process: int  # the one that leads the job
+    start: str  # when that process began
     job: str  # number of the scheduler's job with the variable that has it, "" without one
     starts: int  # how often the scheduler has started the job again, where it counts
     since: str
@@ -276,7 +276,7 @@ class OwnerRecord:
         )
 
     def has_ended(self, other: OwnerRecord) -> bool:
-        """True if this owner writes no more, as far as the job of `other`, on this host, can know."""
+        """True if this owner writes no more, as far as `other`, on this host, can know."""
         if self.machine == other.machine:
             return start_of(self.process) not in (self.start, HIDDEN)
         boot = self.machine.rpartition(" ")[0]

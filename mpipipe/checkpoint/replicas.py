@@ -1,9 +1,8 @@
-"""A comparison of what must be equal: parameters and optimizer state, over replicas and over places
-of tied ones.
+"""Compares parameters and optimizer state over replicas, and places of tied ones.
 
     rank 0   hash of each array  ->  one number  |                 all alike: go on
     rank 1   hash of each array  ->  one number  |  one exchange
-    rank 2   hash of each array  ->  one number  |                 else: hashes by name, and an error with names
+    rank 2   hash of each array  ->  one number  |                 else: hashes by name, an error
 
 A hash is BLAKE2b of 64 bits over the bytes of an array, with its dtype and shape, computed on the
 host: copying arrays of a GPU there takes less time than hashing.
@@ -32,14 +31,12 @@ ABSENT = "absent"
 
 
 class Hashes(NamedTuple):
-    """What one rank, at the place `pipe` along the pipe, holds: hashes by name, and which are one
-    tied parameter.
-    """
+    """The hashes of a rank at place `pipe`, by name, and names that are one parameter."""
 
     pipe: int
     host: str
     hashes: dict[str, str]
-    ties: dict[str, list[str]]  # by kind and key
+    ties: dict[str, list[str]]  # kind and key -> names
 
 
 class Difference(NamedTuple):
@@ -64,8 +61,7 @@ class Difference(NamedTuple):
 
 
 def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None) -> None:
-    """Compare parameters and optimizer state over all ranks that must have the same; collective
-    over the mesh.
+    """Compare parameters and optimizer state of ranks that must have the same; collective.
 
     Equal they are, to the bit, as long as nothing has gone wrong: replicas start equal, get the
     same sums of gradients and make the same steps. So do the places of a tied parameter. A bit that
@@ -114,9 +110,8 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
     Those differences that name few ranks come first.
     """
-    values: dict[
-        str, dict[int, set[str]]
-    ] = {}  # what each rank has, by the names of arrays that must be equal
+    # name of arrays that must be equal -> rank -> its hashes
+    values: dict[str, dict[int, set[str]]] = {}
     for pipe in sorted({held.pipe for held in everyone}):
         same = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
         for name in sorted(set().union(*same.values())):
@@ -144,13 +139,12 @@ def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Has
         name: array.copy if isinstance(array, StateShard) else array
         for name, array in everything.items()
     }
-    own = state_names(stages)  # of each replica for itself
+    own = state_names(stages)  # each replica has its own
     contents = {
         name: array for name, array in whole.items() if array is not None and name not in own
     }
-    known: dict[
-        tuple[int, str, Shape], str
-    ] = {}  # a tied parameter is one array for all its places on a rank
+    # A tied parameter is one array for all its places on a rank.
+    known: dict[tuple[int, str, Shape], str] = {}
     for name, array in contents.items():
         place = arrays.address(array), array.dtype.name, array.shape
         hashes[name] = known[place] = known.get(place) or hash_of(array)

@@ -1,5 +1,4 @@
-"""One checkpoint on its way to the disk, as one rank sees it: its file, and on rank 0 the manifest
-at the end.
+"""One checkpoint on its way to the disk: the file of each rank, at last the manifest.
 
     rank 0, replica 0   |part-0|                             |manifest.json|
     rank 1, replica 1   |part-1|     = all are on the disk =
@@ -41,8 +40,7 @@ class GivenUp(Exception):
 
 
 class SaveTask:
-    """A checkpoint on its way, whose files are not known yet: this rank writes the arrays of its
-    `share`, in a thread.
+    """A checkpoint on its way: a thread of this rank writes the arrays of its `share`.
 
     work : what the thread of this rank does, or did last
     read : set once no array is read any more: until then they must not change
@@ -78,7 +76,7 @@ class SaveTask:
         self._ready = (arrays.current_gpu(), arrays.record()) if device else None
         self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
         current_rank().add_inspectable(self)
-        atexit.register(self.give_up)  # in a program that ends without closing its saver
+        atexit.register(self.give_up)  # a program may end without closing its saver
         if self.work.ended and self.work.error is not None:
             self.read.set()
 
@@ -127,9 +125,7 @@ class SaveTask:
         return ENDED if self.work.problem is None else FAILED
 
     def write_manifest(self, written: Written, seconds: float) -> None:
-        """On rank 0, begin to write the manifest; all files have their names, the last one after
-        `seconds`.
-        """
+        """Begin to write the manifest, on rank 0; the last file had its name after `seconds`."""
         if self.rank == 0:
             self._seconds = seconds
             self.work = ThreadTask(lambda: self._seal(written), THREAD)
@@ -145,7 +141,7 @@ class SaveTask:
             sync_folder(folder.parent)
             try:
                 folders.write(replace(self.checkpoint, files=written), self._check_owner)
-            except OwnerError:  # what has that name by now is another job's
+            except OwnerError:  # a file of that name is another job's
                 raise
             except BaseException:  # it may have its name already
                 folders.drop(folder, folders.MANIFEST)
@@ -158,8 +154,7 @@ class SaveTask:
                 logger.warning("mpipipe: %s", error)
 
     def give_up(self) -> None:
-        """End the thread where that is possible soon, and remove what this rank has written. Never
-        raises OSError.
+        """End the thread if it ends soon, and remove what this rank wrote; no OSError comes.
 
         A file whose manifest rank 0 may have written stays.
         """

@@ -1,10 +1,9 @@
-"""Saving while a training goes on: a thread of each rank reads the arrays themselves while the next
-step computes.
+"""Saving while a training goes on: threads read arrays while the next step computes.
 
-    rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | poll | step 9          | poll
-    thread                |read, write ........| fsync, rename |            | manifest |
-    rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | step 9
-    thread                |read, write .........................:| fsync, rename |
+    rank 0   step 7 | save | forwards, backwards of step 8 | optimizer | poll | step 9        | poll
+    thread            |read, write ........| fsync, rename |            | manifest |
+    rank 1   step 7 | save | forwards, backwards of step 8   : optimizer | poll | step 9
+    thread            |read, write .........................:| fsync, rename |
 
 Parameters and moments change in an optimizer's step alone, so nothing is copied; but for what
 replicas of an optimizer have shares of: `save` puts together what this rank writes of it, on the
@@ -72,7 +71,7 @@ class Saver:
         self._group = group_of(mesh.comm)
         self.waited = self.seconds = 0.0
         self._compared = False  # whether no two ranks have an array of one name
-        self._task: SaveTask | None = None  # of the checkpoint in flight
+        self._task: SaveTask | None = None  # the checkpoint in flight
         self._owners: list[owner.Owner] = []  # one, once a checkpoint has been begun
         self._lists, self._announced = contents.announcements_of(self.stages, optimizer)
         for functions in self._lists:
@@ -122,9 +121,8 @@ class Saver:
             "checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step)
         )
         share = contents.share_of(held, self.mesh.replicas, contents.state_names(self.stages))
-        version = str(
-            sys.modules["mpipipe"].__version__
-        )  # the package itself: above this room, so no import
+        # The package itself is above this room, so no import.
+        version = str(sys.modules["mpipipe"].__version__)
         saved = folders.Checkpoint(path, step, plain, steps, version, {})
         self._task = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
         if not self._announced:
@@ -132,9 +130,7 @@ class Saver:
         return path
 
     def _compare_names(self, held: Mapping[str, Any]) -> None:
-        """Raise ArgumentError on all ranks where ranks with different stages have an array of one
-        name; collective.
-        """
+        """Raise ArgumentError where two stages have an array of one name; collective."""
         if self._compared:
             return
         own = sorted(held) if self.mesh.replicas.rank == 0 else []
@@ -152,8 +148,7 @@ class Saver:
         self._compared = True
 
     def poll(self) -> Path | None:
-        """Return the checkpoint that is whole from now on, without waiting for a disk; collective,
-        and cheap.
+        """Return the checkpoint that is whole from now on, without waiting; collective.
 
         None is returned if none is in flight, or it is not whole yet. StorageError is raised on
         every rank where one of them cannot write: its files are removed, and older ones stay.
@@ -191,7 +186,8 @@ class Saver:
 
     def _seal(self, task: SaveTask) -> None:
         """Let rank 0 write the manifest; all files have their names."""
-        task.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
+        # Rank 0 may do that now: no rank removes its file any more.
+        task.sealed = True
         parts = self._group.gather(
             "checkpoint.poll: what was written", (task.work.result, task.work.seconds)
         )
@@ -199,9 +195,7 @@ class Saver:
         task.write_manifest(written, max(seconds for _, seconds in parts))
 
     def wait(self) -> Path | None:
-        """Wait until the checkpoint in flight is whole, and return it; collective. Raises as `poll`
-        does.
-        """
+        """Wait until the checkpoint in flight is whole, and return it; collective, as `poll`."""
         whole = None
         while (task := self._task) is not None:
             wait_locally(task.work.wait, task)
@@ -209,9 +203,7 @@ class Saver:
         return whole
 
     def wait_until_read(self) -> None:
-        """Return once this rank has read all arrays of the save in flight: optimizers call this
-        before they write.
-        """
+        """Wait until this rank has read all that it saves: optimizers call it before they write."""
         task = self._task
         if task is None or task.read.is_set():
             return
@@ -220,9 +212,7 @@ class Saver:
         self.waited += perf_counter() - start
 
     def close(self) -> None:
-        """Finish what is in flight, and let go of stages and optimizer; collective, may be called
-        twice.
-        """
+        """Finish what is in flight, and let go of the stages; collective, may be called twice."""
         try:
             self.wait()
         finally:
@@ -249,9 +239,8 @@ class Saver:
         try:
             if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
                 self.wait()
-            elif (
-                self.in_flight
-            ):  # others may wait for their disks, where they learn of nothing but failures
+            elif self.in_flight:
+                # Others may wait for their disks, where they learn of nothing but failures.
                 self._group.fail(
                     error, f"{whoami()} failed while it saved: {type(error).__name__}: {error}"
                 )
@@ -276,8 +265,7 @@ def save(
     state: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Save a training as the folder `root`/step-00000100; collective over the mesh. It returns once
-    that is whole.
+    """Save a training as the folder `root`/step-00000100, as a whole; collective.
 
     The folder has parameters and state of the optimizer by their names in the whole model, whatever
     the mesh: see `load`. Each of the ranks with the same stages writes a share. The checkpoint is
@@ -319,7 +307,8 @@ def save(
 
     Examples
     --------
-    Two ranks train; `save` in place of the saver would wait for the disk. One rank loads what they have saved.
+    Two ranks train; `save` in place of the saver would wait for the disk. One rank loads what they
+    have saved.
 
     >>> import tempfile
     >>> from mpipipe import Mesh, checkpoint, nn, optim
@@ -328,10 +317,11 @@ def save(
     >>> def train(comm):
     ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
     ...     optimizer = optim.AdamW([stage], lr=0.01)
-    ...     with Mesh(comm, pipe=2) as mesh, checkpoint.Saver(folder, mesh, [stage], optimizer, keep=2) as saver:
-    ...         for step in range(1, 4):
-    ...             optimizer.step()
-    ...             saver.save(step, {"loss": 2.5})
+    ...     with Mesh(comm, pipe=2) as mesh:
+    ...         with checkpoint.Saver(folder, mesh, [stage], optimizer, keep=2) as saver:
+    ...             for step in range(1, 4):
+    ...                 optimizer.step()
+    ...                 saver.save(step, {"loss": 2.5})
     >>> _ = inprocess.run(2, train)
     >>> def go_on(comm):
     ...     stages = [nn.Stage([nn.Linear(4, 4)], seed=2, first=number) for number in range(2)]

@@ -1,9 +1,9 @@
 """Arrays in files of the safetensors format, written as a stream and read by position.
 
     8 bytes   length of the header, little-endian
-    header    JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {...}},
-              filled up with spaces to a multiple of 8 bytes
-    arrays    each between its two offsets, which count from the end of the header; together they leave no gap
+    header    JSON, filled up with spaces to a multiple of 8 bytes:
+              {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    arrays    each between its two offsets, which count from the end of the header, without a gap
 
 The library's own writer takes each array as one piece of host memory, and `save_file` forces
 nothing to the disk. Here an array is written in pieces, which are added to a checksum on their way.
@@ -34,23 +34,25 @@ from mpipipe import arrays, files
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 
-PIECE_BYTES = 8 << 20  # of an array, at once
-CACHED_BYTES = (
-    256 << 10
-)  # that are read at once: they are still in the cache of the core when they are summed up
-AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is looked at
+PIECE_BYTES = 8 << 20  # a part of an array
+# Bytes that are read at once: the core's cache still has them when they are summed up.
+CACHED_BYTES = 256 << 10
+# Bytes that the system is asked to read ahead.
+AHEAD_BYTES = 64 << 20
 # safetensors' names of dtypes
 DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 NAMES = {stored: name for name, stored in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One array in a file: `start` is the position of its bytes, `checksum` their CRC-32, "" where
-    it is not known.
+    """One array in a file: `start` is the position of its bytes.
+
+    `checksum` is their CRC-32, "" where it is not known.
     """
 
     dtype: str  # safetensors' name of it
@@ -74,9 +76,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds: its size, the size and CRC-32 of the header in front of the arrays, and
-    these by name.
-    """
+    """The arrays of a file by name, its size, and the size and CRC-32 of its header."""
 
     bytes: int
     header: int
@@ -85,9 +85,7 @@ class Content:
 
 
 class Planned(NamedTuple):
-    """An array that is made when its turn to be written comes, so that not all have to be in memory
-    at once.
-    """
+    """An array that is made when it is written, so that not all are in memory at once."""
 
     dtype: np.dtype
     shape: Shape
@@ -112,17 +110,13 @@ class Listener(Protocol):
         """Expect this number of bytes of the arrays to be read and written now."""
 
     def has_read(self) -> None:
-        """All arrays have been read, and are not looked at again: what is left is between the file
-        and the disk.
-        """
+        """All arrays have been read; what is left is between the file and the disk."""
 
 
 def header_of(
     content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return what a file with these arrays begins with, and where each of them lies: one after the
-    other.
-    """
+    """Return the header of a file with these arrays, and where each of them lies."""
     facts: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     entries = {}
     end = 0
@@ -149,9 +143,7 @@ def write_tensors(
     before_naming: Callable[[], object] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Content:
-    """Write C-contiguous arrays, of the host or of a GPU, into a file that appears as a whole.
-    Raises OSError.
-    """
+    """Write C-contiguous arrays, of host or GPU, into a file as a whole. Raises OSError."""
     # the widest first, so each begins at a multiple of its size
     content = dict(sorted(content.items(), key=lambda entry: -entry[1].dtype.itemsize))
     header, entries = header_of(content, metadata)
@@ -173,9 +165,7 @@ def write_tensors(
 
 
 def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the bytes of all arrays in pieces, with their names; planned arrays are in memory one
-    at a time.
-    """
+    """Yield the names and pieces of all arrays; planned ones are made one at a time."""
     planned = {name: each for name, each in content.items() if isinstance(each, Planned)}
     names = [name for name in content if name not in planned]
     for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
@@ -215,9 +205,7 @@ class TensorFile:
         return content.arrays
 
     def _header(self) -> dict[str, TensorEntry]:
-        """Return what the header says, once the library has checked it: all lies in the file, one
-        after the other.
-        """
+        """Return what the header says, once the library has checked it."""
         try:
             with safe_open(self.path, "numpy"):
                 pass
@@ -243,8 +231,7 @@ class TensorFile:
         return content
 
     def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
-        """Set a contiguous host array to the bytes of the one called `name`, from its byte `first`
-        on.
+        """Fill a contiguous host array with bytes of `name`, from its byte `first` on.
 
         Raises ValueError if the file ends before.
         """
@@ -264,9 +251,7 @@ class TensorFile:
             raise ValueError(f"it ends at byte {entry.start + first + count}, within {name}")
 
     def read_summed(self, name: str, array: Array) -> str:
-        """Set an array of the host or of a GPU to the one called `name`, and return the checksum of
-        what was read.
-        """
+        """Set an array of host or GPU to `name`; return the checksum of what was read."""
         device = arrays.is_device(array)
         flat = array.reshape(-1)
         step = max(
@@ -297,9 +282,7 @@ class TensorFile:
 def open_tensors(
     path: Path, what: str, expected: str, remedy: str, content: Content | None = None
 ) -> Iterator[TensorFile]:
-    """Open a file for reading; errors within become ArgumentError with its name and what it is a
-    file of.
-    """
+    """Open a file for reading; errors become ArgumentError with its name and `what` it is."""
     try:
         with TensorFile(path, content) as file:
             yield file

@@ -1,7 +1,7 @@
 """A folder that is replaced as a whole or not at all: written next to its name, then renamed.
 
     NAME.TOKEN.partial     while it is written
-    NAME.mpipipe-former    the one that is replaced, from the moment it loses its name until the new one has it
+    NAME.mpipipe-former    the one that is replaced, until the new one has its name
     NAME                   whole at any time
 
 Between the two renames the former one is the model: `standing_folder` finds it for those who read,
@@ -32,8 +32,9 @@ FORMER = ".mpipipe-former"
 def replacing(
     target: Path, group: RankGroup | None, explained: owner.Explain, replaces: bool = True
 ) -> Iterator[Path]:
-    """Give all ranks of a group, or one process, a folder to write into, which is called `target`
-    at the end.
+    """Give all ranks of a group a folder to write into, called `target` at the end.
+
+    Without a group it is for this process alone.
 
     Collective. Where anything is raised, a folder that was there stays, and nothing else is left.
     Within `explained` an OSError of this folder becomes an error of this package. Unless it
@@ -65,9 +66,7 @@ def replacing(
 
 
 def begin(target: Path, replaces: bool) -> Path:
-    """Make the folder that gets its name in the end, and clean up after saves that were killed.
-    Raises OSError.
-    """
+    """Make a folder for the new content, and clean up after killed saves. Raises OSError."""
     if target.name in ("", ".."):
         raise ArgumentError(
             "the folder for the model has no name that a new one could get",
@@ -90,9 +89,7 @@ def begin(target: Path, replaces: bool) -> Path:
 
 
 def give_name(partial: Path, target: Path) -> None:
-    """Give a whole folder its name; one that is there goes. Raises OSError, and OwnerError for
-    another job's place.
-    """
+    """Name a whole folder; one of that name goes. Raises OSError, OwnerError."""
     files.sync_folder(partial)
     owner.check_owned(target)
     target = _place(target)
@@ -104,9 +101,7 @@ def give_name(partial: Path, target: Path) -> None:
 
 
 def restore_folder(target: Path) -> None:
-    """Give a folder its name again that lost it to one that never came, and remove leftovers.
-    Raises OSError.
-    """
+    """Name a folder again that lost it to one that never came; remove leftovers."""
     owner.check_owned(target)
     target = _place(target)
     former = _former(target)
@@ -130,9 +125,7 @@ def standing_folder(path: Path) -> Path:
 
 
 def folder_identity(path: Path) -> int:
-    """Return a number that the folder of this name has until it is replaced. Raises ArgumentError
-    where it is gone.
-    """
+    """Return a number of this folder, until it is replaced; ArgumentError if it is gone."""
     try:
         return path.stat().st_ino
     except OSError as error:
@@ -140,9 +133,7 @@ def folder_identity(path: Path) -> int:
 
 
 def check_same_folder(path: Path, before: int | None) -> None:
-    """Raise ArgumentError for a folder that was replaced since it had that identity; None stands
-    for any.
-    """
+    """Raise ArgumentError for a folder that was replaced; `before` is its number, or None."""
     if before is not None and folder_identity(path) != before:
         raise _replaced(path)
 
@@ -157,9 +148,7 @@ def _replaced(path: Path) -> ArgumentError:
 
 
 def _place(target: Path) -> Path:
-    """Return the folder to which a link leads: that is replaced, where it is, and the link
-    stays.
-    """
+    """Return the folder to which a link leads: that is replaced, and the link stays."""
     return target.resolve() if os.path.islink(target) else target
 
 

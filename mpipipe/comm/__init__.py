@@ -37,5 +37,5 @@ if TYPE_CHECKING:
     from mpipipe.comm.transport.choose import make_transport
     from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
 
-if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
+if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object
     __all__, __getattr__ = lazy_face(__name__, __file__)

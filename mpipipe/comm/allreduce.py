@@ -1,5 +1,4 @@
-"""Sums and gathers over replicas: non-blocking, in buckets of a flat buffer, half types added in
-float32.
+"""Sums and gathers over replicas: in buckets of a flat buffer, halves added in float32.
 
 Buckets of a device buffer go through pinned memory:
 
@@ -46,8 +45,9 @@ Range: TypeAlias = tuple[int, int]
 
 
 class AllReduce:
-    """An all-reduce under way; `Test()` is true once `flat`, one-dimensional, holds the sum over
-    all ranks of `comm`.
+    """An all-reduce under way; `Test()` is true once `flat` holds the sum over all ranks.
+
+    `flat` has one dimension.
 
     Every rank must start the sums on one communicator in the same order. `flat` must be left alone
     until the sum is there. On a GPU, the sum waits for work queued before, and work queued on the
@@ -73,15 +73,14 @@ class AllReduce:
         self.sum.poll()
 
     def Cancel(self) -> None:
-        """Give up all sums on this communicator after a failure; nothing that MPI or the device may
-        touch is freed.
-        """
+        """Give up all sums of this communicator after a failure, and free no memory of theirs."""
         self.queue.abort()
 
 
 class AllGather(AllReduce):
-    """A gather under way; `Test()` is true once `flat` has each of `ranges`, those of all ranks, as
-    that rank has it.
+    """A gather under way; `Test()` is true once `flat` has the `ranges` of all ranks.
+
+    Each range is as its rank has it.
 
     The ranges follow each other from 0 to the end. All else is as for sums; half types are not
     known here.
@@ -133,7 +132,7 @@ class _Queue:
         self.in_place = runtime.library_of(comm).IN_PLACE
         # with collectives still to be started, in the order of the calls
         self.unstarted: deque[_HostSum | _DeviceSum] = deque()
-        self.active: list[_DeviceSum] = []  # whose results are not back on the device
+        self.active: list[_DeviceSum] = []  # results are not back on the device
         self.pool = PinnedPool(BUFFERS * BUCKET_BYTES)
         self.returning: deque[tuple[Event, np.ndarray]] = (
             deque()
@@ -219,8 +218,9 @@ class _HostSum:
 
 
 class _DeviceSum:
-    """The sum of a device buffer. MPI adds up `sums`: `values` of a bucket in pinned memory, or
-    float32 of halves.
+    """The sum of a device buffer, by way of pinned memory.
+
+    MPI adds up `sums`: the `values` of a bucket, or float32 of halves.
     """
 
     def __init__(self, queue: _Queue, flat: DeviceArray, how: _Operation) -> None:

@@ -14,9 +14,7 @@ from mpipipe.text import counted
 
 
 def describe() -> dict[str, str]:
-    """What `python -m mpipipe info` shows of MPI; collective over COMM_WORLD. Raises BackendError
-    without MPI.
-    """
+    """Describe MPI for `python -m mpipipe info`; collective. Raises BackendError without MPI."""
     MPI = mpi()
     comm = MPI.COMM_WORLD
     group = group_of(comm)
@@ -54,9 +52,7 @@ def thread_level() -> str:
 
 
 def nccl(comm: Communicator) -> str:
-    """What NCCL would carry between the ranks of `comm`, each on its current GPU, and why;
-    collective.
-    """
+    """Say what NCCL would carry between the ranks of `comm`, and why; collective."""
     group = group_of(comm)
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return "no GPU"

@@ -1,5 +1,4 @@
-"""Tagged messages of one rank's pipeline: receives posted ahead, sends that no action waits for,
-buffers used again.
+"""Tagged messages of one rank's pipeline: receives come ahead, and no action waits to send.
 
 The name of a message, not its order, decides what arrives where. There are two ways to receive.
 Where the shapes of all messages are known (`begin_call`), buffers are posted ahead of their data,
@@ -26,8 +25,9 @@ Leaf: TypeAlias = "tuple[Shape, np.dtype]"
 
 
 class ReceiveBuffer(NamedTuple):
-    """A buffer to receive into, the view that is handed out (read-only on the host), and the list
-    of its like.
+    """A buffer, the view of it that is handed out, and the list of free ones like it.
+
+    The view is read-only on the host.
     """
 
     free: list[ReceiveBuffer]
@@ -39,9 +39,7 @@ Lease: TypeAlias = Sequence[ReceiveBuffer]  # the buffers of a message
 
 
 class Envelope(NamedTuple):
-    """The name of a message: where it goes or comes from, and its (channel, tag) for header and
-    data.
-    """
+    """The name of a message: both ends, and its (channel, tag) for header and data."""
 
     peer: int
     edge: int
@@ -71,9 +69,7 @@ class Envelope(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """One array of a message that is to come, with the function of the transport that starts to
-    receive it.
-    """
+    """One array that is to come, with the transport's function that starts to receive it."""
 
     envelope: Envelope
     start: Callable[[Array, int, int], Request]
@@ -84,8 +80,7 @@ class Incoming(NamedTuple):
 
 
 class Mailbox:
-    """All messages of one pipeline on one rank, by a transport, and in the calls of `group`, if
-    there is one.
+    """All messages of one pipeline on one rank, by a transport, in the calls of `group`.
 
     A received array is a buffer that is used again: its slot must go back through `release` once
     nothing reads the array any more. The arrays of one message travel, and are taken, one after the
@@ -95,19 +90,16 @@ class Mailbox:
     def __init__(self, transport: Transport, group: RankGroup | None = None):
         self.transport = transport
         self.group = group
-        self.slots: dict[Leaf, list[ReceiveBuffer]] = defaultdict(
-            list
-        )  # (shape, dtype) -> free buffers
-        self.outgoing: deque[tuple[Request, Envelope]] = (
-            deque()
-        )  # sends, oldest first; each keeps its array alive
-        self.posted: deque[tuple[ReceiveBuffer, Request, Envelope]] = (
-            deque()
-        )  # in the order of `incoming`
+        # (shape, dtype) -> free buffers
+        self.slots: dict[Leaf, list[ReceiveBuffer]] = defaultdict(list)
+        # Sends, oldest first; each keeps its array alive.
+        self.outgoing: deque[tuple[Request, Envelope]] = deque()
+        # Receives in the order of `incoming`.
+        self.posted: deque[tuple[ReceiveBuffer, Request, Envelope]] = deque()
         self.incoming: Iterator[Incoming] = iter(())
-        self.announced: Envelope | None = None  # whose header is awaited
-        self.sent: list[Envelope] = []  # in this call, or before it and still under way
-        self.polls = 0  # so far: a sign of progress
+        self.announced: Envelope | None = None  # its header is awaited
+        self.sent: list[Envelope] = []  # still under way, or sent in this call
+        self.polls = 0  # a sign of progress
         self.recorder: Recorder | None = None
 
     def receive_schedule(
@@ -125,8 +117,7 @@ class Mailbox:
         return schedule
 
     def begin_call(self, schedule: Sequence[Incoming], window: int) -> None:
-        """Begin a step whose incoming arrays are known; the first `window` receives are posted at
-        once.
+        """Begin a step whose incoming arrays are known; `window` receives are posted at once.
 
         `schedule` is what `receive_schedule` returned.
         """
@@ -207,9 +198,7 @@ class Mailbox:
     def put_array(
         self, start: Callable[[Array, int, int], Request], envelope: Envelope, array: Array
     ) -> None:
-        """Do what `put` does with a message of one array, by the transport's `sender`, where
-        nothing is recorded.
-        """
+        """Do what `put` does for one array, by the transport's `sender`, without recording."""
         outgoing = self.outgoing
         while outgoing and outgoing[0][0].Test():
             outgoing.popleft()
@@ -223,9 +212,7 @@ class Mailbox:
             outgoing.popleft()
 
     def release(self, lease: Lease) -> None:
-        """Give buffers back; on a device, work queued so far on the current stream may still read
-        them.
-        """
+        """Give buffers back; on a device, work queued so far may still read them."""
         transport = self.transport
         for slot in lease:
             if transport.retires:
@@ -233,9 +220,7 @@ class Mailbox:
             slot.free.append(slot)
 
     def poll(self) -> None:
-        """Let MPI move data: large messages advance only inside MPI calls, and one call advances
-        them all.
-        """
+        """Let MPI move data: large messages advance only inside its calls; one moves them all."""
         self.polls += 1
         if self.transport.progress():
             return  # a test of a device message would make the current stream wait for it
@@ -270,8 +255,7 @@ class Mailbox:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Forget all requests. Those that are not complete keep themselves, and their buffers,
-        alive for ever.
+        """Forget all requests; those that are not complete stay alive with their buffers.
 
         Until it has tested true a request stays in `posted` or `outgoing`, whatever is raised, and
         needs no owner.

@@ -118,9 +118,8 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if (
-            kind is None
-        ):  # freeing is collective: after an error the other ranks would be waited for in vain
+        # Freeing is collective: after an error the other ranks would be waited for in vain.
+        if kind is None:
             self.close()
 
 
@@ -151,8 +150,7 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
 
 
 def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
-    """Return the device of this rank, "cpu" or "cuda", the same on all ranks of `comm`; collective
-    over these.
+    """Return the device of this rank, "cpu" or "cuda", the same on all ranks; collective.
 
     `name` is "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; or
     "auto", the GPUs where there are some, else the CPU. A GPU that is chosen becomes the current
@@ -166,9 +164,8 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     with group.raise_together("select_device"):
         try:
             count = arrays.device_count() if name in ("auto", "cuda") else 0
-            kind = arrays.check_device(
-                f"cuda:{place % count}" if count else name
-            )  # which looks at that GPU alone
+            chosen = f"cuda:{place % count}" if count else name
+            kind = arrays.check_device(chosen)
         except MpipipeError:
             raise
         except Exception as error:  # CuPy's own, such as cudaErrorDevicesUnavailable
@@ -197,9 +194,7 @@ def local_rank(group: RankGroup) -> int:
 
 
 def describe(group: RankGroup, device: str) -> list[str]:
-    """One line for each rank: its host, its place there, its device; the same on every rank.
-    Collective.
-    """
+    """Say of each rank its host, its place on it, and its device; collective."""
     place = device if device == "cpu" else f"cuda:{arrays.cupy().cuda.runtime.getDevice()}"
     mine = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"
     return group.gather("describing the devices", mine)

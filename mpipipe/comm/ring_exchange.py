@@ -1,5 +1,4 @@
-"""Exchanges in which all ranks of a communicator take part: one message out, one in, while the
-caller computes.
+"""Exchanges of all ranks of a communicator: one message out, one in, next to computation.
 
 `overlap` starts a receive and a send, which advance whenever the caller polls. `sendrecv` waits for
 the same exchange before the computation. The data are the same either way. A ring has one exchange
@@ -22,8 +21,9 @@ KEPT = 8  # exchanges that a report of a hang knows, for each rank
 
 
 class RingMessages(NamedTuple):
-    """One message out and one in: what exchanges, their number in it, and both ends. One of None
-    bytes is not sent.
+    """One message out and one in, with their number and both ends.
+
+    One of None bytes is not sent.
     """
 
     what: str
@@ -43,9 +43,7 @@ class RingMessages(NamedTuple):
 
 
 class RingExchange:
-    """Messages between the ranks of a communicator, on a private duplicate of it; collective. Texts
-    call it `what`.
-    """
+    """Messages of all ranks, on a private duplicate; collective. Texts call it `what`."""
 
     def __init__(
         self, comm: Communicator, synchronous: bool = False, device: str = "cpu", what: str = "ring"
@@ -53,9 +51,8 @@ class RingExchange:
         self.what = what
         self.group = group_of(comm)
         self.transport = make_transport(comm, 1, synchronous, device, self.group)
-        self.pending: deque[tuple[RingMessages, bool, Request]] = (
-            deque()
-        )  # the flag: whether it receives
+        # The flag says whether it is a receive.
+        self.pending: deque[tuple[RingMessages, bool, Request]] = deque()
         self.started = self.polls = 0
         self.last: deque[RingMessages] = deque(maxlen=KEPT * self.group.size)
         self.group.context.add_inspectable(self)
@@ -63,8 +60,9 @@ class RingExchange:
     def start(
         self, mode: str, outgoing: Array | None, dest: int, incoming: Array | None, source: int
     ) -> None:
-        """Send one C-contiguous array and receive another; both are in use until `finish`. None: no
-        message.
+        """Send one C-contiguous array and receive another; None is no message.
+
+        Both are in use until `finish`.
 
         On a device, the send follows all work queued on the current stream so far, and no later
         work may change the outgoing array. Work queued after `finish` finds the received data.

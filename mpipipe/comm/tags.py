@@ -42,9 +42,8 @@ class Tags:
     ) -> None:
         self.microbatches = microbatches
         self.base = tag_ub + 1
-        self.index: dict[
-            int, int
-        ] = {}  # edge between different ranks -> how many before it join the same two ranks
+        # edge between different ranks -> how many before it join the same two ranks
+        self.index: dict[int, int] = {}
         counts: dict[tuple[int, int], int] = {}
         for edge, (source, target) in enumerate([*pairwise(range(len(placement))), *skips], 1):
             low, high = sorted((placement[source], placement[target]))

@@ -1,12 +1,14 @@
-"""Parts of arrays that go to other ranks, in one step of all ranks of a communicator; and the same
-backwards.
+"""Parts of arrays that go to other ranks, in one step of all ranks; and back again.
 
 A transfer is a linear map: y on each rank consists of parts of the x of several ranks. Its
 transpose takes the same parts the other way. So it gives the gradient of x from that of y, once
 parts that were sent twice are added.
 
-    halo, width 1     x    a b c | d e f         all-to-all    x  | a b |  | e f |        y  | a e |  | b f |
-                      y  . a b c d | c d e f .                    | c d |  | g h |           | c g |  | d h |
+    halo, width 1     x    a b c | d e f
+                      y  . a b c d | c d e f .
+
+    all-to-all        x  | a b |  | e f |        y  | a e |  | b f |
+                         | c d |  | g h |           | c g |  | d h |
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 class PartMove(NamedTuple):
-    """The part `give` of this rank's x goes to `dest`; the part `take` of its y comes from
-    `source`.
+    """The part `give` of x goes to `dest`; the part `take` of y comes from `source`.
 
     Parts may be empty. All ranks have as many moves, and the `dest` of each has this rank as the
     `source` of its own.
@@ -50,8 +51,7 @@ def exchange_on(comm: Communicator, device: str) -> RingExchange:
 
 
 class Transfer:
-    """A transfer that is under way until `finish`; several may be, which all ranks begin in one
-    order.
+    """A transfer under way until `finish`; several may be, begun in one order on all ranks.
 
     `add`: parts are added to what y has by then, which may be of a wider dtype; else they replace
     it. x may not change until the end.
@@ -71,11 +71,11 @@ class Transfer:
         self.y = y
         self.add = add
         self.bytes_sent = 0
-        self._arriving: list[tuple[Array, Array]] = []  # from where to where
+        self._arriving: list[tuple[Array, Array]] = []  # (part, its place)
         for move in moves:
-            dest, give, source, take = move
             if transposed:
-                dest, give, source, take = source, take, dest, give
+                move = PartMove(move.source, move.take, move.dest, move.give)
+            dest, give, source, take = move
             part = x[give]
             place = y[take]
             if dest == exchange.group.rank:
@@ -118,8 +118,7 @@ MOST_TURNS = 16  # a halo has so many times the points of the whole axis at most
 def halo_of(
     lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool
 ) -> tuple[list[PartMove], bool]:
-    """Return the moves that fill the halo of a rank, and whether rows of it lie beyond the ends of
-    the whole.
+    """Return the moves that fill a rank's halo, and whether rows lie beyond the ends.
 
     Shards have these lengths along `axis`, in rank order. In y the rank's own shard lies between
     the two parts of the halo. It may reach over several ranks, and a periodic one around the whole.
@@ -172,9 +171,7 @@ def halo_of(
 def all_to_all(
     rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]
 ) -> list[PartMove]:
-    """Return the moves in which each rank gives parts to each: `gives` by receiver, `takes` by
-    sender.
-    """
+    """Return the moves of an all-to-all: `gives` by receiver, `takes` by sender."""
     size = len(gives)
     moves = []
     for shift in range(size):

@@ -63,5 +63,5 @@ if TYPE_CHECKING:
     from mpipipe.job.wait import Condition, ThreadTask, wait_for, wait_locally
     from mpipipe.job.watch.watchdog import watching
 
-if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
+if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object
     __all__, __getattr__ = lazy_face(__name__, __file__)

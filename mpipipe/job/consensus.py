@@ -1,8 +1,10 @@
 """Consensus: all ranks of a group find that they do the same thing, or all raise the same error.
 
-    rank 0   [number of "step" and its facts, call 7 | values]   |                   all alike: go on, with all values
+    rank 0   [number of "step" and its facts, call 7 | values]   |
     rank 1   [number of "step" and its facts, call 7 | values]   |  one all-gather
-    rank 2   [number of "close" and its facts, call 7 | values]  |                   else: a second, slow one, in words
+    rank 2   [number of "close" and its facts, call 7 | values]  |
+
+    all alike: go on, with all values; else: a second, slow all-gather, in words
 
 The facts of a call are named values that must be the same on every rank. What travels is one number
 made of them. Names and values are exchanged only once something is wrong, for an error that says
@@ -37,7 +39,7 @@ class Reason(NamedTuple):
 
     error: MpipipeError | None
     call: str
-    number: int | None  # in the order of calls
+    number: int | None  # counts the calls
     text: str  # the call in words
     facts: Facts
     world_rank: int
@@ -45,8 +47,7 @@ class Reason(NamedTuple):
 
 @dataclass(eq=False)
 class Ballot:
-    """One agreement, over one group or over the groups along two axes of a grid, one after the
-    other.
+    """One agreement, over a group or over those along two axes of a grid, one by one.
 
     Beyond those of `RankGroup.agree`: the `number` of the call, for callers that count; `where`, a
     text that errors add to its name; `code`, the `digest(call, facts)` of a call that is repeated.
@@ -66,9 +67,7 @@ class Ballot:
         self.failed = self.error is not None
 
     def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
-        """Return the values of all ranks, int64 (size, values); collective, even for a rank that
-        has an error.
-        """
+        """Return the values of all ranks, int64 (size, values); collective, also after an error."""
         if len(values) > VALUES:
             raise ArgumentError(
                 "too many values in an agreement", found=len(values), expected=f"at most {VALUES}"
@@ -116,16 +115,12 @@ class Ballot:
 
 
 def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
-    """Raise an error that every rank of a group raises, having found the same; only rank `origin`
-    reports it.
-    """
+    """Raise an error that all ranks of a group have found alike; rank `origin` reports it."""
     raise found_by_all(problem, [group], origin)
 
 
 def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
-    """Raise an error that ranks have found in different groups, so that no group can take it for
-    agreed.
-    """
+    """Raise an error that ranks found in different groups: no group takes it for agreed."""
     problem.reported_elsewhere = reported_elsewhere
     problem.agreed = frozenset()
     raise problem
@@ -140,9 +135,7 @@ def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
 def found_by_all(
     problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0
 ) -> MpipipeError:
-    """Return an error that all ranks of the groups have found in the same numbers; their ranks
-    `origin` report it.
-    """
+    """Return an error that all ranks of the groups have found; ranks `origin` report it."""
     problem.reported_elsewhere = any(group.rank != origin for group in groups)
     problem.agreed = frozenset(rank for group in groups for rank in group.members)
     return problem
@@ -230,9 +223,7 @@ def digest(call: str, facts: Facts) -> int:
 
 
 def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
-    """Return the entries of all ranks, in rank order, in a call in which all know that something is
-    wrong.
-    """
+    """Return the entries of all ranks, which all know that something is wrong."""
     content = dumps_anyhow(reasons)
     sizes = exchange(group, [len(content)], what)[:, 0].tolist()
     reasons = [reason for block in spread(group, content, sizes, what) for reason in block]
@@ -254,8 +245,9 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
 
 
 def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
-    """Return the rows of all ranks, int64 (size, 2 + VALUES), by one all-gather. Shorter rows are
-    filled with zeros.
+    """Return the rows of all ranks, int64 (size, 2 + VALUES), by one all-gather.
+
+    Shorter rows are filled with zeros.
 
     `what` names the call in errors. An error during the wait ends the life of the group.
     """

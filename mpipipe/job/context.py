@@ -93,7 +93,7 @@ class RankContext:
             self.pause = OVERSUBSCRIBED_PAUSE_SECONDS
         self.long_waits: list[RankWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
-        self.watchdog: RankWatch | None = None  # from the first group on
+        self.watchdog: RankWatch | None = None  # None before the first group
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # some output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank

@@ -20,16 +20,12 @@ Place: TypeAlias = (
 
 
 def own_cores() -> str:
-    """Return the cores that this process may run on, as `cores_text` writes them; "" if the system
-    does not say.
-    """
+    """Return the cores that this process may run on, as `cores_text`; "" if that is unknown."""
     return cores_text(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
 
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
-    """Return a sentence about the fullest cores, such as "4 ranks share 2 cores"; None if each rank
-    has its own.
-    """
+    """Return a sentence such as "4 ranks share 2 cores"; None if each rank has its own."""
     ranks, _, count, host = _fullest(binding, len)
     if not ranks:
         return None
@@ -42,9 +38,7 @@ def oversubscribed(binding: Sequence[Place]) -> str | None:
 
 
 def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
-    """Return the same of threads, as "rank 0 has 4 threads on 1 core of n1"; None if no rank has
-    several.
-    """
+    """Return a sentence such as "rank 0 has 4 threads on 1 core of n1", or None."""
 
     def load(places: Sequence[Place]) -> int:
         threads = [place["threads"] for place in places]
@@ -62,9 +56,7 @@ def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
 def _fullest(
     binding: Sequence[Place], load: Callable[[Sequence[Place]], int]
 ) -> tuple[list[int], int, int, str]:
-    """Return (ranks, their load, cores, host) of the cores with the highest load on each; no ranks
-    if all are 1.
-    """
+    """Return (ranks, load, cores, host) where a core has most load; no ranks if that is 1."""
     worst: float = 1.0
     fullest: tuple[list[int], int, int, str] = [], 0, 0, ""
     for host in sorted({place["host"] for place in binding}):
@@ -93,19 +85,16 @@ def parse_cores(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-# -- How many threads each rank takes, so that all cores of a host compute and none has two threads --
+# -- How many threads each rank takes, so that no core of a host has two ---------------------------
 
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
-QUOTA = Path(
-    "/sys/fs/cgroup/cpu.max"
-)  # of a container: microseconds of all cores in so many microseconds
+# The quota of a container: microseconds of all cores in so many microseconds.
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def share_of_cores() -> int:
-    """Return how many threads this rank can take, one for each core; collective where a launcher
-    gave several.
-    """
+    """Return how many threads this rank can take; collective where a launcher gave several."""
     mine = single_cores()
     if launcher_size(os.environ) is None:
         return max(1, len(mine))
@@ -115,9 +104,7 @@ def share_of_cores() -> int:
 
 
 def single_cores() -> list[int]:
-    """Return the cores that this process may keep busy with one thread each: no more than a quota
-    of a container.
-    """
+    """Return the cores that this process may keep busy, no more than a container's quota."""
     cores = sorted(cores_of(parse_cores(own_cores())))
     with suppress(OSError, ValueError):  # "max" is no number
         quota, period = map(float, QUOTA.read_text().split())
@@ -126,9 +113,7 @@ def single_cores() -> list[int]:
 
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:
-    """Return the cores of hardware threads, each named by its first thread; a thread itself if its
-    core is unknown.
-    """
+    """Return the cores of hardware threads, each by its first thread, or itself if unknown."""
     cores: dict[int, Collection[int]] = {thread: {thread} for thread in threads}
     for thread in threads:
         with suppress(OSError, ValueError):
@@ -138,9 +123,7 @@ def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[i
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
-    """Return each rank's part, at least one, of the cores that it shares, by hosts and cores; none:
-    not known.
-    """
+    """Return each rank's part, at least one, of the cores that it shares with others."""
     shares = [1] * len(places)
     for host in {host for host, _ in places}:
         rest = {

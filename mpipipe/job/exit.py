@@ -49,9 +49,7 @@ __all__ = ["Stop", "run_or_abort"]
 
 
 class Stop(Exception):
-    """Ends a program with an exit code, and a text, with its line ends, that one rank writes to
-    stderr as it is.
-    """
+    """Ends a program with an exit code, and a text that one rank writes to stderr as it is."""
 
     def __init__(self, text: str, code: int) -> None:
         self.text = text
@@ -63,8 +61,7 @@ _running: list[JobRanks] = []  # while a program runs
 
 
 def run_or_abort(main: Callable[[], object]) -> int:
-    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job;
-    return the exit code.
+    """Call `main()` on all ranks, so that an error of one ends the job; return the exit code.
 
     Any exception ends it, SystemExit and KeyboardInterrupt too. All ranks agree on the code, 0
     where all have ended well. A script ends with `sys.exit(run_or_abort(main))`. Within such a
@@ -136,9 +133,7 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """Return the code as the interpreter has it, except that a number which the system would cut to
-    0 stays 1.
-    """
+    """Return the code as the interpreter has it; what the system would cut to 0 stays 1."""
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
@@ -172,15 +167,15 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
     try:
         yield
     finally:
-        if leaving.is_set():  # by another thread, which ends the job
+        if leaving.is_set():  # another thread ends the job
             time.sleep(report.TAKEN_SECONDS + GRACE)
         os._exit = original
 
 
-# -- How all ranks of a job end together: what each has to report, who speaks, and the exit code of all --
+# -- How all ranks of a job end together: who reports, and the exit code of all --------------------
 #
 #     rank 0   main() returned     [code 0, NOTHING]              |
-#     rank 1   ValueError          [code 1, CAUSE]                |  one all-gather -> rank 1 reports, all leave with 1
+#     rank 1   ValueError          [code 1, CAUSE]                |  one all-gather: rank 1 reports
 #     rank 2   PeerError of it     [code 1, REPORTED_ELSEWHERE]   |
 
 
@@ -195,7 +190,7 @@ class ExitCause(IntEnum):
 
     NOTHING = 0
     REPORTED_ELSEWHERE = 1  # an error that another rank reports
-    EXITED = 2  # that it has left with a code
+    EXITED = 2  # it has left with a code
     CAUSE = 3  # an error of its own
 
 
@@ -249,9 +244,7 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
 
 
 def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
-    """Return (exit code, ExitCause, refusal) of each rank; abort where that takes too long after an
-    error.
-    """
+    """Return (exit code, ExitCause, refusal) of each rank; abort if that takes too long."""
     current_rank().ended = True
     table = np.zeros((world.size, 3), np.int64)
     request = own(
@@ -277,8 +270,7 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
 
 
 def _finalize(code: int) -> None:
-    """Finalize MPI although messages of the broken call are under way; end the process if that
-    hangs.
+    """Finalize MPI while messages of a broken call are under way; end the process if it hangs.
 
     MPI libraries write what they think of such messages. The error has been reported, so that is
     dropped.
@@ -290,7 +282,7 @@ def _finalize(code: int) -> None:
     current_rank().groups.clear()
     report.stop_watching()
     stderr = None
-    with suppress(OSError):  # of a process that can open no more files
+    with suppress(OSError):  # a process may be able to open no more files
         stderr = os.dup(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:

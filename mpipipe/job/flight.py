@@ -19,17 +19,15 @@ class Message(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """How far an object that follows a plan has come on this rank, as values that can be
-    pickled.
-    """
+    """How far an object that follows a plan has come, as values that can be pickled."""
 
     key: tuple[int, ...]  # the same for this object on all ranks
     doing: str = ""  # the action under way, in words; "" between calls
     # Whether that action runs code of the user, or of a layer, rather than waits for a message.
     computes: bool = False
-    stage: int | None = None  # of that action
+    stage: int | None = None  # that action's
     microbatch: int | None = None
-    thread: int = 0  # which runs it
+    thread: int = 0  # the one that runs it
     expects: Message | None = None  # the message that is waited for
     sent: tuple[Message, ...] = ()  # the last messages sent, in this call
     skipped: tuple[

@@ -28,8 +28,9 @@ T = TypeVar("T")
 
 
 def group_of(comm: Communicator | None = None) -> RankGroup:
-    """The group of a user's communicator, for all calls without a group of their own; None means
-    COMM_WORLD.
+    """Return the group of a user's communicator; None means COMM_WORLD.
+
+    It serves all calls without a group of their own.
 
     Collective the first time. It is closed when `comm` is freed. One that has failed is never made
     anew: not all ranks would come to that in the same call.
@@ -67,8 +68,7 @@ class RankGroup(OpenGroup):
         message: str | None = None,
         remedy: str | None = None,
     ) -> np.ndarray:
-        """Find that all ranks make this call with the same facts; return the values of all ranks,
-        (size, values).
+        """Find that all ranks make this call with the same facts; return (size, values) of all.
 
         `facts` are named values of plain types, the same on every rank. `values` are up to
         consensus.VALUES integers of this rank. `error` is why this rank cannot take part: all ranks
@@ -99,9 +99,7 @@ class RankGroup(OpenGroup):
         return value if self.rank == root else pickle.loads(buffer.tobytes())
 
     def from_one(self, call: str, make: Callable[[], T]) -> T:
-        """Return on every rank what `make` returns on rank 0; what it raises there is raised on
-        all.
-        """
+        """Return on every rank what `make` returns, or raise what it raises, on rank 0."""
         value: Any = None
         with self.raise_together(call):
             if self.rank == 0:
@@ -110,9 +108,7 @@ class RankGroup(OpenGroup):
 
     @contextmanager
     def raise_together(self, call: str) -> Iterator[None]:
-        """Run the block on every rank; an error of any rank is raised on all of them at the block's
-        end.
-        """
+        """Run the block on every rank; at its end, an error of any rank is raised on all."""
         error = None
         try:
             yield
@@ -129,14 +125,13 @@ class RankGroup(OpenGroup):
         everyone: bool = False,
         peer: int | None = None,
     ) -> None:
-        """Wait for a request that belongs to the call under way; `everyone` and `peer` say who must
-        come for it.
-        """
+        """Wait for a request of the call under way; `everyone`, or `peer`, must come for it."""
         wait_for(request, what, self, everyone, peer)
 
     def split(self, color: int, key: int, name: str) -> Communicator:
-        """Return a communicator of the ranks with the same `color`, ordered by `key`, for others to
-        use and to free.
+        """Return a communicator of the ranks with the same `color`, ordered by `key`.
+
+        Others use it, and free it.
         """
         self.agree(f"making the communicator {name!r}")
         return communicators.split(self.comm, color, key, name)

@@ -1,5 +1,4 @@
-"""Preemption: all ranks find at the same step that the job has to leave, since a signal came or its
-time runs out.
+"""All ranks find at the same step that the job has to leave: by a signal, or in time.
 
     rank 0   step 7 | due()? no | step 8        | due()? yes | save | leave, exit code 75
     rank 1   step 7 | due()? no | step 8  USR2! | due()? yes | save | leave, exit code 75
@@ -40,8 +39,9 @@ MOST_STAGGER = 3.0
 
 
 class Preempted(SystemExit):
-    """Ends the program of every rank with exit code 75, which is no failure; `agreed` are the ranks
-    that raise it.
+    """Ends the program of every rank with exit code 75, which is no failure.
+
+    `agreed` are the ranks that raise it.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -129,8 +129,9 @@ class Preemption:
             )
 
     def due(self, saving: bool = False) -> bool:
-        """Find out on all ranks whether the job has to leave now; collective, after each step. Once
-        true it stays so.
+        """Find out on all ranks whether the job has to leave now; collective, after each step.
+
+        Once true it stays so.
 
         `saving` says that a save is under way during the steps: the last one waits for it, and
         needs time of its own.
@@ -143,8 +144,9 @@ class Preemption:
         return self.reason != ""
 
     def asked(self) -> bool:
-        """Find out on all ranks whether a signal has come; collective, before the first step. No
-        time limit counts yet.
+        """Find out on all ranks whether a signal has come; collective, before the first step.
+
+        No time limit counts yet.
 
         Once it is true, `due()` is, too.
         """
@@ -167,22 +169,20 @@ class Preemption:
         )
 
     def saving(self) -> AbstractContextManager[None]:
-        """Measure what is done within as a save, no part of a step, so that the next one fits into
-        the time left.
-        """
+        """Measure the block as a save, which is no part of a step."""
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:
-        """Note how long a save took that was written during the steps; the save of a job that
-        leaves is waited for.
+        """Note how long a save took that was written during the steps.
+
+        The save of a job that leaves is waited for.
 
         These are `Saver.seconds` on rank 0, for example; what other ranks note counts for nothing.
         """
         self.time_limit.last_save = seconds
 
     def leave(self, text: str) -> NoReturn:
-        """End the program of every rank with exit code 75; rank 0 says why and where. Call it on
-        all ranks.
+        """End the program of every rank with exit code 75, and say why; call it on all ranks.
 
         `text` says where the job has come to and what it has saved, as in "after step 7, saved as
         step-00000007".
@@ -193,8 +193,9 @@ class Preemption:
         raise Preempted(self.group)
 
     def close(self) -> None:
-        """Give the handlers of signals back, unless one has come: then a later Preemption for it is
-        due at once.
+        """Give the handlers of signals back, unless one has come.
+
+        Then a later Preemption for it is due at once.
         """
         self._closed = True
         self._signals.close()
@@ -217,9 +218,7 @@ class Preemption:
             self._announce(f"{name} {place}\n{FOLLOWS}")
 
     def _hopeless(self) -> bool:
-        """Return whether another rank has ended although none has left: its launcher then signals
-        the others.
-        """
+        """Return whether another rank has died: its launcher then signals the others."""
         context = self.group.context
         if context.watchdog is None or self.reason or self._closed:
             return False
@@ -257,9 +256,7 @@ FORM = re.compile(
 
 
 def parse_duration(text: str | float) -> float:
-    """Return seconds: of a number of them, or of MM:SS, HH:MM:SS or D-HH:MM:SS as SLURM writes a
-    time.
-    """
+    """Return seconds: of a number, or of MM:SS, HH:MM:SS or D-HH:MM:SS."""
     words = str(text).strip()
     with suppress(ValueError):
         seconds = float(words)
@@ -287,7 +284,7 @@ class TimeLimit:
     def __init__(self, seconds: float | None, margin: float | None = None) -> None:
         now = time.monotonic()
         slurm = os.environ.get(END_TIME, "")
-        self.end: float | None = None  # on the clock of time.monotonic(); None without a limit
+        self.end: float | None = None  # time.monotonic() then; None without a limit
         if seconds is None and slurm.isdigit():
             self.end = now + int(slurm) - time.time()
         elif seconds:
@@ -301,8 +298,9 @@ class TimeLimit:
         self._mark: float | None = None
 
     def is_over(self, saving: bool = False) -> bool:
-        """Return whether one more step and a save may not fit, after one under way where `saving`;
-        asked each step.
+        """Return whether one more step and a save may not fit; call it once a step.
+
+        With `saving`, a save is under way, which comes before.
         """
         now = time.monotonic()
         if self._mark is not None:
@@ -317,9 +315,7 @@ class TimeLimit:
 
     @property
     def save(self) -> float:
-        """Seconds that a save takes, as far as is known; before the first one it counts as a
-        margin.
-        """
+        """Seconds that a save takes; before the first one it counts as a margin."""
         return self.margin if self.last_save is None else self.last_save
 
     @contextmanager

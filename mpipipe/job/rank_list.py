@@ -9,8 +9,7 @@ LISTED = 8  # runs of numbers that are written out
 
 
 def numbers(ranks: Iterable[int], size: int | None = None) -> str:
-    """Return rank numbers in ascending order, runs as "0-3", or "all" and their number where
-    several are all `size`.
+    """Write ranks in ascending order, runs as "0-3"; "all 4" where several are all `size`.
 
     >>> from mpipipe.job.rank_list import numbers
     >>> numbers([7, 0, 1, 2, 3]), numbers([0, 1, 2, 3], 4)
@@ -54,7 +53,5 @@ def by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
 
 
 def grouped(texts: Iterable[tuple[int, str]], size: int | None = None) -> list[str]:
-    """Return what each rank says as one text for all ranks that say the same: "ranks 0-2: done",
-    "rank 3: lost".
-    """
+    """Return texts such as "ranks 0-2: done", one for all ranks that say the same."""
     return [f"{named(ranks, size)}: {text}" for text, ranks in by_text(texts).items()]

@@ -1,6 +1,4 @@
-"""What a rank writes when it ends a job, how it ends one at once, and the times and exit codes of
-such an end.
-"""
+"""The report of a rank that ends a job, the end of a job at once, and its exit codes."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ INTERRUPTED = 130  # shells: 128 + SIGINT
 
 
 def heading(rank: int, size: int) -> str:
-    """Return the first line of every report. One process alone has neither a job nor a rank to
-    speak of.
-    """
+    """Return the first line of every report; a process alone has no rank to speak of."""
     if size == 1:
         return "mpipipe: stopped:"
     return f"mpipipe: job ended by rank {rank} of {size} on {socket.gethostname()}:"
@@ -79,8 +75,7 @@ def write(text: str) -> None:
 
 
 def wait_for_launcher() -> None:
-    """Return when the launcher has read what this process has written, after TAKEN_SECONDS at the
-    latest.
+    """Wait until the launcher has read what this process wrote, for TAKEN_SECONDS at most.
 
     A launcher that learns of MPI_Abort ends at once, and what it has not read from its ranks' pipes
     by then is lost: seen with MPICH's. There is no pause after it has read: other ranks would
@@ -139,13 +134,12 @@ def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
 
 
 _libraries: list[ModuleType] = []  # MPI, once the hook is installed
-_deaths: list[BaseException] = []  # what ended the script
+_deaths: list[BaseException] = []  # the errors that ended the script
 _suspended: list[bool] = []  # while run_or_abort runs a program
 
 
 def install(MPI: ModuleType) -> None:
-    """Let an exception that ends this rank's script end the whole job, some seconds later, by
-    MPI_Abort.
+    """Let an exception that ends this rank's script end the whole job, by MPI_Abort.
 
     Nothing happens in an interactive session, and in a program that `run_or_abort` runs.
     """

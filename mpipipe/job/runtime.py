@@ -28,9 +28,7 @@ DESCRIPTORS = 64  # the fewest open files that a rank must be allowed
 
 
 def mpi() -> ModuleType:
-    """Return the module mpi4py.MPI, initialised on first use; raise BackendError where MPI cannot
-    be used.
-    """
+    """Return mpi4py.MPI, initialised on first use; raise BackendError if MPI cannot be used."""
     if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
         raise limited
     try:
@@ -51,9 +49,7 @@ def mpi() -> ModuleType:
 
 
 def limit_error() -> BackendError | None:
-    """Return an error if this process may open too few files for MPI, which would end it in
-    MPI_Init or later.
-    """
+    """Return an error if this process may open too few files for MPI, which would end it."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS:
         return None
@@ -66,8 +62,7 @@ def limit_error() -> BackendError | None:
 
 
 def world() -> MpiCommunicator:
-    """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from
-    now on.
+    """Return COMM_WORLD; from now on an exception that ends a script ends the whole job.
 
     MPI itself would let the other ranks wait for ever when the script of one ends with an
     exception. The first call installs an exception hook that ends the job by MPI_Abort; an
@@ -86,8 +81,7 @@ def world() -> MpiCommunicator:
 
 
 def resolve(comm: Communicator | None = None) -> Communicator:
-    """Return the communicator that was handed in, of mpi4py or of `job.inprocess`, or `world()` in
-    place of None.
+    """Return the communicator that was handed in, or `world()` in place of None.
 
     Raises ArgumentError for what is no communicator of one group of ranks, and what `world` raises.
     """
@@ -130,9 +124,7 @@ def library_of(comm: Communicator) -> ModuleType:
 
 
 def tag_upper_bound(comm: Communicator) -> int:
-    """Return the largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than
-    32 767).
-    """
+    """Return the largest tag that `comm` takes, or what MPIPIPE_TAG_UB lowers it to."""
     library = library_of(comm)
     bound = comm.Get_attr(library.TAG_UB)
     if not bound:  # Open MPI does not hand it on to communicators made by Split

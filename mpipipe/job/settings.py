@@ -15,26 +15,22 @@ from math import inf
 
 from mpipipe.errors import ArgumentError, LaunchError
 
-WATCHDOG_SECONDS = "600"  # where the variable does not say others
+WATCHDOG_SECONDS = "600"  # default
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable, with its values in words; docs/environment.md says what they
-    mean.
-    """
+    """One environment variable, with its values in words, as in docs/environment.md."""
 
     name: str
     values: str
     accepts: Callable[[str], bool] | None = (
         None  # whether a text is one of `values`; None: checked where it is read
     )
-    default: str = ""  # what stands for a switch that is not set
+    default: str = ""  # the value of a switch that is not set
 
     def check(self, text: str | None) -> None:
-        """Raise ArgumentError for a text that has no meaning; no text and an empty one mean that it
-        is not set.
-        """
+        """Raise ArgumentError for a text without a meaning; an empty one means: not set."""
         if text and self.accepts is not None and not self.accepts(text):
             raise ArgumentError(
                 f"environment variable {self.name}", found=repr(text), expected=self.values
@@ -49,9 +45,7 @@ class Variable:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is 1 or on; `check_settings` refuses values without a meaning, on all
-        ranks.
-        """
+        """True for 1 and on; `check_settings` refuses values without a meaning."""
         return (os.environ.get(self.name) or self.default) in ("1", "on")
 
 
@@ -102,9 +96,7 @@ VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(val
 
 
 def check_settings() -> None:
-    """Raise ArgumentError for an environment variable of this package whose value has no
-    meaning.
-    """
+    """Raise ArgumentError for a variable of this package whose value has no meaning."""
     for variable in VARIABLES:
         variable.check(os.environ.get(variable.name))
 
@@ -158,9 +150,7 @@ LOCAL_SIZE_VARIABLES = (
 
 
 def launcher_size(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return (variable, ranks) where a launcher promises this process more than one rank, else
-    None.
-    """
+    """Return (variable, ranks) where a launcher promises several ranks, else None."""
     for name in SIZE_VARIABLES:
         value = environment.get(name, "")
         if value.isdigit() and int(value) > 1:
@@ -181,9 +171,7 @@ def oversubscribed() -> bool:
 
 
 def refuse_singleton(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError if a launcher promised several ranks; for a process that is alone in
-    COMM_WORLD.
-    """
+    """Raise LaunchError if a launcher promised a process several ranks, and it is alone."""
     promise = launcher_size(environment)
     if promise is None:
         return

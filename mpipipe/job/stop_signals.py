@@ -1,11 +1,10 @@
-"""Signals that ask a job to leave, noticed at once: also while a rank computes, or waits inside
-MPI.
+"""Signals that ask a job to leave, noticed at once: also in a computation or in MPI.
 
-    kernel -> Python's handler in C -> a byte in a pipe -> a thread      at once, whatever the main thread does
-                                    -> a function in Python              once the main thread runs Python again
+    kernel -> Python's handler in C -> a byte in a pipe -> a thread      at once
+                                    -> a function in Python              once the main thread runs
 
     first signal                       noted, and told by rank 0; the time of grace begins
-    more, within REPEAT_SECONDS        the same request: a launcher may hand on what the ranks have got themselves
+    more, within REPEAT_SECONDS        the same request: a launcher may hand on what ranks have got
     one more, later                    the job ends at once, unless it is on its way out already
     the time of grace is over          the job ends at once
     another rank has ended meanwhile   the job ends at once: no further step can be done
@@ -41,14 +40,12 @@ WAKE = b"\0"  # no signal has this number
 HELD_GRACE = 600.0  # seconds
 DEFAULT = "USR2,TERM"
 _active: list[StopSignals] = []  # the innermost last
-_held: list[StopSignals] = []  # that of `hold`
-_exit = os._exit  # as it is before a program is watched
+_held: list[StopSignals] = []  # the one of `hold`
+_exit = os._exit  # before a program is watched
 
 
 def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
-    """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are
-    no signals.
-    """
+    """Return the signals of a list such as "USR2,SIGTERM"; "" and "none" are no signals."""
     if not isinstance(names, str):
         return tuple(names)
     if names.strip().lower() in ("", "none"):
@@ -70,8 +67,7 @@ def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals
 
 
 class StopSignals:
-    """Catches some signals of this process from now on, in its main thread: Python sets handlers
-    there alone.
+    """Catches some signals of this process, in its main thread: Python sets handlers there.
 
     `grace` are the seconds from the first signal, which is `first` once it has come, until the job
     ends at once. A thread calls `told` with the name of the first signal, `hopeless` from then on,
@@ -121,9 +117,7 @@ class StopSignals:
         self._thread.start()
 
     def change(self, numbers: Iterable[signal.Signals]) -> None:
-        """Catch other signals from now on. One that has come and is not among them does what it
-        would have done.
-        """
+        """Catch other signals. One that has come and is not among them does what it would have."""
         wanted = tuple(numbers)
         for number in self.numbers:
             if number not in wanted:
@@ -171,7 +165,7 @@ class StopSignals:
             if not select.select([self._read], [], [], left)[0]:
                 continue
             content = os.read(self._read, 64)
-            if self._previous_fd >= 0:  # of somebody who listens, too
+            if self._previous_fd >= 0:  # somebody else listens, too
                 with suppress(OSError):
                     os.write(self._previous_fd, content.replace(WAKE, b""))
             for number in filter(self._before.__contains__, content):
@@ -185,15 +179,11 @@ class StopSignals:
     # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Ignore signals from now on: this process is on its way out, and launchers end the slower
-        ones.
-        """
+        """Ignore signals: this process is on its way out, and launchers end the slower ones."""
         self._leaving = True
 
     def close(self) -> None:
-        """Give the handlers back that were there before, unless this process has to leave. May be
-        called twice.
-        """
+        """Give the handlers back, unless this process has to leave. May be called twice."""
         if self._closing or not self.numbers or self._leaving or self.first is not None:
             return
         self.release(self._before)
@@ -203,9 +193,7 @@ class StopSignals:
         os.close(self._write)
 
     def release(self, handlers: Mapping[int, Any]) -> None:
-        """Catch the signals no more, but give them to these handlers; the thread ends once it
-        wakes.
-        """
+        """Give the signals to these handlers; the thread ends once it wakes."""
         self._closing = True
         _active.remove(self)
         signal.set_wakeup_fd(self._previous_fd)
@@ -217,9 +205,7 @@ class StopSignals:
 
 
 def hold(names: str) -> None:
-    """Catch signals from now on, before anything else is known; wrong names are refused when the
-    options are read.
-    """
+    """Catch signals before anything else is known; wrong names are refused with the options."""
     try:
         numbers = parse_signals(names)
     except ArgumentError:
@@ -235,9 +221,7 @@ def change(signals: Iterable[signal.Signals]) -> None:
 
 
 def ignore() -> None:
-    """Ignore all signals that are caught here, even once the interpreter takes its handlers away:
-    the work is over.
-    """
+    """Ignore all signals that are caught here, to the very end: the work is over."""
     while _active:
         innermost = _active[-1]
         innermost.release(dict.fromkeys(innermost.numbers, signal.SIG_IGN))
@@ -252,9 +236,7 @@ def _end_at_once(text: str, code: int) -> None:
 
 
 def _forget() -> None:
-    """In a process that a rank forked: it is no rank, and dies of a signal as it would without this
-    package.
-    """
+    """Give the handlers back in a forked child: it is no rank, and dies of signals as usual."""
     while _active:
         _active[-1].release(_active[-1]._before)
 

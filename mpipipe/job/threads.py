@@ -29,8 +29,8 @@ PAUSE = 2e-5
 # Before a rank whose function has returned tells the others that it has left.
 QUIET_SECONDS = 0.5
 Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
-Box: TypeAlias = tuple[Context, int]  # of a rank of a communicator
-Finish: TypeAlias = Callable[[list[Any]], object]  # what a rank does with the values of all ranks
+Box: TypeAlias = tuple[Context, int]  # a rank of a communicator
+Finish: TypeAlias = Callable[[list[Any]], object]  # called with the values of all ranks
 
 
 class InProcessError(MpipipeError, RuntimeError):
@@ -38,13 +38,12 @@ class InProcessError(MpipipeError, RuntimeError):
 
 
 class World:
-    r"""What all ranks of one `inprocess.run` share: messages under way, and collectives that wait
-    for more ranks.
+    r"""Messages and collectives under way of the ranks of one `inprocess.run`.
 
     Isend  -> sent      \
                           >  progress: matched in the order that MPI prescribes, copied, both done
     Irecv  -> posted    /
-    Ixxx   -> meetings  one for each collective call; complete when all ranks have brought their value
+    Ixxx   -> meetings  one for each collective call, complete when all ranks have come
 
     Nothing happens by itself: as in MPI, messages advance when somebody tests a request.
     """
@@ -67,9 +66,7 @@ class World:
         self.farewells = False  # whether a rank has told the others that it has left
 
     def leave(self, rank: int, returned: bool) -> None:
-        """Note that the function of this rank has ended; tell the others, unless they end within
-        moments.
-        """
+        """Note that this rank's function has ended; tell the others if they do not end soon."""
         self.contexts[rank].ended = True
         with self.lock:
             self.running -= 1
@@ -97,9 +94,7 @@ class World:
                     message.done = True
 
     def check_nothing_left(self, context: Context | None = None) -> None:
-        """Raise InProcessError for a message without a receive, or the other way round; None: in
-        any communicator.
-        """
+        """Raise InProcessError for a message or a receive alone; None: in any communicator."""
         with self.lock:
             for boxes, what in (
                 (self.sent, "was never received"),
@@ -210,8 +205,9 @@ class MeetingRequest:
 
 
 class ThreadCommunicator:
-    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py. `members`
-    are world ranks.
+    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py.
+
+    `members` are world ranks.
     """
 
     def __init__(self, world: World, context: Context, members: tuple[int, ...], rank: int) -> None:
@@ -272,7 +268,7 @@ class ThreadCommunicator:
     def Iallgatherv(
         self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
     ) -> MeetingRequest:
-        whole, (counts, starts) = recvbuf  # in place: this rank's part lies there
+        whole, (counts, starts) = recvbuf  # this rank's part lies in place
         ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
 
         def finish(parts: list[np.ndarray]) -> None:
@@ -354,9 +350,7 @@ class ThreadCommunicator:
 
     @classmethod
     def Create_keyval(cls, *, delete_fn: Callable[[ThreadCommunicator, int, Any], None]) -> int:
-        """Return a new key for attributes; `delete_fn(comm, key, value)` is called when a
-        communicator is freed.
-        """
+        """Return a new key; `delete_fn(comm, key, value)` is called when a `comm` is freed."""
         keyval = next(_keyvals)
         _delete_functions[keyval] = delete_fn
         return keyval

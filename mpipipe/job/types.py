@@ -56,8 +56,8 @@ class RankWait:
     what: object
     members: Sequence[int]  # the world ranks that must come
     meeting: Meeting | None  # the call to which they all must come; None: a message of one
-    start: float  # on the clock of time.perf_counter()
-    note: str = ""  # what others are to read after `what`
+    start: float  # time.perf_counter() then
+    note: str = ""  # others read it after `what`
     error: MismatchError | None = None  # found by the watchdog; ends the wait
 
 

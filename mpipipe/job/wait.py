@@ -35,7 +35,8 @@ from mpipipe.job.types import Meeting, RankWait, Testable
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
 WARNING_SECONDS = 60.0
-GRACE_SECONDS = 3.0  # at the limit, a rank that knows who is to blame speaks first
+# At the limit, a rank that knows who is to blame speaks first.
+GRACE_SECONDS = 3.0
 
 
 def wait_for(
@@ -259,7 +260,7 @@ class ThreadTask(Generic[Result]):
         self._work = work
         self._ended = threading.Event()
         self._results: list[Result] = []
-        self.error: BaseException | None = None  # what ended the work, if it did not end well
+        self.error: BaseException | None = None  # the error that ended the work, if one did
         self.seconds = 0.0  # how long the work took, once it has ended
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:

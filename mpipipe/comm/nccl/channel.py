@@ -1,5 +1,4 @@
-"""A communicator of NCCL and the stream that is its own: what is put there runs in order, one after
-the other.
+"""A communicator of NCCL and the stream that is its own, on which all runs in order.
 
 NCCL lets operations of one communicator run one after the other, whatever their streams. So each
 group has one of its own for its sums.
@@ -20,8 +19,9 @@ from mpipipe.job import NCCL, Ballot, RankGroup, ThreadTask, keep_forever, runti
 
 
 class Channel:
-    """One rank's end of a communicator of NCCL; the constructor waits for the other ranks: it
-    belongs into an NcclTask.
+    """One rank's end of a communicator of NCCL.
+
+    The constructor waits for the other ranks, so it belongs into an NcclTask.
 
     `identity` is what rank 0 of the communicator got from `new_identity`. `first` puts an operation
     on (communicator, stream) that all ranks begin with: NCCL connects ranks when they first talk,
@@ -70,18 +70,14 @@ class Channel:
             NcclTask(self.communicator.abort, "the abort of NCCL's communicators")
 
     def close(self) -> None:
-        """Free the communicator; only when nothing is under way. May wait, so it belongs into an
-        NcclTask.
-        """
+        """Free the communicator when nothing is under way; may wait, so call it in an NcclTask."""
         if not self.ended:
             self.ended = True
             self.communicator.destroy()
 
 
 def new_identity() -> bytes:
-    """What the ranks of a new communicator must all have; its rank 0 asks for it and hands it to
-    the others.
-    """
+    """Return the identity of a new communicator, which its rank 0 hands to the others."""
     limit_kernels()
     return bytes(arrays.nccl().get_unique_id())
 
@@ -121,9 +117,7 @@ Result = TypeVar("Result")
 
 
 class NcclTask(ThreadTask[Result]):
-    """A call of NCCL in a thread, on this thread's GPU; `Test()` is true once it has ended, well or
-    not.
-    """
+    """A call of NCCL in a thread, on this thread's GPU; `Test()` is true once it has ended."""
 
     def __init__(self, function: Callable[[], Result], what: str) -> None:
         self.what = what
@@ -139,9 +133,7 @@ class NcclTask(ThreadTask[Result]):
         return self.ended
 
     def value(self) -> Result:
-        """Return what the function returned, once `Test()` was true; raise BackendError where it
-        has raised.
-        """
+        """Return the result, once `Test()` was true; raise BackendError if the call has raised."""
         if self.error is not None:
             raise BackendError(
                 f"{self.what} failed",
@@ -162,18 +154,18 @@ class NcclTask(ThreadTask[Result]):
 
 
 CALL = "asking whether NCCL can be used"
-THREAD_BLOCKS = "16"  # of one sum
+THREAD_BLOCKS = "16"  # most for one sum
 
 
 class Facts(NamedTuple):
     """What one rank says of NCCL."""
 
-    rank: int  # in COMM_WORLD
+    rank: int  # its number in COMM_WORLD
     setting: str  # MPIPIPE_NCCL
     problem: str  # why this rank by itself cannot use NCCL; "" where it can
     host: str = ""
-    gpu: str = ""  # by its PCI address
-    version: str = ""  # of NCCL
+    gpu: str = ""  # its PCI address
+    version: str = ""  # NCCL's
 
 
 class NcclChoice(NamedTuple):
@@ -187,8 +179,7 @@ class NcclChoice(NamedTuple):
 
 
 def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
-    """Choose for all ranks of these groups, one or those along two axes of a grid; collective over
-    each of them.
+    """Choose for all ranks of these groups, along one axis or two; collective over each.
 
     All ranks raise BackendError where MPIPIPE_NCCL=on and NCCL cannot be used.
     """
@@ -228,9 +219,7 @@ def facts_of(group: RankGroup, device: str) -> Facts:
 
 
 def judge(everyone: Sequence[Facts]) -> NcclChoice:
-    """Return the choice that follows from what all ranks say, in the order of their ranks; may
-    raise BackendError.
-    """
+    """Return the choice that follows from what all ranks say; may raise BackendError."""
     refusals = _refusals(everyone)
     if refusals:
         rank, reason = refusals[0]
@@ -272,7 +261,5 @@ def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
 
 
 def limit_kernels() -> None:
-    """Bound the kernels of NCCL, where the user has not: before its first communicator, which reads
-    this variable.
-    """
+    """Bound the kernels of NCCL by its own variable, where the user has not set that."""
     os.environ.setdefault("NCCL_MAX_CTAS", THREAD_BLOCKS)

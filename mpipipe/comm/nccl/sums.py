@@ -1,5 +1,4 @@
-"""Sums over replicas by NCCL: they stay on the device, bucket by bucket, while layers and stages
-still compute.
+"""Sums over replicas by NCCL: on the device, bucket by bucket, while layers still compute.
 
 Buckets are put on the stream in the order of the calls and of their places, the same on all ranks.
 A kernel of NCCL waits for other ranks and holds its place on the device meanwhile. So messages that
@@ -50,9 +49,7 @@ class NcclSums:
         return arrays.is_device(flat) and arrays.nccl_type(flat.dtype) is not None
 
     def start(self, flat: DeviceArray) -> NcclSum:
-        """Start a sum, after all work on the current stream; every rank starts the same sums in the
-        same order.
-        """
+        """Start a sum after all work on the current stream; in the same order on all ranks."""
         new = NcclSum(self, flat)
         count = max(1, BUCKET_BYTES // flat.itemsize)
         buckets = [(start, min(start + count, flat.size)) for start in range(0, flat.size, count)]
@@ -86,26 +83,20 @@ class NcclSums:
         self.task = NcclTask(put, "a sum over the replicas by NCCL"), new
 
     def abort(self) -> None:
-        """After a failure: advance no more, let kernels end that wait for others, and free nothing
-        that they touch.
-        """
+        """End kernels that wait for others after a failure, and free nothing of theirs."""
         unregister_progress(self)
         keep_forever(self)
         self.channel.abort()
 
     def close(self) -> None:
-        """Free the communicator; collective, and only when no sum is under way. After a failure it
-        is kept.
-        """
+        """Free the communicator when no sum is under way; collective. After a failure it stays."""
         unregister_progress(self)
         if self.group.failure is None:
             close_channel(self.channel, self.group)
 
 
 class NcclSum:
-    """A sum under way; `Test()` is true once `flat`, one-dimensional, holds the sum over all ranks
-    of the group.
-    """
+    """A sum under way; `Test()` is true once `flat` holds the sum over all ranks."""
 
     def __init__(self, sums: NcclSums, flat: DeviceArray) -> None:
         self.sums = sums
@@ -132,9 +123,7 @@ def _type_of(part: DeviceArray) -> tuple[int, int]:
 
 
 def _first(size: int, dtype: np.dtype, communicator: Any, stream: int) -> DeviceArray:
-    """Let NCCL connect the ranks for a sum of this size; return what must be kept until it is
-    done.
-    """
+    """Let NCCL connect the ranks for a sum of this size; keep the result until it is done."""
     zeros = arrays.zeros(size, dtype, "cuda")
     arrays.stream().synchronize()
     _add(zeros, communicator, stream)
@@ -146,7 +135,7 @@ def _add(part: DeviceArray, communicator: Any, stream: int) -> None:
     communicator.allReduce(place, place, part.size * several, kind, arrays.nccl().NCCL_SUM, stream)
 
 
-# -- A row of numbers of which each rank of a group has a part, put together on the devices by NCCL --
+# -- A row of numbers, put together on the devices by NCCL: each rank has a part of it -------------
 #
 # Each rank fills its part of a row of zeros, and NCCL adds the rows up. A number plus zeros is that
 # number, whatever the order. So all ranks get the same bits, those that each rank had.
@@ -161,9 +150,7 @@ KIND = np.dtype(np.float64)
 
 
 class NcclRow:
-    """Rows of one length over the ranks of one group; the constructor and `close` are
-    collective.
-    """
+    """Rows of one length over the ranks of a group; constructor and `close` are collective."""
 
     def __init__(self, group: RankGroup, length: int, what: str) -> None:
         self.group = group
@@ -172,8 +159,9 @@ class NcclRow:
         self.channel = open_channel(group, partial(_first, length, KIND), what)
 
     def share(self, row: DeviceArray) -> None:
-        """Make `row`, zeros except for this rank's part, the row of all ranks for later work on the
-        current stream.
+        """Make `row`, zeros except for this rank's part, the row of all ranks.
+
+        Later work on the current stream finds it.
         """
         arrays.wait_for(self.channel.put(partial(_add, row), [arrays.record()]))
 
@@ -201,9 +189,7 @@ class NcclRow:
             raise
 
     def abort(self) -> None:
-        """After a failure: let kernels end that wait for other ranks, and free nothing that they
-        may still touch.
-        """
+        """End kernels that wait for others after a failure, and free nothing of theirs."""
         keep_forever(self)
         self.channel.abort()
 

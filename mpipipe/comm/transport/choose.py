@@ -20,8 +20,7 @@ def make_transport(
     device: str = "cpu",
     group: RankGroup | None = None,
 ) -> Transport:
-    """Return the transport for arrays on a device, "cpu" or "cuda", the same on all ranks;
-    collective.
+    """Return the transport for arrays on "cpu" or "cuda", the same on all ranks; collective.
 
     The ranks agree in `group`, by default in that of `comm`.
     """

@@ -1,5 +1,4 @@
-"""Messages of device arrays: handed to a GPU-aware MPI, or through pinned host memory where MPI
-cannot take them.
+"""Messages of device arrays: handed to a GPU-aware MPI, or through pinned host memory.
 
 MPI knows no streams. Two rules keep it and the kernels apart, and the host waits for neither:
 
@@ -126,9 +125,7 @@ class DeviceTransport(Transport):
 
 
 def _advance(messages: list[DeviceMessage]) -> None:
-    """Let messages take their next steps; of those with one name, a later one waits until an
-    earlier one is posted.
-    """
+    """Let messages advance; of those with one name, a later one waits for the earlier."""
     waiting: set[Name] = set()
     for message in messages:
         if message.name not in waiting:
@@ -157,9 +154,9 @@ class DeviceMessage(ABC):
         self.name = name
         self.array = array
         self.ready = ready
-        self.posted = self.finished = (
-            False  # all of it handed to MPI: a message of the same name may follow
-        )
+        # All of it is handed to MPI: a message of the same name may follow.
+        self.posted = False
+        self.finished = False
 
     @abstractmethod
     def advance(self) -> None:
@@ -197,11 +194,9 @@ class WholeMessage(DeviceMessage):
         self.finished = self.request.Test()
 
     def _start(self) -> Request:
-        host, (peer, channel, tag), sending = (
-            self.transport.host,
-            self.name,
-            self.messages is self.transport.sends,
-        )
+        host = self.transport.host
+        peer, channel, tag = self.name
+        sending = self.messages is self.transport.sends
         if self.ready is None:
             return own((host.isend if sending else host.irecv)(self.array, peer, channel, tag))
         operation = (host.senders if sending else host.receivers)[channel]
@@ -215,9 +210,7 @@ class WholeMessage(DeviceMessage):
 
 
 def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
-    """Return the memory of a device array as [memory, type] for MPI, in pieces of at most
-    `piece_bytes`.
-    """
+    """Return a device array as [memory, type] for MPI, in pieces of `piece_bytes`."""
     MPI = runtime.mpi()
     address = arrays.address(array)
     nbytes = array.nbytes

@@ -73,9 +73,7 @@ def _of_this_rank() -> GpuAwareness:
 
 
 def ask_library(maker: str) -> int | None:
-    """1, 0, or None for no answer of the library, which is found through mpi4py's extension, linked
-    to it.
-    """
+    """Ask the library to which mpi4py is linked: 1, 0, or None for no answer."""
     MPI = runtime.mpi()
     library = ctypes.CDLL(MPI.__file__)
     names, number = QUESTIONS[maker]
@@ -91,8 +89,9 @@ def ask_library(maker: str) -> int | None:
 
 
 def asks_by_type(library_version: str) -> bool:
-    """Whether this is an MPICH before 4, whose MPIX_Query_cuda_support fails an assertion where it
-    has no GPU support.
+    """True for an MPICH before 4, whose MPIX_Query_cuda_support may fail an assertion.
+
+    It does so where it has no GPU support.
 
     Cray MPICH is derived from 3.4, whatever its own version is.
     """

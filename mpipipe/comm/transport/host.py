@@ -15,9 +15,8 @@ from mpipipe.job import Communicator, Request, communicators, own
 
 MPI_TYPES = "?bBhHiIlLqQfdFD"  # dtype characters that every MPI knows; others travel as bytes
 PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries
-CHUNK_BYTES = (
-    2 << 20
-)  # where a rank stages: MPI over shared memory is at its best, and two chunks overlap well
+# Of messages that are staged: MPI over shared memory is at its best, and two chunks overlap well.
+CHUNK_BYTES = 2 << 20
 
 
 class Transport(Protocol):
@@ -43,17 +42,13 @@ class Transport(Protocol):
     def receiver(
         self, channel: int, shape: Shape, kind: np.dtype
     ) -> Callable[[Array, int, int], Request]:
-        """The function of (array, peer, tag) that starts to receive arrays like this over a
-        channel.
-        """
+        """Return the function of (array, peer, tag) that receives such arrays over a channel."""
         return lambda array, peer, tag: self.irecv(array, peer, channel, tag)
 
     def sender(
         self, channel: int, shape: Shape, kind: np.dtype
     ) -> Callable[[Array, int, int], Request]:
-        """The function of (array, peer, tag) that starts to send arrays like this over a
-        channel.
-        """
+        """Return the function of (array, peer, tag) that sends such arrays over a channel."""
         return lambda array, peer, tag: self.isend(array, peer, channel, tag)
 
     def close(self) -> None:
@@ -64,9 +59,7 @@ class Transport(Protocol):
         return
 
     def progress(self) -> bool:
-        """Let everything under way advance, if that is this object's business (not MPI's), and say
-        whether it is.
-        """
+        """Let messages advance, if that is not MPI's business; return whether it is not."""
         return False
 
     def drop_buffers(self) -> None:
@@ -74,15 +67,12 @@ class Transport(Protocol):
         return
 
     def abort(self) -> None:
-        """After a failure: advance no more, and free nothing that MPI or the device may still
-        touch.
-        """
+        """Advance no more after a failure, and free nothing that is still in use."""
         return
 
 
 class HostTransport(Transport):
-    """Non-blocking messages of C-contiguous host arrays, on private duplicates of `comm`, as many
-    as `channels`.
+    """Messages of C-contiguous host arrays, on as many duplicates of `comm` as `channels`.
 
     A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in
     order.
@@ -181,8 +171,9 @@ class RequestGroup:
 def start_all(
     operation: Callable[..., Request], pieces: Sequence[Any], peer: int, tag: int, *buffers: object
 ) -> Request:
-    """One request for one operation on each piece; `buffers` own the memory of pieces that are mere
-    addresses.
+    """Start an operation on each piece, as one request.
+
+    `buffers` own the memory of pieces that are mere addresses.
     """
     requests = [own(operation(piece, peer, tag), *buffers) for piece in pieces]
     return requests[0] if len(requests) == 1 else RequestGroup(requests)

@@ -1,6 +1,4 @@
-"""Messages of device arrays that pass through pinned host memory, for an MPI that cannot take
-device memory.
-"""
+"""Messages of device arrays through pinned host memory, for an MPI that needs that."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ DEPTH = 3  # chunks of one message at once: one is copied, one is on the wire, o
 
 
 class StagedTransport(DeviceTransport):
-    """Messages that pass through pinned memory, chunk by chunk: one is copied while the last one is
-    on the wire.
+    """Messages in chunks through pinned memory: one is copied while another is on the wire.
 
         device  | copy 0 | copy 1 | copy 2 |                 outward stream
         wire             | send 0 | send 1 | send 2 |        host, in `progress`
@@ -48,17 +45,11 @@ class StagedTransport(DeviceTransport):
         self.incoming = _Incoming
         self.outward = arrays.side_stream()
         self.inward = arrays.side_stream()
-        self.out_pool, self.in_pool = (
-            PinnedPool(RING * self.piece_bytes),
-            PinnedPool(RING * self.piece_bytes),
-        )
+        self.out_pool = PinnedPool(RING * self.piece_bytes)
+        self.in_pool = PinnedPool(RING * self.piece_bytes)
         # chunks on their way out to the host, and in to the device
-        self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = (
-            deque()
-        )  # event, message, buffer, bytes
-        self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = (
-            deque()
-        )  # event, message, buffer
+        self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = deque()  # bytes last
+        self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = deque()
 
     def progress(self) -> bool:
         while self.copied and arrays.is_done(self.copied[0][0]):
@@ -89,11 +80,12 @@ class _Staged(DeviceMessage):
     def __init__(self, *message: Any) -> None:
         super().__init__(*message)
         self.bytes = self.array.reshape(-1).view(np.uint8)  # the array as bytes
-        self.next = self.held = 0  # where the next chunk begins, and buffers in use
+        self.next = 0  # byte at which the next chunk begins
+        self.held = 0  # buffers in use
         # chunks that have had no buffer yet
         self.untaken = -(-max(1, self.array.nbytes) // self.transport.piece_bytes)
-        self.unsent = self.untaken  # on the way out, chunks that MPI has not had yet
-        self.arrived: Event | None = None  # on the way in, after the last copy
+        self.unsent = self.untaken  # chunks on the way out that MPI has not had yet
+        self.arrived: Event | None = None  # after the last copy in
         # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on
         # the way out
         self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
@@ -142,9 +134,7 @@ class _Outgoing(_Staged):
         self.finished = self.posted and self.held == 0
 
     def send(self, buffer: np.ndarray, nbytes: int) -> None:
-        """Hand MPI a chunk that has arrived on the host; chunks arrive in the order of their
-        copies.
-        """
+        """Hand MPI a chunk that has arrived on the host, in the order of their copies."""
         peer, channel, tag = self.name
         request = own(self.transport.host.senders[channel](buffer[:nbytes], peer, tag))
         self.wire.append((request, buffer, None))
@@ -185,7 +175,7 @@ class _Incoming(_Staged):
         return True
 
 
-# -- Pinned host memory that messages of device arrays pass through, one chunk at a time, used again and again --
+# -- Pinned host memory that messages pass through, one chunk at a time ----------------------------
 
 
 SMALLEST = 4096  # bytes: what a header needs
@@ -203,14 +193,11 @@ class PinnedPool:
         # bytes
         self.limit = limit
         self.used = 0
-        self.free: dict[int, list[np.ndarray]] = defaultdict(
-            list
-        )  # size -> buffers that no message uses
+        # size -> buffers that no message uses
+        self.free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:
-        """A buffer of at least `nbytes`; None if it is not its message's `first` and the limit is
-        reached.
-        """
+        """Return `nbytes` or more; None at the limit, except for a message's `first` buffer."""
         size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
         if not first and self.used + size > self.limit:
             return None

@@ -35,7 +35,7 @@ class RankPlace(NamedTuple):
     host: str  # "" for a rank that has said nothing of itself
     pid: int
     threaded: bool  # whether its watchdog answers while it computes
-    descriptor: int  # of its stacks, see offer_stacks
+    descriptor: int  # its stacks, see offer_stacks
 
 
 UNKNOWN = RankPlace("", 0, True, -1)
@@ -121,7 +121,7 @@ Item = TypeVar("Item")
 class Waits(NamedTuple):
     """One wait under way, as other ranks see it."""
 
-    text: str  # what for
+    text: str  # the reason
     seconds: float  # how long
     peers: tuple[int, ...]  # world ranks that must come, each of which may be the reason
     meeting: Meeting | None  # the call to which all of them must come
@@ -130,15 +130,15 @@ class Waits(NamedTuple):
 class Dump(NamedTuple):
     """What one rank says of itself, at one moment."""
 
-    rank: int  # in COMM_WORLD
+    rank: int  # its number in COMM_WORLD
     host: str
     quiet: float  # seconds without progress
     waits: tuple[Waits, ...]
     snapshots: tuple[Snapshot, ...]  # how far it has come in each plan
     ended: bool  # whether its program is over
     where: str  # the line of code that it is in
-    stacks: str  # of all its threads; "" where it has not been quiet for long
-    states: Mapping[int, str]  # by world rank: processes on this host, as the system sees them
+    stacks: str  # all its threads; "" if it has not been quiet for long
+    states: Mapping[int, str]  # world rank -> state of a process on this host
     # The number of the last call that it has begun, of all that it may come to by itself: none
     # where a thread waits and another goes on.
     reached: Mapping[tuple[int, ...], int] | None = None
@@ -232,7 +232,7 @@ STATES = {
 }
 STACK_SECONDS = 0.5  # for the answer to the signal
 SIGNAL = signal.SIGRTMIN + 9
-_descriptors: list[int] = []  # of the memory for stacks, once there is any
+_descriptors: list[int] = []  # memory for stacks, once there is any
 
 
 def offer_stacks() -> int:
@@ -251,7 +251,7 @@ def stacks_of(place: RankPlace) -> str:
     if place.host == socket.gethostname() and state_of(place.pid) in (STATES["R"], STATES["S"]):
         with suppress(OSError):
             path = Path(f"/proc/{place.pid}/fd/{place.descriptor}")
-            if "mpipipe stacks" in os.readlink(path):  # else another program has this id by now
+            if "mpipipe stacks" in os.readlink(path):  # another program may have this id
                 os.kill(place.pid, SIGNAL)
                 time.sleep(STACK_SECONDS)
                 text = path.read_text(errors="replace")

@@ -26,7 +26,8 @@ from mpipipe.job.watch.channel import STATES, Dump, RankPlace
 from mpipipe.text import counted
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
-TELL_SECONDS = 2.0  # of a wait for all ranks, before somebody asks where they are
+# A rank has waited so long for all others when it asks where they are.
+TELL_SECONDS = 2.0
 
 
 class Culprit(NamedTuple):

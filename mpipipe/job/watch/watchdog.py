@@ -65,8 +65,8 @@ class Watchdog:
     def __init__(self, context: RankContext) -> None:
         self.context = context
         self.limit = settings.watchdog()  # seconds without progress of any rank
-        self.folder: Path | None = None  # where a report goes; None for the working folder
-        self.dumps: dict[int, Dump] = {}  # of all ranks, since the last progress of this one
+        self.folder: Path | None = None  # a report goes there; None: into the working folder
+        self.dumps: dict[int, Dump] = {}  # all ranks, since the last progress of this one
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
         self._channels: list[WatchChannel] = []
         self._token: object = None
@@ -163,7 +163,7 @@ class Watchdog:
             elapsed = min(now - self._now, max(MOST_SECONDS, 3 * self.period))
             self._now = now
             self._look(elapsed)
-        except Exception as error:  # of MPI where a peer has died, for example: others report that
+        except Exception as error:  # MPI may raise when a peer has died: others report that
             self._log(error)
         finally:
             self._lock.release()
@@ -186,7 +186,7 @@ class Watchdog:
         for channel in self._channels:
             try:
                 messages = channel.read()
-            except Exception as error:  # of a network that is gone: a rank is silent then
+            except Exception as error:  # the network is gone: a rank is silent then
                 self._log(error)
                 continue
             for source, number, dump in messages:
@@ -290,7 +290,7 @@ class Question:
         self.wait = wait
         self.others = [rank for rank in range(len(channel.members)) if rank != channel.rank]
         self.waited = 0.0  # seconds since then
-        self.answers: dict[int, Dump] = {}  # by rank of the channel
+        self.answers: dict[int, Dump] = {}  # rank of the channel -> its dump
 
 
 # -- Which ranks watch over each other: every new group is in some channel -------------------------
