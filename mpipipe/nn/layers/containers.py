@@ -82,7 +82,10 @@ class Sequential(Layer):
             if place < last and poll is not None:
                 poll()
             layer = self.layers[place]
-            dy = layer.backward_of_trained(dy, saved[place])
+            if layer.frozen:
+                dy, _ = layer.backward_input(dy, saved[place])
+            else:
+                dy = layer.backward(dy, saved[place])
             if done is not None:
                 done(layer)
         return None if self.lowest else dy
@@ -156,12 +159,15 @@ class PreNormResidual(Layer):
         of_norm, of_f = saved
         dnormal, f_pending = self.f.backward_input(dy, of_f)
         self._poll()
-        if self._fused is not None:
-            dx, pending = self._fused.backward_input(dnormal, of_norm, dy)
-        else:
-            through, pending = self.norm.backward_input(dnormal, of_norm)
-            dx = self.stage.kernels.add(dy, through)
+        dx, pending = self._norm_backward_input(dy, dnormal, of_norm)
         return dx, (pending, f_pending)
+
+    def _norm_backward_input(self, dy: Array, dnormal: Array, saved: Any) -> tuple[Array, Any]:
+        """Return dy plus the gradient through the norm, and what its weights need."""
+        if self._fused is not None:
+            return self._fused.backward_input(dnormal, saved, dy)
+        dx, pending = self.norm.backward_input(dnormal, saved)
+        return self.stage.kernels.add(dy, dx), pending
 
     def backward_weight(self, pending: Any) -> None:
         of_norm, of_f = pending
@@ -173,13 +179,14 @@ class PreNormResidual(Layer):
     def backward(self, dy: Array, saved: Any) -> Array:
         of_norm, of_f = saved
         dnormal = self.f.backward(dy, of_f)
+        norm = self.norm
         self._poll()
-        if self._fused is not None:
-            dx, pending = self._fused.backward_input(dnormal, of_norm, dy)
-            if not self.norm.frozen:
-                self.norm.backward_weight(pending)
-            return dx
-        return self.stage.kernels.add(dy, self.norm.backward_of_trained(dnormal, of_norm))
+        if self._fused is None and not norm.frozen:
+            return self.stage.kernels.add(dy, norm.backward(dnormal, of_norm))
+        dx, pending = self._norm_backward_input(dy, dnormal, of_norm)
+        if not norm.frozen:
+            norm.backward_weight(pending)
+        return dx
 
     def _poll(self) -> None:
         if self.stage.poll is not None:

@@ -273,12 +273,6 @@ class Layer(Differentiable):
     def begin_call(self) -> None:
         """Prepare for a call of the pipeline."""
 
-    def backward_of_trained(self, dy: Array, saved: Any) -> Any:
-        """Do `backward`, or `backward_input` alone where all parameters are frozen."""
-        if self.frozen:
-            return self.backward_input(dy, saved)[0]
-        return self.backward(dy, saved)
-
     def projections(self) -> dict[str, Projection]:
         """Name the projections of the layer that can have adapters.
 
