@@ -114,7 +114,6 @@ def train(
 class TextTask(Task):
     """The training of a model on windows of text; `base` is the model it begins from, if any."""
 
-    rehearses = False
     read_ahead = True
     per_second = "tokens_per_second"
 
@@ -384,12 +383,6 @@ class TextTask(Task):
 
     def compared(self, sizes: dict[str, Any]) -> dict[str, Any]:
         return {**sizes, "seq_len": sizes["seq"]}
-
-    def unfinished(self, out: Path) -> set[str]:
-        folder = weights.folder_of(out)
-        return (
-            set() if (folder / weights.DESCRIPTION).exists() else {folder.name}
-        )  # which is written last
 
     def resolve(self, keys: dict[str, Any]) -> dict[str, Any]:
         config = self.config

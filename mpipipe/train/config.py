@@ -1,6 +1,4 @@
-"""The configuration of a training: one dataclass, filled from defaults, a TOML file and command
-line flags.
-"""
+"""The configuration of a training: one dataclass, filled from defaults, a TOML file and flags."""
 
 from __future__ import annotations
 
@@ -23,28 +21,32 @@ from mpipipe.planning import parse_bytes
 from mpipipe.schedules import is_path
 from mpipipe.text import as_word, near
 
-# what a plan decides
+# What a plan decides.
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
-LAYERS = re.compile(r"0*[1-9][0-9]{0,8}")  # a number of them
+COUNT = re.compile(r"0*[1-9][0-9]{0,8}")
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
     """Read the numbers of layers of stages. Raises ArgumentError for anything else."""
     counts = [part.strip() for part in text.split(",")]
-    if not all(LAYERS.fullmatch(count) for count in counts):
+    if not all(COUNT.fullmatch(count) for count in counts):
         expected = "numbers of layers with commas between, such as 3,2,2,3"
         raise ArgumentError("no partition", found=f"{text!r:.80}", expected=expected)
     return tuple(map(int, counts))
 
 
 def is_table(schedule: str) -> bool:
-    """Whether a schedule is a table of actions, and neither a name nor the path of a file."""
+    """True for a schedule that is a table of actions, and no name or path of a file."""
     return not is_path(schedule) and ("," in schedule or "\n" in schedule)
 
 
 def in_one_text(values: Iterable[object]) -> str:
     """Write several values with commas between them; none where there are none."""
     return ",".join(map(str, values)) or "none"
+
+
+def _signal_name(number: int) -> str:
+    return Signals(number).name.removeprefix("SIG")
 
 
 @dataclass(frozen=True)
@@ -216,9 +218,7 @@ class ClusterOptions:
         "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no "
         "such signal",
         parse=parse_signals,
-        show=lambda signals: in_one_text(
-            Signals(each).name.removeprefix("SIG") for each in signals
-        ),
+        show=lambda signals: in_one_text(map(_signal_name, signals)),
     )
     preempt_grace: float = option(
         600.0,
@@ -251,16 +251,15 @@ class RunOptions(ClusterOptions, OutputOptions, TrainingOptions):
 
     @property
     def may_save(self) -> bool:
-        """Whether a checkpoint may be saved: at steps that are configured, or where the training
-        has to leave.
-        """
-        limited = self.time_limit is None or self.time_limit > 0  # None: SLURM may set a limit
+        """True if a checkpoint may be saved, such as where the training has to leave."""
+        # SLURM may set a limit where none is here.
+        limited = self.time_limit is None or self.time_limit > 0
         return self.save_every > 0 or bool(self.preempt_signals) or limited
 
 
 # -- What other programs, or earlier versions, have as an option -----------------------------------
 
-# what has no option here, and what to do instead
+# What has no option here, and what to do instead.
 _WITHOUT = {
     "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto "
     "goes on from the one "
@@ -284,7 +283,9 @@ _WITHOUT = {
     "survive": "save checkpoints (save_every), and start a job that has ended again with resume = "
     "auto",
 }
-INSTEAD = {name: remedy for names, remedy in _WITHOUT.items() for name in names.split()}
+INSTEAD: dict[str, str] = {}
+for _names, _remedy in _WITHOUT.items():
+    INSTEAD.update(dict.fromkeys(_names.split(), _remedy))
 
 
 # -- One configuration of all options --------------------------------------------------------------
@@ -332,26 +333,18 @@ class TaskConfig(RunOptions, ParallelOptions):
         """
         names = {key_of(entry): entry.name for entry in fields(cls)}
         keys = {} if path is None else read_keys(Path(path))
-        flags = {name: value for name, value in flags.items() if value is not None}
         values: dict[str, Any] = {}
         for source, part in ((path, keys), ("the flags", flags)):
             for key, value in part.items():
+                if source == "the flags" and value is None:
+                    continue
                 name = names.get(key, key)
                 if name not in names.values():
-                    instead = INSTEAD.get(as_word(key))
-                    meant = near(key, names) if instead is None else []
-                    raise ConfigError(
-                        f"unknown key in {source}",
-                        found=key,
-                        expected=" or ".join(meant) or ", ".join(names),
-                        remedy=instead or "`mpipipe train --help` explains each",
-                    )
+                    raise _unknown_key_error(key, f"{source}", names)
                 values[name] = value
         if values.get("plan") == "auto":
-            values["fixed"] = (
-                *values.get("fixed", ()),
-                *(name for name in PLANNED if name in values),
-            )
+            decided = [name for name in PLANNED if name in values]
+            values["fixed"] = (*values.get("fixed", ()), *decided)
         cls._check_given(values)
         return cls(**values)
 
@@ -363,16 +356,21 @@ class TaskConfig(RunOptions, ParallelOptions):
 document(TaskConfig)
 
 
+def _unknown_key_error(key: str, source: str, names: Iterable[str]) -> ConfigError:
+    expected = ", ".join(names)
+    remedy = INSTEAD.get(as_word(key))
+    if remedy is None:
+        remedy = "`mpipipe train --help` explains each"
+        expected = " or ".join(near(key, names)) or expected
+    return ConfigError(f"unknown key in {source}", found=key, expected=expected, remedy=remedy)
+
+
 def _check_together(config: TaskConfig) -> None:
     """Raise ConfigError for values that contradict each other, or that no range tells."""
-    if config.watchdog is not None and 0 < config.watchdog < 1:
-        raise ConfigError(
-            "watchdog is too short", found=config.watchdog, expected="0, or at least 1"
-        )
-    if config.loss_scale is not None and 0 < config.loss_scale < 1:
-        raise ConfigError(
-            "loss_scale shrinks gradients", found=config.loss_scale, expected="0, or at least 1"
-        )
+    for name in ("watchdog", "loss_scale"):
+        value = getattr(config, name)
+        if value is not None and 0 < value < 1:
+            raise ConfigError(f"{name} is too small", found=value, expected="0, or at least 1")
     if config.resume == "auto" and config.out is None:
         expected = "the folder in which to look"
         remedy = "name it with --out"
@@ -382,91 +380,71 @@ def _check_together(config: TaskConfig) -> None:
         found = f"resume {config.resume}, init {init}"
         raise _both_given("resume and init", found, "a checkpoint that is resumed has weights")
     if config.recompute and config.recompute_limit is not None:
+        found = f"recompute_limit {config.recompute_limit}"
         why = "recompute runs all forwards again, recompute_limit some"
-        raise _both_given(
-            "recompute and recompute_limit", f"recompute_limit {config.recompute_limit}", why
-        )
-    strange = [name for name in config.fixed if name not in PLANNED]
-    if strange:
-        raise ConfigError(
-            "fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED)
-        )
-    if config.plan == "auto":
-        _check_plan(config)
+        raise _both_given("recompute and recompute_limit", found, why)
+    if config.plan != "auto":
+        for name in ("memory_limit", "fixed"):
+            if getattr(config, name) not in (None, ()):
+                raise ConfigError(
+                    f"{name} without plan = auto",
+                    found=f"{name} {getattr(config, name)}",
+                    expected="none: it says which plans may be chosen",
+                    remedy="give plan = auto, too, or leave it out; recompute_limit limits the "
+                    "memory of a given schedule",
+                )
         return
-    for name in ("memory_limit", "fixed"):
-        if getattr(config, name) not in (None, ()):
+    for name in config.fixed:
+        optional = name in ("microbatches", "partition")
+        if name not in PLANNED or (optional and getattr(config, name) is None):
             raise ConfigError(
-                f"{name} without plan = auto",
-                found=f"{name} {getattr(config, name)}",
-                expected="none: it says which plans may be chosen",
-                remedy="give plan = auto, too, or leave it out; recompute_limit limits the memory "
-                "of a given schedule",
-            )
-
-
-def _check_plan(config: TaskConfig) -> None:
-    """Raise ConfigError if options leave a plan nothing to decide."""
-    for name in ("microbatches", "partition"):
-        if name in config.fixed and getattr(config, name) is None:
-            raise ConfigError(
-                f"fixed names {name}, which has no value",
+                f"fixed names {name}, which no plan decides, or which has no value",
                 found=f"fixed {', '.join(config.fixed)}",
-                expected="options with a value, which a plan leaves as it is",
+                expected=" or ".join(PLANNED) + ", as the configuration has it",
                 remedy=f"give {name} a value, or leave it out of fixed",
             )
     if is_path(config.schedule) or is_table(config.schedule):
         raise _both_given(
             "plan = auto and an order of a schedule",
-            f"schedule {config.schedule}"
-            if is_path(config.schedule)
-            else "a table of actions as schedule",
+            f"schedule {config.schedule:.80}",
             "an order is made for its own ranks, chunks and micro-batches",
-            "leave out plan, or name a schedule that the package makes",
         )
 
 
-def _both_given(names: str, found: str | None, why: str, remedy: str | None = None) -> ConfigError:
-    return ConfigError(
-        f"{names} are both given", found=found, expected=f"one of them: {why}", remedy=remedy
-    )
+def _both_given(names: str, found: str, why: str) -> ConfigError:
+    return ConfigError(f"{names} are both given", found=found, expected=f"one of them: {why}")
 
 
 # -- A configuration as a file in TOML: read, and written ------------------------------------------
 
 
-MOST_BYTES = 1 << 27  # of a file: the order of a schedule may be in it
+# Of a file: the order of a schedule may be in it.
+MOST_BYTES = 1 << 27
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return what a TOML file says. Raises ConfigError where it cannot be read, is not TOML, or has
-    a table.
-    """
+    """Return the keys of a TOML file. ConfigError where it cannot be read, or has a table."""
+    what = "the config file"
     try:
-        with files.reading(
-            "the config file", path, ConfigError, remedy="name a TOML file with --config"
-        ):
+        with files.reading(what, path, ConfigError, remedy="name a TOML file with --config"):
             keys = tomllib.loads(files.read_text(path, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
     for name, value in keys.items():
         if isinstance(value, dict):
-            known = f"{next(iter(value))} is" if value else "keys are"
             raise ConfigError(
                 "the config file has a table",
                 found=f"[{name}] in {path}",
                 expected="keys at the top level, without tables",
-                remedy=f"leave out the line [{name}]: {known} known without it",
+                remedy=f"leave out the line [{name}]: its keys are known without it",
             )
     return {name: _as_given(value) for name, value in keys.items()}
 
 
 def _as_given(value: Any) -> Any:
-    """Return a value as the command line would have given it: a name of a file in the encoding of
-    the file system.
-    """
+    """Return a value as the command line has it: names in the encoding of the file system."""
     if isinstance(value, list):
-        return [_as_given(each) for each in value]
+        return [_as_given(item) for item in value]
     return os.fsdecode(value.encode()) if isinstance(value, str) else value
 
 
@@ -479,6 +457,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # inf, nan
-    # strings and numbers of JSON are TOML's, but for this character, which JSON takes as it is
+        # inf, nan
+        return str(value)
+    # Strings and numbers of JSON are TOML's, but for this character, which JSON takes as it is.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

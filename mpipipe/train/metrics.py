@@ -1,6 +1,4 @@
-"""The metrics of a training: metrics.jsonl over a resume, and scalars for TensorBoard
-(--tensorboard).
-"""
+"""The metrics of a training: metrics.jsonl over a resume, and scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ def check_tensorboard() -> None:
 
 
 class TensorBoard:
-    """tensorboard/: scalars for TensorBoard. It hides records of earlier starts for steps that this
-    start repeats.
+    """The folder tensorboard/. Steps that this start repeats are hidden in those before it.
 
     `done` counts the steps before this start. What the library raises ends no training: one warning
     says that no more is written.
@@ -39,9 +36,10 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
 
             # File names have whole seconds: without a suffix two starts might share a file.
-            suffix, hidden = (f".{done}", done + 1) if done else ("", None)
             self.writer = SummaryWriter(
-                str(out / "tensorboard"), purge_step=hidden, filename_suffix=suffix
+                str(out / "tensorboard"),
+                purge_step=done + 1 if done else None,
+                filename_suffix=f".{done}" if done else "",
             )
 
     def write(self, facts: Facts) -> None:
@@ -56,11 +54,10 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        writer = self.writer
-        self.writer = None
-        if writer is not None:
+        if self.writer is not None:
             with self._giving_up():
-                writer.close()
+                self.writer.close()
+        self.writer = None
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -73,14 +70,14 @@ class TensorBoard:
             self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
 
 
-# -- metrics.jsonl over a resume: records after the checkpoint are cut off, so that none is repeated --
+# -- metrics.jsonl over a resume: records after the checkpoint are cut off, and none is repeated --
 
 
 NAME = "metrics.jsonl"
 MOST_BYTES = 1 << 30
 
 
-def kept_records(out: Path, step: int) -> tuple[str, bool]:
+def records_until(out: Path, step: int) -> tuple[str, bool]:
     """Read the lines of the records up to `step`, none for 0, and whether there are others.
 
     A last line without an end is what a killed training leaves, and counts as another one. Raises
@@ -92,34 +89,30 @@ def kept_records(out: Path, step: int) -> tuple[str, bool]:
     except FileNotFoundError:
         return "", False
     except (OSError, UnicodeDecodeError) as error:
-        raise _wrong(path, str(error)) from error
-    lines = text.splitlines(keepends=True)
-    torn = bool(lines) and not lines[-1].endswith("\n")
-    if torn and not lines[-1].startswith('{"step"'[: len(lines[-1])]):
-        raise _wrong(path, f"line {len(lines)} is no record")
-    steps = [
-        _step_of(line, number, path) for number, line in enumerate(lines[: len(lines) - torn], 1)
-    ]
-    kept = "".join(line for line, number in zip(lines, steps) if 0 < step >= number)
-    return kept, len(kept) < len(text)
+        raise _metrics_error(path, str(error)) from error
+    *lines, torn = text.split("\n")
+    if not torn.startswith('{"step"'[: len(torn)]):
+        raise _metrics_error(path, f"line {len(lines) + 1} is no record")
+    records = ""
+    for number, line in enumerate(lines, 1):
+        record = None
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise _metrics_error(path, f"line {number} is no record")
+        if 0 < step >= record["step"]:
+            records += f"{line}\n"
+    return records, len(records) < len(text)
 
 
 def cut(out: Path, step: int) -> None:
     """Cut off the records after a step, as a whole or not at all. Raises OSError."""
-    kept, others = kept_records(out, step)
+    records, others = records_until(out, step)
     if others:
-        files.write_whole(out / NAME, kept.encode())
+        files.write_whole(out / NAME, records.encode())
 
 
-def _step_of(line: str, number: int, path: Path) -> int:
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        step = json.loads(line)["step"]
-        if type(step) is int:
-            return step
-    raise _wrong(path, f"line {number} is no record")
-
-
-def _wrong(path: Path, text: str) -> ConfigError:
+def _metrics_error(path: Path, text: str) -> ConfigError:
     return ConfigError(
         f"the metrics of a training to go on with cannot be used: {text}",
         found=str(path),

@@ -1,5 +1,4 @@
-"""The output folder of a training: one for all ranks, new or empty, and visible to every rank that
-writes weights.
+"""The output folder of a training: one for all ranks, which every rank that writes sees.
 
 In it config.toml and environment.json say where the numbers come from.
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import secrets
 import shlex
 import socket
@@ -29,22 +27,23 @@ from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.task import Task
 
-PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
+# Seconds in which a network file system shows one host what another one wrote.
+PATIENCE = 10.0
 PAUSE = 0.1
 MARKER = ".mpipipe-marker"
-FINISHED = "finished"  # left once all ranks have ended well; batch scripts look at it
+# Left once all ranks have ended well; batch scripts look at it.
+FINISHED = "finished"
 
 
 def shared_path(comm: Communicator, path: str | None) -> str:
-    """Return on every rank what `path` is on rank 0 as an absolute one; None is runs/ and the time.
-    Collective.
+    """Make a path on rank 0 absolute, and known to all ranks; collective.
+
+    None stands for a new folder, runs/ and the time.
     """
 
-    def found() -> str:
+    def find() -> str:
         try:
-            place = os.path.abspath(
-                f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path
-            )
+            place = os.path.abspath(path or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
         except OSError as error:
             raise ConfigError(
                 f"the working folder is gone: {error.strerror}",
@@ -52,17 +51,16 @@ def shared_path(comm: Communicator, path: str | None) -> str:
                 expected="an absolute path",
                 remedy="start the job in a folder that exists, or name an absolute path",
             ) from error
-        if path is not None:
-            return place
-        with using(Path(place)):
-            return str(files.new_folder(Path(place)))
+        if path is None:
+            with using(Path(place)):
+                place = str(files.new_folder(Path(place)))
+        return place
 
-    return group_of(comm).from_one("the path of a folder", found)
+    return group_of(comm).from_one("the path of a folder", find)
 
 
-def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
-    """Make the output folder this job's, and mend what a job that was killed has left there;
-    collective.
+def claim(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
+    """Make the output folder this job's, and mend what a killed job has left there; collective.
 
     `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
 
@@ -70,9 +68,9 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> O
     """
     group = group_of(comm)
     out = Path(shared_path(comm, path))
-    owned = take_folder(out, group, using)
+    owner = take_folder(out, group, using)
     if path is None:
-        owned.made = True
+        owner.made = True
     try:
         with group.raise_together("train: what a killed job has left"), using(out):
             if comm.rank == 0:
@@ -81,31 +79,29 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> O
                 for marker in out.glob(f"{MARKER}-*"):
                     marker.unlink()
     except BaseException:
-        owned.release()
+        owner.release()
         raise
-    return owned
+    return owner
 
 
 def names_in(out: Path) -> set[str]:
-    """Return what is in an output folder, but for what any job has there, whatever it has done so
-    far.
-    """
+    """Return what is in an output folder besides what any job has there from its start."""
+    if not out.exists():
+        return set()
     with using(out):
-        names = {path.name for path in out.iterdir()} if out.exists() else set()
+        names = {path.name for path in out.iterdir()}
     return {name for name in names if not is_owner_file(name) and not name.startswith(MARKER)}
 
 
 def check_vacant(out: Path, resumable: bool) -> None:
-    """Raise ConfigError for a folder that holds anything, such as a `resumable` training: none is
-    overwritten.
-    """
+    """Raise ConfigError for a folder that holds anything: nothing is overwritten."""
     if names_in(out):
+        go_on = "go on from its checkpoints with --resume auto, " if resumable else ""
         raise ConfigError(
             "the folder for metrics is not empty",
             found=str(out),
             expected="a new or empty folder",
-            remedy=f"{'go on from its checkpoints with --resume auto, ' if resumable else ''}choose another one with "
-            "--out, or move the old run away",
+            remedy=f"{go_on}choose another one with --out, or move the old run away",
         )
 
 
@@ -119,22 +115,21 @@ def using(out: Path) -> AbstractContextManager[None]:
 
 
 def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
-    """Make the folder on rank 0, and check on each rank that writes that it sees the same one;
-    collective.
+    """Make the folder on rank 0, which each rank that writes is to see; collective.
 
     Raises ConfigError on every rank if the folder cannot be made, or a rank that writes sees
     another folder or none, as with a disk that each host has for itself: weights would be lost or
     scattered.
     """
     group = group_of(comm)
-    token = group.broadcast(
-        "the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None
-    )
+    token = secrets.token_hex(16) if comm.rank == 0 else None
+    token = group.broadcast("the marker of the output folder", token)
     marker = out / f"{MARKER}-{token}"
     with group.raise_together("making the output folder"), using(out):
         if comm.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
-            (out / FINISHED).unlink(missing_ok=True)  # of a training that goes on
+            # A training that goes on is not finished any more.
+            (out / FINISHED).unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(marker, flags, 0o644), "w") as file:
                 file.write(token)
@@ -153,8 +148,26 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
                 marker.unlink()
 
 
+def _sees(marker: Path, token: str) -> bool:
+    """True if this rank reads the token in the marker, and may write next to the marker."""
+    stop = time.monotonic() + PATIENCE
+    while time.monotonic() < stop:
+        try:
+            if files.read_text(marker, len(token)) == token and os.access(marker.parent, os.W_OK):
+                return True
+        except UnicodeDecodeError:
+            return False
+        except OSError as error:
+            # This process has too many open files: the folder is not to blame.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                with using(marker.parent):
+                    raise
+        time.sleep(PAUSE)
+    return False
+
+
 def finish(out: Path, comm: Communicator) -> None:
-    """Leave the file `finished` once all ranks have come to the end of the training; collective.
+    """Leave the file `finished` once all ranks have come to the end; collective.
 
     An exit code 0 is no proof of that: MPICH's launcher returns 0 where a library in C ends one
     rank by `exit(0)`.
@@ -177,25 +190,6 @@ def finish(out: Path, comm: Communicator) -> None:
             files.write_whole(path, f"{datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
 
 
-def _sees(marker: Path, token: str) -> bool:
-    """Whether this rank reads the token in the marker, and may write next to the marker."""
-    stop = time.monotonic() + PATIENCE
-    while True:
-        try:
-            if files.read_text(marker, len(token)) == token and os.access(marker.parent, os.W_OK):
-                return True
-        except (OSError, UnicodeDecodeError) as error:
-            if isinstance(error, OSError) and error.errno in (
-                errno.EMFILE,
-                errno.ENFILE,
-            ):  # of this process
-                with using(marker.parent):
-                    raise
-        if time.monotonic() > stop:
-            return False
-        time.sleep(PAUSE)
-
-
 # -- Where the numbers come from: config.toml and environment.json ---------------------------------
 #
 # config.toml is the configuration with every open option filled in, so `train --config` makes the
@@ -205,32 +199,29 @@ def _sees(marker: Path, token: str) -> bool:
 
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
-# every file that a training may write before its first checkpoint, except metrics.jsonl
-OURS = re.compile(r"(config\.toml|environment\.json|train\.log)(\.partial)?|tensorboard|finished")
 
 
 def resolved(
     config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int
 ) -> dict[str, Any]:
-    """Return the configuration as keys of a file, in which open options have the values of this
-    training.
+    """Return the configuration as keys of a file, with values of this training for open options.
 
     Paths are absolute, so that the file works in any working folder, but that of the task, which is
     next to the file: a run folder can be moved. A training with these keys begins anew: `out` and
     `resume = "auto"` are left out.
     """
-    given = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
-    values = task.resolve(written(config) | given)
+    chosen = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
+    values = task.resolve(written(config) | chosen)
     if task.file is not None:
         values["task"] = f"{task.file.path.name}:{task.file.name}"
         values["init"] = values.get("init") and absolute(values["init"])
         values.pop("changed_task", None)
-    values["resume"] = None if values["resume"] in ("auto", "no") else absolute(values["resume"])
-    return {
-        name.rstrip("_"): value
-        for name, value in values.items()
-        if value is not None and name != "out"
-    }
+    values.pop("out")
+    if values["resume"] in ("auto", "no"):
+        values.pop("resume")
+    else:
+        values["resume"] = absolute(values["resume"])
+    return {name.rstrip("_"): value for name, value in values.items() if value is not None}
 
 
 def absolute(path: str) -> str:
@@ -239,24 +230,21 @@ def absolute(path: str) -> str:
 
 
 def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], task: Task) -> None:
-    """Write both files on rank 0, and copies of the file of the task and of its modules. Raises
-    OSError.
-    """
-    command = (
-        f"mpiexec -n {environment['ranks']} python -m mpipipe train --config "
-        f"{shlex.quote(str(out / CONFIG))}"
-    )
-    content = f"# This training as it was resolved. Train it again:\n#   {command} --out NEW\n"
+    """Write both files on rank 0, and copies of the file and modules of a task. Raises OSError."""
+    path = out / CONFIG
+    command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config"
+    content = "# This training as it was resolved. Train it again:\n"
+    content += f"#   {command} {shlex.quote(str(path))} --out NEW\n"
     if task.handed_over is not None:
         content += (
             "# but for the data, which the caller of train handed over: fingerprint "
             f"{task.handed_over}\n"
         )
     content += "".join(toml_line(*key) for key in keys.items())
-    files.write_whole(
-        out / CONFIG, content.encode(errors="surrogateescape")
-    )  # a path may be no text
-    if (source := task.file) is not None:
+    # A path may be no text.
+    files.write_whole(path, content.encode(errors="surrogateescape"))
+    source = task.file
+    if source is not None:
         facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
         environment = {**environment, "task": facts | {"modules": sorted(source.modules)}}
         for name, code in source.copies.items():

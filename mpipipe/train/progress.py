@@ -1,11 +1,9 @@
-"""How far a training has come: what it remembers besides its parameters, and how that is saved and
-found again.
-"""
+"""How far a training has come: what it remembers besides its parameters, in checkpoints, too."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +18,8 @@ from mpipipe.train.report import Record
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import call, place_of
 
-OPTIMIZER = "stages", "steps", "lr", "step", "named_state"  # attributes of one
+# Attributes that an optimizer has.
+OPTIMIZER = "stages", "steps", "lr", "step", "named_state"
 
 
 class Progress:
@@ -42,27 +41,22 @@ class Progress:
 
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
-        return (
-            {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
-            if self.scaler.dynamic
-            else {}
-        )
+        if not self.scaler.dynamic:
+            return {}
+        return {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Within this context the parameters of the stages can be read and set; collective."""
-        whole: Any = getattr(
-            self.optimizer, "whole_parameters", nullcontext
-        )  # not every task's own has it
+        # An optimizer of a task need not have it.
+        whole: Callable[[], AbstractContextManager[None]]
+        whole = getattr(self.optimizer, "whole_parameters", nullcontext)
         return whole()
 
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint remembers besides the arrays: `facts`, such as the
-        configuration, and this state.
-        """
+        """Return what a checkpoint remembers besides arrays: `facts`, and this state."""
         scaler = self.scaler
-        record = {
-            name: value for name, value in self.record.facts().items() if math.isfinite(value)
-        }
+        facts_of_record = self.record.facts().items()
+        record = {name: value for name, value in facts_of_record if math.isfinite(value)}
         return {
             **facts,
             "record": record,
@@ -70,79 +64,79 @@ class Progress:
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
         }
 
-    def load(self, found: Checkpoint) -> None:
+    def load(self, start: Checkpoint) -> None:
         """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
-        checkpoint.load(found.path, self.mesh, self.pipeline.stages, self.optimizer)
+        checkpoint.load(start.path, self.mesh, self.pipeline.stages, self.optimizer)
         with group_of(self.mesh.comm).raise_together("train: the state in the checkpoint"):
             try:
-                self._restore(found)
+                self._restore(start)
             except (KeyError, TypeError, ValueError) as error:
                 raise ArgumentError(
                     f"the state in the checkpoint is wrong: {type(error).__name__}: {error}",
-                    found=str(found.path),
+                    found=str(start.path),
                     remedy="resume another checkpoint",
                 ) from error
 
-    def _restore(self, found: Checkpoint) -> None:
-        state = found.state
-        scale = state["loss_scale"]
-        record = Record.of(dict(state["record"]))
-        if any(type(value) not in (int, float) for value in record.facts().values()):
+    def _restore(self, start: Checkpoint) -> None:
+        facts = start.state["record"]
+        if not all(type(value) in (int, float) for value in facts.values()):
             raise ValueError("the record has something else than numbers")
-        optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
-        self.step = found.step
-        self.record = record
-        self.scaler.good = _count(scale["good"])
-        self.scaler.skipped = _count(scale["skipped"])
+        scale = start.state["loss_scale"]
+        counts = scale["good"], scale["skipped"], start.state["random"]["steps_taken"]
+        for count in counts:
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{count!r:.40} is no count")
+        # Raises where it is out of range.
+        optim.LossScaler(initial=scale["scale"])
+        self.step = start.step
+        self.record = Record.of(facts)
         self.scaler.scale = float(scale["scale"])
-        self.pipeline.steps_taken = _count(state["random"]["steps_taken"])
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is no count")
-    return value
+        self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = counts
 
 
 def make_optimizer(
     config: TrainingOptions, stages: Sequence[nn.Stage], task: Task, mesh: Mesh | None
 ) -> Any:
-    """Return the optimizer of a task's own, or the one that a configuration asks for; collective
-    over a mesh.
-    """
-    with (
-        nullcontext()
-        if mesh is None
-        else group_of(mesh.comm).raise_together("train: the optimizer of the task")
-    ):
-        own = call(task, "optimizer", stages, config)
-        lacking = [name for name in OPTIMIZER if own is not None and not hasattr(own, name)]
-        if lacking:
-            raise ConfigError(
-                f"{place_of(task, 'optimizer')} returns no optimizer",
-                found=f"{type(own).__name__} without {', '.join(lacking)}",
-                expected="one with " + ", ".join(OPTIMIZER),
-            )
-        if own is not None and config.shard_optimizer:
-            raise ConfigError(
-                "shard_optimizer, and a task with an optimizer of its own",
-                found=f"{type(task).__name__}.optimizer returns {type(own).__name__}",
-                expected="None there: the optimizer that the options name is sharded",
-                remedy="leave out shard_optimizer, or let the task return None",
-            )
-    if own is not None:
-        return own
-    replicas = mesh.replicas if mesh is not None and config.shard_optimizer else None
-    common: Any = {"weight_decay": config.weight_decay, "groups": task.groups, "replicas": replicas}
+    """Return the optimizer of the task, or the one that options name; collective over a mesh."""
+    together: AbstractContextManager[None] = nullcontext()
+    replicas = None
+    if mesh is not None:
+        together = group_of(mesh.comm).raise_together("train: the optimizer of the task")
+        replicas = mesh.replicas
+    with together:
+        optimizer = call(task, "optimizer", stages, config)
+        if optimizer is not None:
+            _check_optimizer(optimizer, config, task)
+            return optimizer
+    common: dict[str, Any] = {
+        "weight_decay": config.weight_decay,
+        "groups": task.groups,
+        "replicas": replicas if config.shard_optimizer else None,
+    }
     if config.optimizer == "adamw":
         return optim.AdamW(stages, config.lr, **common)
     return optim.SGD(stages, config.lr, momentum=config.momentum, **common)
 
 
+def _check_optimizer(optimizer: object, config: TrainingOptions, task: Task) -> None:
+    lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]
+    if lacking:
+        raise ConfigError(
+            f"{place_of(task, 'optimizer')} returns no optimizer",
+            found=f"{type(optimizer).__name__} without {', '.join(lacking)}",
+            expected="one with " + ", ".join(OPTIMIZER),
+        )
+    if config.shard_optimizer:
+        raise ConfigError(
+            "shard_optimizer, and a task with an optimizer of its own",
+            found=f"{type(task).__name__}.optimizer returns {type(optimizer).__name__}",
+            expected="None there: the optimizer that the options name is sharded",
+            remedy="leave out shard_optimizer, or let the task return None",
+        )
+
+
 def make_scaler(config: TrainingOptions) -> optim.LossScaler:
-    """Return the scaler of the loss that a configuration asks for; a dynamic one changes it as the
-    gradients allow.
-    """
+    """Return the scaler of the loss; a dynamic one changes it as the gradients allow."""
     if config.loss_scale == 0 or (config.loss_scale is None and config.dtype == "float16"):
         return optim.LossScaler()
     return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)

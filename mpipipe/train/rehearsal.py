@@ -1,14 +1,15 @@
-"""What is wrong in a task although nothing raises: one batch before the first step, or before a job
-is queued.
+"""One batch before the first step, or before a job is queued: mistakes that raise nothing.
 
-Rows that ranks draw without a seed, and a loss that is no mean, end in a training that says ok. So
-each training looks for them before its first step, in a rehearsal. `--check` does it before a job
-is queued: it compares rows of two calls, and gradients.
+Rows that ranks draw without a seed, layers that mix rows, and a loss that is no mean end in a
+training that says ok. Each training looks for them before its first step. `--check` looks before a
+job is queued, and compares gradients, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,25 +17,30 @@ import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer
-from mpipipe.arrays import Tree
+from mpipipe.arrays import Array, Tree
 from mpipipe.attention import Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
 from mpipipe.exchange import AllToAll, HaloExchange
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
-from mpipipe.pipeline import Loss, Pipeline, rows_of_any
+from mpipipe.pipeline import Loss, Pipeline, merge, rows_of_any
 from mpipipe.planning import LayerPlan
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
 from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, shapes_of, where
-from mpipipe.train.task_loss import TaskLoss, numbers, scores_of
+from mpipipe.train.task_loss import Sample, TaskLoss
 
-# Relative differences of the same rows, made among other ones or on another processor, are below.
+# Relative differences of the same numbers: made among other rows in float64, made in the precision
+# of a training, and read again on another processor.
 NEAR = 1e-3
-ROUGH = 1e-6  # the same of norms of what is read
-# Evaluations in all of which a loss looks wrong: one that draws one of two values does once in
-# 2^16.
-REPEATS = 8
+COARSE = 1e-2
+ROUGH = 1e-6
+# Absolute differences of numbers of size one; a small number of float16 has few bits.
+ROUNDING = 1e-12
+SUBNORMAL = 2 * float(np.finfo(np.float16).smallest_subnormal)
+# Evaluations by which a loss is known that draws random numbers. With two values to draw from, all
+# of a micro-batch are alike, and those of all its rows are not, once in 2^17.
+REPEATS = 6
 RIGHT_IN_PARTS = HaloExchange, AllToAll, nn.AdaptiveNorm, nn.Patches
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, "
@@ -45,12 +51,15 @@ SEEDED = (
 )
 
 
-def doubts(task: Task, shard: Shard) -> list[str]:
-    """Return lines for the start of a training: which layers see a part of each row alone."""
-    inner = [layer for outer in task.outline for _, layer in outer.walk("")]
-    apart = {
-        type(layer).__name__ for layer in inner if shard.size > 1 and _sees_part_alone(layer, shard)
-    }
+def seq_warnings(task: Task, shard: Shard) -> list[str]:
+    """Name the layers that see a part of each row alone, in lines for the start of a training."""
+    if shard.size == 1:
+        return []
+    apart = set()
+    for outer in task.outline:
+        for _, layer in outer.walk(""):
+            if _sees_part_alone(layer, shard):
+                apart.add(type(layer).__name__)
     if not apart:
         return []
     return [
@@ -63,136 +72,318 @@ def doubts(task: Task, shard: Shard) -> list[str]:
 
 
 def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
-    """Whether a layer may mix positions and, as far as can be known, asks no other rank for
-    theirs.
+    """True if a layer may mix positions and, as far as is known, asks no other rank for theirs."""
+    if not nn.mixes(layer) or isinstance(layer, RIGHT_IN_PARTS):
+        return False
+    if isinstance(layer, ForeignLayer) and shard.attends:
+        return False
+    if isinstance(layer, nn.LearnedPositions) and layer.positions is not None:
+        return False
+    return isinstance(getattr(layer, "attend", None), (Local, type(None)))
+
+
+# -- Rows: the same on all ranks, and whatever is asked for with them ------------------------------
+
+
+def check_row(
+    task: Task,
+    method: str,
+    number: int,
+    row: int,
+    shard: Shard,
+    *,
+    pipe: RankGroup,
+    group: RankGroup,
+    reads: bool = True,
+    among_others: Pair | None = None,
+) -> None:
+    """Raise DataError on all ranks where a row is another one on another rank; collective.
+
+    One rank takes the inputs of a pipeline, another one the targets: rows that are drawn without a
+    seed would not belong together. With `among_others`, the row out of a batch, it is to be that.
     """
-    is_right = isinstance(layer, RIGHT_IN_PARTS) or (
-        isinstance(layer, ForeignLayer) and shard.attends
-    )
-    if isinstance(layer, nn.LearnedPositions):
-        is_right = is_right or layer.positions is not None
-    return (
-        nn.mixes(layer)
-        and not is_right
-        and isinstance(getattr(layer, "attend", None), (Local, type(None)))
-    )
+    readings: list[Pair] = []
+    with group.raise_together("train: the first row"):
+        if reads:
+            rows = range(row, row + 1)
+            alone = call(task, method, number, rows, shard, when=where(method, number, rows))
+            readings.append(alone[:2])
+        if among_others is not None:
+            readings.append(among_others)
+    fingerprints = [list(map(row_fingerprint, pair)) for pair in readings]
+    gathered = pipe.gather("train: the first row", fingerprints)
+    with group.raise_together("train: the first row on all ranks"):
+        for side, name in enumerate(("inputs", "targets")):
+            known = []
+            for of_rank in gathered:
+                known += [pair[side] for pair in of_rank if pair[side] is not None]
+            for other in known[1:]:
+                if len(other) == len(known[0]) and np.allclose(other, known[0], rtol=ROUGH, atol=0):
+                    continue
+                raise DataError(
+                    f"{place_of(task, method)} gives other {name} of row {row} on other ranks, or "
+                    "when that is asked for alone",
+                    found=f"fingerprints {known[0]} and {other}",
+                    expected="the same row, whatever is asked for with it and however often: one "
+                    "rank takes the inputs of a pipeline, another its targets",
+                    remedy=SEEDED,
+                )
+
+
+def row_fingerprint(tree: Tree) -> list[float] | None:
+    """Return a number for each array; None for what is no tree of numbers, as on other ranks."""
+    norms = []
+    try:
+        for leaf in arrays.flatten(tree)[0]:
+            values = numbers(leaf).ravel()
+            # A factor for each place tells arrays with the same values in another order.
+            norms.append(float(np.linalg.norm(values * (1 + np.arange(values.size)))))
+    except (MpipipeError, AttributeError, TypeError, ValueError):
+        return None
+    return norms
+
+
+def numbers(leaf: Any) -> Array:
+    """Return an array of any dtype as float64, complex numbers as pairs."""
+    array = np.asarray(arrays.as_reals(arrays.on_host(leaf)))
+    return array.astype(np.float64)
+
+
+def difference(
+    whole: Tree,
+    parts: Sequence[Tree],
+    near: float,
+    shares: Sequence[float] | None = None,
+    axis: int = 0,
+) -> str:
+    """Return norms of arrays and of their parts, each times its share, where they differ, else "".
+
+    Arrays of other shapes are left out, and integers: they may be numbers of nodes of a graph.
+    """
+    trees = [getattr(tree, "main", tree) for tree in (whole, *parts)]
+    for leaf, *pieces in zip(*(arrays.flatten(tree)[0] for tree in trees)):
+        if leaf is None or not arrays.is_floating(leaf.dtype):
+            continue
+        scales = [1.0] * len(pieces) if shares is None else shares
+        scaled = [scale * numbers(piece) for scale, piece in zip(scales, pieces)]
+        joined = np.concatenate(scaled, axis)
+        values = numbers(leaf)
+        least = SUBNORMAL if leaf.dtype == np.float16 else ROUNDING
+        norm = float(np.linalg.norm(joined))
+        if values.shape == joined.shape and np.linalg.norm(
+            values - joined
+        ) > near * norm + least * np.sqrt(values.size):
+            return f"norm {np.linalg.norm(values):.6g}, and {norm:.6g} of its parts"
+    return ""
+
+
+# -- A loss and its metrics: means over rows -------------------------------------------------------
+
+
+def mean_error(
+    loss: TaskLoss,
+    parts: Sequence[Pair],
+    whole: Pair,
+    near: float,
+    how: str,
+    keywords: Mapping[str, object],
+) -> ConfigError | None:
+    """Compare the loss of a micro-batch with the mean, by weights, of those of its parts.
+
+    Return what is wrong; None for a loss that draws random numbers. The number of evaluations does
+    not depend on results: a loss may exchange messages.
+    """
+    series = []
+    for _ in range(REPEATS):
+        results = [
+            loss.plain.checked(loss.task.loss(*pair, **keywords)) for pair in (whole, *parts)
+        ]
+        series.append([_number(value) for value, _, _ in results])
+    (_, gradient, weight), *of_parts = results
+    if not np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True):
+        return None
+    if loss.over_batch and weight is None:
+        return None
+    weights = []
+    for (_, _, part_weight), (_, target) in zip(of_parts, parts):
+        weights.append(rows_of_any(target) if part_weight is None else part_weight)
+    total = sum(weights)
+    if not total:
+        return None
+    if weight is not None and not math.isclose(weight, total, rel_tol=COARSE):
+        return loss.weight_error(f"{weights[0]}, and {weight} {how}")
+    if loss.over_batch:
+        return None
+    what = ("row", "position")[loss.axis]
+    of_whole, *values = series[0]
+    mean = 0.0
+    for share, value in zip(weights, values):
+        # What counts nothing may have the value NaN.
+        if share:
+            mean += share * value / total
+    if not np.isclose(of_whole, mean, rtol=near, atol=1e-7):
+        return ConfigError(
+            f"{place_of(loss.task, 'loss')} returns a value that is no mean over the {what}s",
+            found=f"{mean:.6g}, and {of_whole:.6g} {how}",
+            expected="the same, or the result depends on --microbatches: values of micro-batches, "
+            "and of slices, are averaged",
+            remedy="divide by what you sum over, or return as a third value the weight of the "
+            "micro-batch, by which means are averaged; a loss that compares rows with each other "
+            "has over_batch = True, and one that compares positions needs slices = 1",
+        )
+    norms = ""
+    if all(weights):
+        gradients = [part_gradient for _, part_gradient, _ in of_parts]
+        shares = [share / total for share in weights]
+        norms = difference(gradient, gradients, near, shares, loss.axis)
+    if norms:
+        return ConfigError(
+            f"{place_of(loss.task, 'loss')} returns a gradient that is not that of a mean over the "
+            f"{what}s",
+            found=f"{norms}, {how}",
+            expected="gradients of rows that fall as their number grows, since the value is "
+            "divided by it",
+            remedy="divide the gradient by what the value is divided by; "
+            "`python -m mpipipe train FILE.py --check` compares it with differences",
+        )
+    return None
+
+
+def _number(value: Any) -> float:
+    return float(arrays.on_host(value).item() if arrays.is_array(value) else value)
+
+
+def check_sample(loss: TaskLoss, sample: Sample) -> None:
+    """Raise ConfigError for a loss that is no mean: with each row twice a mean stays."""
+    output, target, keywords, weight = sample
+    if weight != 0:
+        gradient = loss.evaluate(output, target, **keywords)[1]
+        Loss.scaled(gradient, 1.0, output)
+    if loss.over_batch:
+        twice: Pair | None = (output * 2, target * 2)
+    else:
+        twice = _twice(output, target, loss.axis)
+    if twice is None:
+        return
+    how = f"with each {('row', 'position')[loss.axis]} twice"
+    problem = mean_error(loss, [(output, target)] * 2, twice, COARSE, how, keywords)
+    if problem is not None and weight != 0:
+        raise problem
+
+
+def check_metrics(loss: TaskLoss, sample: Sample) -> None:
+    """Raise ConfigError for a metric that is a sum over rows."""
+    if not loss.has_metrics or sample.weight == 0:
+        return
+    output, target = sample[:2]
+    if loss.over_batch:
+        output = output[0]
+        target = target[0]
+    once = loss.metrics(output, target)
+    twice = _twice(output, target, loss.axis)
+    if twice is None:
+        return
+    doubled = loss.metrics(*twice)
+    for name, value in once.items():
+        is_sum = np.isclose(doubled[name], 2 * value, rtol=NEAR, atol=0)
+        if value and math.isfinite(value) and is_sum:
+            raise ConfigError(
+                f"{place_of(loss.task, 'metrics')} returns a sum over the rows",
+                found=f"{name} {value:.6g}, and {doubled[name]:.6g} with each row twice",
+                expected="means, which are averaged over micro-batches and ranks",
+                remedy="divide it by what it is summed over",
+            )
+
+
+def _twice(output: Tree, target: Tree, axis: int) -> Pair | None:
+    """Return a micro-batch with each row twice, or each position along axis 1.
+
+    None for graphs whose targets are not of their nodes: these share no rows.
+    """
+    rows = rows_of_any(output)
+    if rows == 0 or rows != rows_of_any(target):
+        return None
+    outputs = merge([output, output], axis)
+    # A loss may know its output by names.
+    if hasattr(output, "_make"):
+        outputs = output._make(outputs)
+    return outputs, merge([target, target], axis)
 
 
 # -- A rehearsal, and a validation -----------------------------------------------------------------
 
 
-def check_first_row(reader: Reader, mesh: Mesh, method: str, number: int) -> None:
-    """Raise DataError on all ranks where those of a pipeline have other arrays for row 0 of a
-    batch.
-
-    One takes the inputs, another one the targets: rows that are drawn without a seed would not
-    belong together.
-    """
+def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: TaskLoss) -> None:
+    """Run the first batches forward, before anything is written, and judge the loss; collective."""
     task = reader.task
     group = group_of(mesh.comm)
-    norms: list[list[float] | None] = [None, None]
-    with group.raise_together("train: the first row"):
-        if reader.reads and mesh.pipe.size > 1:
-            found = call(
-                task, method, number, range(1), reader.shard, when=where(method, number, range(1))
-            )
-            norms = [None if each is None else _norms(each) for each in found[:2]]
-    seen = group_of(mesh.pipe).gather("train: the first row", norms)
-    with group.raise_together("train: the first row on all ranks"):
-        for name, of_ranks in zip(("inputs", "targets"), zip(*seen)):
-            known = [each for each in of_ranks if each is not None]
-            if any(
-                len(each) != len(known[0]) or not np.allclose(each, known[0], rtol=ROUGH, atol=0)
-                for each in known
-            ):
-                raise DataError(
-                    f"{place_of(task, method)} gives other {name} of row 0 on other ranks",
-                    found=f"arrays of norms {' and '.join(map(str, known))}",
-                    expected="the same rows on all ranks: one takes the inputs of a pipeline, "
-                    "another its targets",
-                    remedy=SEEDED,
-                )
-
-
-def _norms(tree: Tree) -> list[float] | None:
-    """Return the norm of each array; None for what is no tree of numbers, as this rank may not need
-    it.
-    """
-    try:
-        return [float(np.linalg.norm(numbers(leaf))) for leaf in arrays.flatten(tree)[0]]
-    except (MpipipeError, AttributeError, TypeError, ValueError):
-        return None
-
-
-def validate(
-    pipeline: Pipeline, reader: Reader, loss: Any, batches: int, group: RankGroup
-) -> tuple[float, dict[str, float]]:
-    """Return the mean loss over the batches of the validation and the means of the task's metrics;
-    collective.
-
-    Where the loss returns weights, each batch counts by the sum of its weights.
-    """
-    values = []
-    scores = scores_of(reader.task, loss)
-    if scores is not None:
-        scores.collects = True
-    for index in range(batches):
-        batch = reader.validation(index)
-        by = pipeline.weighed_evaluation
-        values.append(call(reader.task, "layers", *batch, when=" in the validation", by=by))
-    mean = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
-    if scores is None:
-        return mean, {}
-    scores.collects = False
-    return mean, scores.means(group)
-
-
-def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> None:
-    """Read the first batches and run them forward, before anything is written; collective."""
-    task = reader.task
-    group = group_of(mesh.comm)
-    scores = scores_of(task, loss)
-    own = loss if isinstance(loss, TaskLoss) else None
+    pipe = group_of(mesh.pipe)
     for method, number in (("batch", step), ("validation", 0)):
         pair: Pair = None, None
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
                 pair = reader.begun(reader.read(method, number))
-        check_first_row(reader, mesh, method, number)
-        suspects = []  # of all evaluations: a loss that is right once is right
-        for _ in range(REPEATS):
-            if own is not None:
-                own.rehearse(scores is not None)
-            when = " in the validation" * (method == "validation")
-            call(task, "layers", *pair, when=when, by=pipeline.evaluate)
-            suspects.append(own.suspect if own is not None else None)
-            if not any(group.gather("train: whether the loss is a mean", all(suspects))):
-                break
-        if own is not None:
-            own.rehearses = own.collects = False
+        reads = reader.reads and pipe.size > 1
+        check_row(task, method, number, 0, reader.shard, pipe=pipe, group=group, reads=reads)
+        loss.samples = True
+        loss.sample = None
+        when = " in the validation" if method == "validation" else ""
+        call(task, "layers", *pair, when=when, by=pipeline.evaluate)
+        loss.samples = False
+        sample = loss.sample
         with group.raise_together("train: the loss"):
-            if suspects[-1] is not None and all(suspects):
-                raise suspects[-1]
-    parts = [
-        part for part in group.gather("train: the entries of targets", own and own.entries) if part
-    ]
-    different = [
-        part
-        for part in parts
-        if any(a * parts[0][0] != part[0] * b for a, b in zip(part, parts[0]))
-    ]
-    if different:
-        problem = ConfigError(
-            "targets of several arrays, of which ranks have parts that differ by other numbers",
-            found=" and ".join(", ".join(map(str, part)) for part in (parts[0], different[0]))
-            + " entries",
-            expected="a loss that says how many things its value is a mean over",
-            remedy="return (value, doutput, weight), or set loss.mean_over_entries = True or "
-            "False (rows)",
-        )
-        raise found_by_all(problem, [group])
+            if sample is not None:
+                call(task, "loss", loss, sample, by=check_sample)
+                check_metrics(loss, sample)
+    entries: list[int] = []
+    if (
+        sample is not None
+        and sample.weight is None
+        and loss.declared is None
+        and not (loss.over_batch or task.per_microbatch)
+    ):
+        entries = [leaf.size for leaf in arrays.flatten(sample.target)[0]]
+    _check_entries(group, entries)
+
+
+def _check_entries(group: RankGroup, entries: list[int]) -> None:
+    """Raise ConfigError on all ranks where they have other shares of one array than of another."""
+    of_ranks = [sizes for sizes in group.gather("train: the entries of targets", entries) if sizes]
+    for sizes in of_ranks:
+        first = of_ranks[0]
+        if any(size * first[0] != sizes[0] * other for size, other in zip(sizes, first)):
+            problem = ConfigError(
+                "targets of several arrays, of which ranks have parts that differ by other numbers",
+                found=f"{', '.join(map(str, first))} and {', '.join(map(str, sizes))} entries",
+                expected="a loss that says how many things its value is a mean over",
+                remedy="return (value, doutput, weight), or set loss.mean_over_entries = True or "
+                "False (rows)",
+            )
+            raise found_by_all(problem, [group])
+
+
+def validate(
+    pipeline: Pipeline, reader: Reader, loss: Callable[..., Any], batches: int, group: RankGroup
+) -> tuple[float, dict[str, float]]:
+    """Return the mean loss over the batches of the validation, and metrics; collective.
+
+    Where the loss returns weights, each batch counts by the sum of its weights.
+    """
+    scores = loss if isinstance(loss, TaskLoss) and loss.has_metrics else None
     if scores is not None:
-        scores.means(group)
+        scores.collects = True
+    total = 0.0
+    weights = 0.0
+    for index in range(batches):
+        batch = reader.validation(index)
+        evaluate = pipeline.weighed_evaluation
+        value, weight = call(reader.task, "layers", *batch, when=" in the validation", by=evaluate)
+        total += value * weight
+        weights += weight
+    if scores is None:
+        return total / weights, {}
+    scores.collects = False
+    return total / weights, scores.means(group)
 
 
 def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
@@ -200,20 +391,21 @@ def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Sh
     if type(task).show is Task.show:
         return ""
     group = group_of(mesh.comm)
-    begin = mesh.data.rank * plan.rows
-    text = ""
     inputs = None
     targets = None
     with group.raise_together("train: the batch to show"):
         if shard.reads_inputs or shard.reads_targets:
+            begin = mesh.data.rank * plan.rows
             rows = range(begin, begin + plan.microbatch_rows)
             inputs, targets, _ = read(task, "validation", 0, rows, shard)
     output = pipeline.forward(inputs)
+    text = ""
     with group.raise_together("train: what the task shows"):
         if shard.reads_targets and mesh.data.rank == 0:
-            both = [arrays.mapped(arrays.on_host, each) for each in (output, targets)]
+            y = arrays.mapped(arrays.on_host, output)
+            goal = arrays.mapped(arrays.on_host, targets)
             try:
-                text = str(call(task, "show", *both, shard) or "")
+                text = str(call(task, "show", y, goal, shard) or "")
             except MpipipeError as error:
                 # The training is done and saved. A program that was to end here says so as before.
                 if isinstance(error.__cause__, SystemExit):
@@ -225,42 +417,49 @@ def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Sh
 # -- `train --check`: one batch on one rank, before a job is queued --------------------------------
 
 
-ROUNDING = 1e-12  # of numbers of size one in float64, with much room
+@dataclass
+class SingleRow:
+    """A row by itself on its way through the layers: what has become of it, and of its names."""
+
+    x: Tree
+    target: Tree
+    names: dict[str, Tree] = field(default_factory=dict)
 
 
 def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
     """Rehearse one batch of `rows` in float64, on one rank, and compare gradients with differences.
 
-    Return lines of what was found, and whether all is right.
+    Return lines about the task, and whether all is right.
     """
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
+    group = group_of(comm)
     for method in ("batch", "validation"):
-        check_last_row(task, method, rows, shard)
-    lines: list[str] = []
-    right = True
-    output = None
-    passed: list[tuple[nn.Stage, Tree]] = []  # each layer, and its output
+        batch = read(task, method, 0, range(rows), shard)[:2]
+        last = _single(task, method, rows - 1, shard, batch)
+        check_row(task, method, 0, rows - 1, shard, pipe=group, group=group, among_others=last)
     inputs, target = example(task, rows, 1, shard)
-    still = nn.Position(training=False)
-    mixing = ""
-    # what each row by itself becomes, and what it has under names
     singles = [_single(task, "batch", row, shard, (inputs, target)) for row in range(rows)]
-    alone: list[tuple[Tree, dict[str, Tree]]] = [(own, {}) for own, _ in singles]
+    alone = [SingleRow(x, goal) for x, goal in singles]
+    still = nn.Position(training=False)
+    lines: list[str] = []
+    passed: list[tuple[nn.Stage, Tree]] = []
+    right = True
+    mixing = ""
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
-        name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
-        line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
+        module = layer.given if isinstance(layer, ForeignLayer) else layer
+        name = f"layers[{place}] {type(module).__name__}"
+        line, fine = _checked(name, stage, x, nn.Position())
         lines.append(line)
         right = right and fine
         output = stage.forward(x, still)[0]
         passed.append((stage, output))
-        ways = [(nn.handed(own, named, stage.takes), named) for own, named in alone]
-        alone = [
-            (call(task, "layers", own, still, by=stage.forward)[0], named) for own, named in ways
-        ]
-        if right and not mixing and _differ(output, [own for own, _ in alone], task.per_microbatch):
-            mixing = f"layers[{place}] {name}"
+        for row in alone:
+            row.x = nn.handed(row.x, row.names, stage.takes)
+            row.x = call(task, "layers", row.x, still, by=stage.forward)[0]
+        if right and not mixing and difference(output, [row.x for row in alone], NEAR):
+            mixing = name
     if mixing:
         lines.append(
             f"{mixing}: gives other rows for a batch than for each row alone, so the result "
@@ -269,46 +468,37 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         )
     facts, fine = _facts(passed)
     lines += facts
-    right = right and fine
+    right = right and fine and not mixing
     loss = TaskLoss(task)
-    draws = "position" in loss.__signature__.parameters
-    still_loss = partial(loss, position=still) if draws else loss
-    line, fine = _checked(
-        "loss", _LossStage(partial(loss, position=nn.Position()) if draws else loss, target), output
-    )
-    line += (
-        "; random numbers that it draws are those of step, micro-batch and replica" if draws else ""
-    )
-    if fine:
-        for _ in range(REPEATS):
-            loss.rehearse(True)
-            still_loss(output, target)
-            if loss.suspect is None:
-                break
-        if loss.suspect is not None:
-            raise loss.suspect
-        if right and not mixing and not loss.over_batch:
-            loss.rehearses = loss.collects = False
-            pairs = [(own, goal) for (own, _), (_, goal) in zip(alone, singles)]
-            wrong = _loss_error(still_loss, loss.plain, output, target, pairs)
-            line = wrong or line
-            fine = not wrong
-    return [*lines, line], right and fine and not mixing
+    line, fine = _checked_loss(loss, output, target, alone if right else [])
+    return [*lines, line], right and fine
 
 
-def check_last_row(task: Task, method: str, rows: int, shard: Shard) -> None:
-    """Raise DataError where a task gives another last row when that is asked for alone."""
-    last = range(rows - 1, rows)
-    pair = _single(task, method, rows - 1, shard, read(task, method, 0, range(rows), shard)[:2])
-    for one, again in zip(pair, read(task, method, 0, last, shard)[:2]):
-        if _differ(one, [again]):
-            raise DataError(
-                f"{place_of(task, method)} gives another row {rows - 1} when that is asked for "
-                "alone",
-                found=f"norms {_norms(one)}, then {_norms(again)}",
-                expected="the same row, whatever is asked for with it and however often",
-                remedy=SEEDED,
-            )
+def _checked_loss(
+    loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[SingleRow]
+) -> tuple[str, bool]:
+    """Return a line about the loss and its metrics, and whether they are right."""
+    training: Mapping[str, object] = {}
+    still: Mapping[str, object] = {}
+    if loss.plain.takes_position:
+        training = {"position": nn.Position()}
+        still = {"position": nn.Position(training=False)}
+    line, fine = _checked("loss", _LossStage(partial(loss, **training), target), output)
+    if training:
+        line += "; random numbers that it draws are those of step, micro-batch and replica"
+    if not fine or loss.over_batch:
+        return line, fine
+    problem = None
+    if alone:
+        how = f"for {len(alone)} rows, where the first is the mean of each alone"
+        parts = [(row.x, row.target) for row in alone]
+        arguments = (loss, parts, (output, target), NEAR, how, still)
+        problem = call(loss.task, "loss", *arguments, by=mean_error)
+    if problem is not None:
+        reason = [problem.message, problem.found, problem.expected, problem.remedy]
+        return f"loss: {'; '.join(map(str, reason))}", False
+    check_metrics(loss, Sample(output, target, still, None))
+    return line, True
 
 
 def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair:
@@ -319,30 +509,8 @@ def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair
     return inputs, targets
 
 
-def _differ(whole: Tree, alone: Sequence[Tree], graphs: bool = False) -> bool:
-    """Whether a batch has other rows than each alone; unknown, so False, where shapes differ.
-
-    Integers of `graphs` are numbers of nodes, which change with what else is in the batch.
-    """
-    for leaf, *parts in zip(
-        *(arrays.flatten(getattr(tree, "main", tree))[0] for tree in (whole, *alone))
-    ):
-        if leaf is not None and not (graphs and not arrays.is_floating(leaf.dtype)):
-            both = numbers(leaf)
-            joined = np.concatenate([numbers(part) for part in parts])
-            least = ROUNDING * both.size**0.5
-            if (
-                both.shape == joined.shape
-                and np.linalg.norm(both - joined) > NEAR * np.linalg.norm(both) + least
-            ):
-                return True
-    return False
-
-
 def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> tuple[list[str], bool]:
-    """Return a line each about ties, state, dtypes at all cuts and split backwards, and whether
-    ties agree.
-    """
+    """Return lines about ties, state, dtypes between layers and backwards; whether ties agree."""
     ties: dict[str, list[tuple[str, arrays.Shape]]] = {}
     state: list[str] = []
     whole: list[str] = []
@@ -352,10 +520,11 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> tuple[list[str], bool]:
             whole.append(f"layers[{stage.first}]")
         for key, names in stage.ties.items():
             ties.setdefault(key, []).extend((name, stage.parameters[name].shape) for name in names)
-    fine = all(len({shape for _, shape in places}) == 1 for places in ties.values())
-    tied = [
-        " = ".join(f"{name} {list(shape)}" for name, shape in places) for places in ties.values()
-    ]
+    tied = []
+    fine = True
+    for places in ties.values():
+        tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in places))
+        fine = fine and len({shape for _, shape in places}) == 1
     between = [shapes_of(getattr(output, "main", output)) for _, output in passed[:-1]]
     lines = [
         f"ties: {', '.join(tied) or 'none'}" + ("" if fine else "; tied parameters have one shape"),
@@ -366,36 +535,8 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> tuple[list[str], bool]:
     return lines, fine
 
 
-def _loss_error(
-    loss: Callable[..., Any], plain: Loss, output: Tree, target: Tree, singles: Sequence[Pair]
-) -> str:
-    """Return a line where the loss of a batch is not the mean, by their weights, of those of its
-    rows; else "".
-    """
-    whole = plain.checked(loss(output, target))[0]
-    alone = [plain.checked(loss(*each)) for each in singles]
-    weights = []
-    for (_, _, weight), (_, goal) in zip(alone, singles):
-        weights.append(float(rows_of_any(goal)) if weight is None else weight)
-    total = sum(weights)
-    mean = sum(weight * float(value) for (value, _, _), weight in zip(alone, weights) if weight) / (
-        total or 1
-    )
-    if not total:
-        return ""
-    if np.isclose(float(whole), mean, rtol=NEAR, atol=1e-7):
-        return ""
-    return (
-        f"loss: {float(whole):.6g} for {len(singles)} rows, and {mean:.6g} as the mean of each "
-        "alone: no "
-        "mean over rows, so the result depends on --microbatches; take the mean of a value of "
-        "each row, "
-        "or return as a third value the weight of the micro-batch, by which means are averaged"
-    )
-
-
 def _checked(
-    name: str, stage: Any, x: Tree, position: nn.Position | None = None
+    name: str, stage: nn.Stage | _LossStage, x: Tree, position: nn.Position | None = None
 ) -> tuple[str, bool]:
     try:
         differences = nn.check_gradients(stage, x, position=position)
@@ -409,17 +550,15 @@ def _checked(
 
 
 class _LossStage:
-    """A loss as a stage whose output is the value: its backward gives the gradient of what the loss
-    is called with.
-    """
+    """A loss as a stage whose output is the value, and whose backward gives the gradient."""
 
     def __init__(self, loss: Callable[..., Any], target: Tree) -> None:
         self.loss = loss
         self.target = target
 
-    def forward(self, x: Tree) -> tuple[np.ndarray, Tree]:
+    def forward(self, x: Tree) -> tuple[Array, Tree]:
         value, gradient = self.loss(x, self.target)[:2]
         return np.reshape(np.asarray(value, np.float64), 1), gradient
 
-    def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
+    def backward(self, dy: Array, saved: Tree) -> Tree:
         return arrays.mapped(lambda leaf: dy[0] * leaf, saved)

@@ -1,6 +1,4 @@
-"""What people and programs see of a training: lines on the terminal, and a file with one JSON
-object a line.
-"""
+"""The report of a training: lines on the terminal, and a file with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -8,20 +6,18 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from mpipipe.train import metrics
 from mpipipe.train.metrics import Facts, TensorBoard
-from mpipipe.train.screen import COLUMNS, JsonLines, SafeStream, warn
+from mpipipe.train.screen import JsonLines, SafeStream, warn
 
 LOG = "train.log"
-SMALL = 0.05  # share of the time: a bubble below it is not explained
-# The bubble is explained at its second record: the first one includes the step that allocates
-# memory.
-EXPLAINED = 2
+# A bubble that takes less than this share of the time is not explained.
+SMALL = 0.05
 
 
 @dataclass(frozen=True)
@@ -74,103 +70,83 @@ class Record:
 
     @classmethod
     def of(cls, facts: Facts) -> Record:
-        """Return the record with these facts, as `Record.facts` returns them."""
+        """Make the record that has these facts."""
         known: dict[str, Any] = {name: value for name, value in facts.items() if name in FIELDS}
-        return cls(
-            **known, metrics={name: value for name, value in facts.items() if name not in FIELDS}
-        )
+        metrics = {name: value for name, value in facts.items() if name not in FIELDS}
+        return cls(**known, metrics=metrics)
 
     def facts(self) -> Facts:
-        """Return what was measured, by name: the fields that are not None, in their order, and the
-        metrics.
-        """
-        own = {
-            name: value
-            for name, value in vars(self).items()
-            if value is not None and name in FIELDS
-        }
-        return {
-            **own,
-            **{name: value for name, value in self.metrics.items() if name not in FIELDS},
-        }
+        """Return what was measured, by name: fields in their order, and the metrics."""
+        facts = {}
+        for name in FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                facts[name] = value
+        return {**facts, **self.metrics}
 
 
 FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
 
 
-# How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a
-# line that would be too long leaves fields out; metrics.jsonl has all of them.
-CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
-         "tokens_per_second": "{:.0f} {unit}/s", "samples_per_second": "{:.0f} {unit}/s",
-         "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
-LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
+# How a line of progress, and the last line, name and write the fields of a Record.
+CELLS = {
+    "loss": "loss {:.4f}",
+    "bits_per_byte": "bits/byte {:.4f}",
+    "lr": "lr {:.1e}",
+    "grad_norm": "norm {:.3f}",
+    "tokens_per_second": "{:.0f} {unit}/s",
+    "samples_per_second": "{:.0f} {unit}/s",
+    "loss_scale": "scale {:g}",
+    "skipped": "skipped {}",
+}
 VALIDATION = {"validation": "validation {:.4f}", "validation_bits_per_byte": "bits/byte {:.4f}"}
+LAST = {
+    "loss": "loss={:.4f}",
+    "validation": "validation={:.4f}",
+    "tokens_per_second": "{unit}/s={:.0f}",
+    "samples_per_second": "{unit}/s={:.0f}",
+    "bubble": "bubble={:.4f}",
+    "predicted": "predicted={:.4f}",
+}
 
-# How the last line of a training writes them.
-LAST = {"loss": "loss={:.4f}", "validation": "validation={:.4f}", "tokens_per_second": "{unit}/s={:.0f}",
-        "samples_per_second": "{unit}/s={:.0f}", "bubble": "bubble={:.4f}",
-        "predicted": "predicted={:.4f}"}  # fmt: skip
+
+def _cells(record: Record, forms: Mapping[str, str], unit: str) -> list[str]:
+    facts = record.facts()
+    return [form.format(facts[name], unit=unit) for name, form in forms.items() if name in facts]
 
 
 def summary(record: Record, unit: str = "tokens") -> str:
     """Return what the last line of a training says of a record; bytes count as tokens."""
-    facts = record.facts()
-    named = "".join(f" {name}={value:.4g}" for name, value in record.metrics.items())
-    unit = "tokens" if unit == "bytes" else unit
-    return (
-        "".join(
-            f" {form.format(facts[name], unit=unit)}"
-            for name, form in LAST.items()
-            if name in facts
-        )
-        + named
-    )
+    cells = _cells(record, LAST, "tokens" if unit == "bytes" else unit)
+    cells += [f"{name}={value:.4g}" for name, value in record.metrics.items()]
+    return "".join(f" {cell}" for cell in cells)
 
 
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
-    """Return the lines of a record, of its step and of its validation, of at most COLUMNS
-    characters.
-    """
-    facts = record.facts()
+    """Return the lines of a record: of its step, and of its validation."""
     place = f"step {record.step:>{len(str(steps))}}/{steps}"
-
-    def line(forms: Mapping[str, str], *more: str) -> str:
-        return "  ".join(
-            [place, *(form.format(facts[name], unit=unit) for name, form in forms.items()), *more]
-        )
-
     lines = []
     if record.loss is not None:
-        forms = {name: form for name, form in CELLS.items() if name in facts}
-        more = [timing] if timing else []
-        for name in LEFT_OUT:
-            if len(line(forms, *more)) > COLUMNS:
-                forms.pop(name, None)
-        lines.append(line(forms, *more))
+        lines.append([place, *_cells(record, CELLS, unit), timing])
     if record.validation is not None:
-        named = (f"{name} {value:.4g}" for name, value in record.metrics.items())
-        lines.append(
-            line({name: form for name, form in VALIDATION.items() if name in facts}, *named)
-        )
-    return lines
+        metrics = [f"{name} {value:.4g}" for name, value in record.metrics.items()]
+        lines.append([place, *_cells(record, VALIDATION, unit), *metrics])
+    return ["  ".join(cells).rstrip() for cells in lines]
 
 
 def bubble_explained(record: Record, oversubscribed: str | None) -> str:
-    """Return a line that says how large the bubble of a record is and where it comes from; "" for a
-    small bubble.
-    """
+    """Return a line about where the bubble of a record comes from; "" for a small one."""
     bubble = record.bubble or 0.0
     predicted = record.predicted or 0.0
-    if bubble < SMALL or predicted == 0:  # 0: a pipeline of one rank has no bubble
+    # A pipeline of one rank has no bubble.
+    if bubble < SMALL or predicted == 0:
         return ""
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
         return f"{text}, by schedule and stages; more micro-batches or evener stages help"
-    why = (
-        "by waiting for messages or batches"
-        if oversubscribed is None
-        else f"mostly since {oversubscribed}"
-    )
+    why = "by waiting for messages or batches"
+    if oversubscribed is not None:
+        why = f"mostly since {oversubscribed}"
     return f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"
 
 
@@ -203,20 +179,16 @@ class Reporter:
         self.log = JsonLines(out / LOG, goes_on=True)
         self.tensorboard = TensorBoard(out, done or 0, self.warn) if tensorboard else None
         self.pace = Pace(steps, done or 0)
-        self.measured = 0  # records with a bubble
+        self.bubbles = 0
 
     def say(self, text: str) -> None:
-        """Write one or more lines, to the log as well. Characters that cannot be encoded are
-        escaped.
-        """
-        self._show(lambda line: self.stream.write(f"{line}\n"), text)
+        """Write one or more lines, to the log as well. What cannot be encoded is escaped."""
+        self.stream.write(f"{text}\n")
+        self.log.append(text)
 
     def warn(self, text: str) -> None:
         """Write a line to standard error and to the log."""
-        self._show(warn, text)
-
-    def _show(self, write: Callable[[str], None], text: str) -> None:
-        write(text)
+        warn(text)
         self.log.append(text)
 
     def advance(self) -> None:
@@ -230,21 +202,18 @@ class Reporter:
         self.metrics.append(json.dumps(numbers, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
-        for line in lines_of(
-            record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""
-        ):
-            self.say(line)
+        timing = self.pace.timing() if self.pace.done else ""
+        lines = lines_of(record, self.steps, self.unit, timing)
         if record.bubble is not None and record.predicted is not None:
-            self.measured += 1
-            if self.measured == EXPLAINED and (
-                line := bubble_explained(record, self.oversubscribed)
-            ):
-                self.say(line)
+            self.bubbles += 1
+            # The first record includes the step that allocates memory.
+            if self.bubbles == 2:
+                lines.append(bubble_explained(record, self.oversubscribed))
+        for line in filter(None, lines):
+            self.say(line)
 
     def sync(self) -> None:
-        """Force the metrics to the disk: they must reach as far as the checkpoint that is about to
-        be saved.
-        """
+        """Force the metrics to the disk: they must reach as far as the checkpoint that follows."""
         self.metrics.sync()
 
     def __enter__(self) -> Reporter:
@@ -270,7 +239,7 @@ class NullReporter:
         return self
 
 
-# -- The pace of a training: elapsed time and time left, steps per second, and the clock in its records --
+# -- The pace of a training: elapsed time, time left, and the clock in its records -----------------
 
 
 class Pace:
@@ -285,23 +254,17 @@ class Pace:
     def begin(self) -> None:
         self.start = self.last = time.monotonic()
 
-    def rate(self) -> float:
-        """Steps per second since this start, including the time between steps; 0 before the first
-        step.
-        """
-        return (self.done - self.before) / max(time.monotonic() - self.start, 1e-9)
-
     def timing(self) -> str:
         """Return the time since this start and the time left, in words."""
-        rate = self.rate()
-        gone = duration(time.monotonic() - self.start)
+        gone = time.monotonic() - self.start
+        made = self.done - self.before
         left = self.steps - self.done
-        return f"{gone}, {duration(left / rate)} left" if rate and left else gone
+        if made and left:
+            return f"{duration(gone)}, {duration(left * gone / made)} left"
+        return duration(gone)
 
     def stamp(self) -> dict[str, float]:
-        """Return the clock of a record: `time`, in seconds since 1970, and `seconds` since the
-        record before it.
-        """
+        """Return the `time` of a record in seconds since 1970, and `seconds` since the last one."""
         now = time.monotonic()
         before = self.last
         self.last = now
@@ -309,15 +272,14 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in two units at most, such as "12s", "4m10s", "2h03m" or "3d04h", cut off below
-    the smaller one.
-    """
-    whole = int(seconds)
-    for unit, size, below, part in (
-        ("d", 86_400, "h", 3600),
-        ("h", 3600, "m", 60),
-        ("m", 60, "s", 1),
-    ):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // part:02}{below}"
+    """Write a time in two units at most, such as "12s", "4m10s", "2h03m" or "3d04h"."""
+    minutes, whole = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    if minutes:
+        return f"{minutes}m{whole:02}s"
     return f"{whole}s"

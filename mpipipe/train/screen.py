@@ -1,5 +1,4 @@
-"""Where a training writes while it runs: a stream of text, and a file of lines. Neither can end the
-training.
+"""Where a training writes while it runs: a stream and files of lines, which cannot end it.
 
 A closed terminal or a full disk is no reason to lose what was trained. The stream falls silent;
 lines that find no room in the file are left out.
@@ -17,32 +16,21 @@ from typing import TextIO
 from mpipipe import files
 from mpipipe.job import current_rank
 
-COLUMNS = 100  # most characters in a line of progress
-
-
-def folded(text: str) -> str:
-    """Break lines that are longer than COLUMNS, between words if possible; nothing else changes."""
-    lines = []
-    for line in text.split("\n"):
-        lines += [line] if len(line) <= COLUMNS else _FOLD.wrap(line)
-    return "\n".join(lines)
-
-
 _FOLD = textwrap.TextWrapper(
-    COLUMNS,
-    expand_tabs=False,
-    replace_whitespace=False,
-    drop_whitespace=False,
-    break_on_hyphens=False,
+    100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False, break_on_hyphens=False
 )
 
 
-class SafeStream:
-    """A stream of text that falls silent, for good, once it cannot be written to; None is silent
-    from the start.
+def folded(text: str) -> str:
+    """Break lines of more than 100 characters, between words if possible."""
+    return "\n".join("\n".join(_FOLD.wrap(line)) for line in text.split("\n"))
 
-    The program's exit code will be 1 then, unless the reader has left. Characters that cannot be
-    encoded are escaped.
+
+class SafeStream:
+    """A stream of text that falls silent, for good, once it cannot be written to.
+
+    None is silent from the start. The program's exit code will be 1 then, unless the reader has
+    left. Characters that cannot be encoded are escaped.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -56,18 +44,20 @@ class SafeStream:
         try:
             stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
             stream.flush()
-        except (OSError, ValueError) as error:  # ValueError: the stream is closed
-            self.stream = None
-            if isinstance(error, OSError) and not isinstance(
-                error, BrokenPipeError
-            ):  # a reader may leave, as `head`
-                current_rank().unwritten = True
-                reason = error.strerror or str(error)
-                warn(
-                    f"mpipipe: the output cannot be written: {reason}; the work goes on, and its "
-                    "exit code will be 1"
-                )
-            files.silence(stream)
+        except (BrokenPipeError, ValueError):
+            # The reader has left, as `head` does, or the stream is closed.
+            self._end(stream)
+        except OSError as error:
+            self._end(stream)
+            current_rank().unwritten = True
+            warn(
+                f"mpipipe: the output cannot be written: {files.reason(error)}; the work goes on, "
+                "and its exit code will be 1"
+            )
+
+    def _end(self, stream: TextIO) -> None:
+        self.stream = None
+        files.silence(stream)
 
 
 def warn(text: str) -> None:
@@ -80,8 +70,8 @@ def warn(text: str) -> None:
 class JsonLines:
     """A file of whole lines, which can be read as soon as they are written.
 
-    A line that can be written in part only is cut off again, and one warning says so. Unless it
-    `goes_on`, FileExistsError is raised for a file that is there.
+    A line that can be written in part only is cut off again, and one warning says so. Raises
+    FileExistsError for a file that exists, unless it `goes_on`.
     """
 
     def __init__(self, path: Path, goes_on: bool = False) -> None:
@@ -90,14 +80,14 @@ class JsonLines:
         self.descriptor = os.open(
             path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666
         )
-        self.whole = os.fstat(self.descriptor).st_size  # bytes of whole lines in the file
-        self.told = False
+        # Bytes of whole lines in the file.
+        self.whole = os.fstat(self.descriptor).st_size
+        self.warned = False
 
     def append(self, line: str) -> None:
         """Write a line. Never raises OSError."""
-        rest = memoryview(
-            f"{line}\n".encode(errors="backslashreplace")
-        )  # the name of a file may be no text
+        # The name of a file may be no text.
+        rest = memoryview(f"{line}\n".encode(errors="backslashreplace"))
         size = len(rest)
         try:
             while rest:
@@ -106,8 +96,8 @@ class JsonLines:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self.descriptor, self.whole)
-            if not self.told:
-                self.told = True
+            if not self.warned:
+                self.warned = True
                 warn(
                     f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes "
                     "on without it"

@@ -1,6 +1,4 @@
-"""From a task and a configuration to a trainer that runs: mesh, data, where to begin, stages,
-pipeline.
-"""
+"""From a task and a configuration to a trainer that runs: plan, stages, where to begin, output."""
 
 from __future__ import annotations
 
@@ -13,19 +11,19 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays, checkpoint, environment, files, nn, optim
+from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import Checkpoint, check_replicas, released_at_end
+from mpipipe.checkpoint import check_replicas, released_at_end
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, check_training
+from mpipipe.planning import check_training
 from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.rehearsal import rehearse
 from mpipipe.train.report import NullReporter, Record, Reporter
-from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
@@ -71,12 +69,12 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     check_same_config(group, config)
     if config.tensorboard:
         group.from_one("train: where metrics go", metrics.check_tensorboard)
-    owned = output_folder.own(comm, config.out, task.folders)
-    out = owned.folder
-    pipe = pipe_of(config, comm.size)
-    with released_at_end(owned, group):
+    owner = output_folder.claim(comm, config.out, task.folders)
+    out = owner.folder
+    with released_at_end(owner, group):
         config = with_order(config, comm)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
+        pipe = pipe_of(config, comm.size)
         with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
             record = _train(mesh, task, config, out, trace)
         output_folder.finish(out, comm)
@@ -84,163 +82,184 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
 
 
 def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:
-    device = select_device(config.device, mesh.comm)
     with ExitStack() as stack:
-        stack.enter_context(arrays.own_stream(device))
-        config, plan, shard, layers, chosen = _plan(mesh, task, config, device)
-        start = resume.find_start(config, task, mesh, out)
-        stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
-        del layers
-        reader = Reader(task, shard, plan, mesh, config.steps)
-        progress, norm = _begin(
-            mesh, config, reader, plan, stages, start=start, loss=loss, stack=stack
-        )
-        if task.rehearses:
-            check_replicas(mesh, stages)  # values that were drawn without the seed
-            rehearse(reader, progress.pipeline, mesh, progress.step, loss)
-        reporter = _open_output(mesh, task, config, plan, out, start, device)
-        stack.enter_context(reporter)
-        preemption = stack.enter_context(
-            Preemption(
-                mesh.comm,
-                signals=config.preempt_signals,
-                time_limit=config.time_limit,
-                grace=config.preempt_grace,
-                say=reporter.say,
-            )
-        )
-        tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
-        trainer = Trainer(
-            config,
-            progress,
-            reader,
-            plan,
-            loss,
-            norm,
-            reporter,
-            preemption=preemption,
-            tracing=tracing,
-            out=out,
-        )
-        preemption.whereabouts = trainer.whereabouts
-        if chosen:
-            reporter.say(chosen)
-        stack.enter_context(trainer.checkpoints.saver)
+        setup = Setup(mesh, task, config, out, stack)
+        setup.make_plan()
+        setup.make_stages()
+        setup.begin()
+        setup.open_output()
+        trainer = setup.make_trainer(trace)
         try:
             return trainer.run()
-        except KeyboardInterrupt as error:  # for the report of the job's end
+        except KeyboardInterrupt as error:
+            # The report of the end of the job has it.
             error.args = error.args or (trainer.whereabouts(),)
             raise
 
 
-def _plan(
-    mesh: Mesh, task: Task, config: TaskConfig, device: str
-) -> tuple[TaskConfig, LayerPlan, Shard, list[Any], str]:
-    """Find the data, and plan the training. Return (config, plan, shard, layers, a line about a
-    plan that was made).
-    """
-    task.find_data(group_of(mesh.comm))
-    shard, layers = make_shard(config, task, mesh)
-    chosen = ""
-    if config.plan == "auto":
-        config, chosen = best_plan(config, task, mesh, device, shard)
-    plan = make_plan(config, task, mesh, device)
-    task.open_data(plan, mesh)
-    return config, plan, shard, layers, chosen
+class Setup:
+    """The steps from a task and a configuration to a trainer, in their order; all collective.
 
-
-def _begin(
-    mesh: Mesh,
-    config: TaskConfig,
-    reader: Reader,
-    plan: LayerPlan,
-    stages: list[nn.Stage],
-    *,
-    start: Checkpoint | None,
-    loss: Callable[..., Any],
-    stack: ExitStack,
-) -> tuple[Progress, optim.GlobalNorm]:
-    """Make pipeline, norm and optimizer, with the state of the checkpoint `start` or of a new
-    training.
+    What has to be closed again is on the `stack`.
     """
-    pipeline = stack.enter_context(
-        Pipeline(
-            stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas,
-            input_grads=False, slice_lengths=reader.shard.slice_lengths,
+
+    reporter: Reporter | NullReporter
+
+    def __init__(
+        self, mesh: Mesh, task: Task, config: TaskConfig, out: Path, stack: ExitStack
+    ) -> None:
+        self.mesh = mesh
+        self.task = task
+        self.config = config
+        self.out = out
+        self.stack = stack
+        self.group = group_of(mesh.comm)
+        self.device = select_device(config.device, mesh.comm)
+        # A line about a plan that was made.
+        self.chosen = ""
+        stack.enter_context(arrays.own_stream(self.device))
+
+    def make_plan(self) -> None:
+        """Find the data, plan the training, and check that it fits into memory."""
+        task = self.task
+        mesh = self.mesh
+        task.find_data(self.group)
+        self.shard, self.layers = make_shard(self.config, task, mesh)
+        if self.config.plan == "auto":
+            self.config, self.chosen = best_plan(self.config, task, mesh, self.device, self.shard)
+        config = self.config
+        with self.group.raise_together("train: the plan"):
+            plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
+            sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
+            problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
+            check_training(
+                problem, plan, mesh.pipe.rank, self.device, sample=sample, message=message
+            )
+            task.check(plan, mesh)
+        self.plan = plan
+        task.open_data(plan, mesh)
+
+    def make_stages(self) -> None:
+        """Find where the training begins, and make the stages of this rank, and the loss."""
+        config = self.config
+        task = self.task
+        self.start = resume.find_start(config, task, self.mesh, self.out)
+        with self.group.raise_together("train: the stages"):
+            kernels.check_choice(self.device)
+            stages = self.plan.stages(
+                self.mesh.pipe.rank,
+                self.layers,
+                config.dtype,
+                config.seed,
+                self.device,
+                task.freeze,
+            )
+            self.loss: Callable[..., Any] = task.loss_for(
+                stages[-1], self.plan.microbatch_rows, self.shard
+            ) or TaskLoss(task, config.slices > 1)
+        self.stages = stages
+        # They may hold whole models.
+        del self.layers
+
+    def begin(self) -> None:
+        """Make pipeline and optimizer, with the state of a checkpoint or a new one; rehearse."""
+        config = self.config
+        mesh = self.mesh
+        self.reader = Reader(self.task, self.shard, self.plan, mesh, config.steps)
+        pipeline = Pipeline(
+            self.stages,
+            self.plan.schedule,
+            mesh.pipe,
+            self.loss,
+            config.recompute,
+            mesh.replicas,
+            input_grads=False,
+            slice_lengths=self.shard.slice_lengths,
         )
-    )  # fmt: skip
-    norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
-    with group_of(mesh.comm).raise_together("train: the optimizer"):
-        progress = Progress(config, pipeline, mesh, reader.task)
-    if start is not None:
-        progress.load(start)
-    else:
-        with progress.whole_parameters():
-            resume.begin(config, reader.task, mesh, stages)
-    return progress, norm
+        self.stack.enter_context(pipeline)
+        self.norm = optim.GlobalNorm(self.stages, mesh.pipe, replicas=mesh.replicas)
+        self.stack.enter_context(self.norm)
+        with self.group.raise_together("train: the optimizer"):
+            progress = Progress(config, pipeline, mesh, self.task)
+        if self.start is not None:
+            progress.load(self.start)
+        else:
+            with progress.whole_parameters():
+                resume.begin(config, self.task, mesh, self.stages)
+        self.progress = progress
+        if isinstance(self.loss, TaskLoss):
+            # Values may have been drawn without the seed.
+            check_replicas(mesh, self.stages)
+            rehearse(self.reader, pipeline, mesh, progress.step, self.loss)
 
-
-def _open_output(
-    mesh: Mesh,
-    task: Task,
-    config: TaskConfig,
-    plan: LayerPlan,
-    out: Path,
-    start: Checkpoint | None,
-    device: str,
-) -> Reporter | NullReporter:
-    """Make the run folder, say in it where the numbers come from, and return the reporter of this
-    rank.
-    """
-    output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
-    surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    with group_of(mesh.comm).raise_together("train: the reporter"):
-        if surroundings is None:
-            return NullReporter()
-        step = 0 if start is None else start.step
-        with output_folder.using(out):
-            aside = resume.leave_behind(start, out)
-            metrics.cut(out, step)
-            reporter = Reporter(
-                config.steps,
-                out,
-                unit=task.unit,
-                oversubscribed=surroundings["oversubscribed"],
-                done=None if config.resume == "no" else step,
-                tensorboard=config.tensorboard,
+    def open_output(self) -> None:
+        """Make the run folder, say in it where the numbers come from, and make the reporter."""
+        config = self.config
+        out = self.out
+        writes = self.mesh.replicas.rank == 0 or config.may_save
+        output_folder.make_folder(out, self.mesh.comm, writes)
+        surroundings = environment.gather(self.mesh.comm, gpus=self.device != "cpu")
+        with self.group.raise_together("train: the reporter"):
+            if surroundings is None:
+                self.reporter = NullReporter()
+                return
+            step = 0 if self.start is None else self.start.step
+            with output_folder.using(out):
+                renamed = resume.leave_behind(self.start, out)
+                metrics.cut(out, step)
+                self.reporter = reporter = Reporter(
+                    config.steps,
+                    out,
+                    unit=self.task.unit,
+                    oversubscribed=surroundings["oversubscribed"],
+                    done=None if config.resume == "no" else step,
+                    tensorboard=config.tensorboard,
+                )
+            for path in renamed:
+                reporter.say(
+                    f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
+                )
+            keys = output_folder.resolved(
+                config, self.task, self.plan, self.device, self.mesh.pipe.size
             )
-        for path in aside:
-            reporter.say(
-                f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
-            )
-        keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
-        try:
-            output_folder.write(out, keys, surroundings, task)
-        except OSError as error:
-            reporter.warn(
-                f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training "
-                "goes on"
-            )
-        return reporter
+            try:
+                output_folder.write(out, keys, surroundings, self.task)
+            except OSError as error:
+                reporter.warn(
+                    f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training "
+                    "goes on"
+                )
 
-
-def _stages(
-    config: TaskConfig,
-    task: Task,
-    plan: LayerPlan,
-    mesh: Mesh,
-    layers: list[Any],
-    shard: Shard,
-    *,
-    device: str,
-) -> tuple[list[nn.Stage], Callable[..., Any]]:
-    """Return the stages of this rank and the loss; collective."""
-    with group_of(mesh.comm).raise_together("train: the stages"):
-        kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-        return stages, task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(
-            task, config.slices > 1
+    def make_trainer(self, trace: Path | None) -> Trainer:
+        """Watch for the end of the job, and make the trainer; `trace` is a folder, or None."""
+        config = self.config
+        self.stack.enter_context(self.reporter)
+        say = self.reporter.say
+        preemption = Preemption(
+            self.mesh.comm,
+            signals=config.preempt_signals,
+            time_limit=config.time_limit,
+            grace=config.preempt_grace,
+            say=say,
         )
+        self.stack.enter_context(preemption)
+        trainer = Trainer(
+            config,
+            self.progress,
+            self.reader,
+            self.plan,
+            self.loss,
+            self.norm,
+            self.reporter,
+            preemption=preemption,
+            tracing=Tracing(trace, self.progress.pipeline, self.mesh, say),
+            out=self.out,
+        )
+        preemption.whereabouts = trainer.whereabouts
+        if self.chosen:
+            say(self.chosen)
+        self.stack.enter_context(trainer.checkpoints.saver)
+        return trainer
 
 
 def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
@@ -296,54 +315,33 @@ def _config_of(run: str | Path) -> TaskFileConfig:
 
 
 def export(run: Path, target: Path) -> str:
-    """Write the weights that `load` takes into one file, named by `Task.state_name`; return what
-    was done.
-    """
+    """Write the weights that `load` takes into one file, named by `Task.state_name`; say so."""
     config = _config_of(run)
     task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
-    found = resume.newest_state(run)
-    arrays_by_name: dict[str, checkpoint.Planned] = {}
+    weights = resume.newest_state(run)
 
-    def values(name: str, entry: checkpoint.TensorEntry) -> np.ndarray:
+    def values(name: str, entry: checkpoint.TensorEntry) -> Array:
         array = np.empty(entry.shape, entry.kind)
-        checkpoint.read_arrays(found, {name: array})
+        checkpoint.read_arrays(weights, {name: array})
         return array
 
-    for name, entry in (
-        pair for content in found.files.values() for pair in content.arrays.items()
-    ):
-        kind, _, own = name.partition("/")
-        if kind == checkpoint.PARAMETERS:
-            called = call(task, "state_name", own)
-            if (
-                not isinstance(called, str)
-                or called in ("", "__metadata__", *arrays_by_name)
-                or not called.isprintable()
-            ):
+    planned: dict[str, checkpoint.Planned] = {}
+    for content in weights.files.values():
+        for name, entry in content.arrays.items():
+            kind, _, parameter = name.partition("/")
+            if kind != checkpoint.PARAMETERS:
+                continue
+            called = call(task, "state_name", parameter)
+            is_name = isinstance(called, str) and called.isprintable()
+            if not is_name or called in ("", "__metadata__", *planned):
                 raise ConfigError(
-                    f"{type(task).__name__}.state_name gives no name of its own to {own}",
+                    f"{type(task).__name__}.state_name gives no name of its own to {parameter}",
                     found=repr(called),
                     expected="a text that no other parameter has, and not __metadata__",
                 )
-            arrays_by_name[called] = checkpoint.Planned(
-                entry.kind, entry.shape, partial(values, name, entry)
-            )
+            read = partial(values, name, entry)
+            planned[called] = checkpoint.Planned(entry.kind, entry.shape, read)
     files.check_new("the file of weights", target)
     with files.writing("the file of weights", target, remedy="make room, or choose another file"):
-        checkpoint.write_tensors(target, dict(sorted(arrays_by_name.items())))
-    return (
-        f"wrote {len(arrays_by_name)} arrays of step {found.step} from {found.path} into {target}"
-    )
-
-
-def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
-    """Plan the training, and check that it fits into memory and can be written; all ranks raise the
-    same error.
-    """
-    with group_of(mesh.comm).raise_together("train: the plan"):
-        plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
-        sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
-        problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-        check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
-        task.check(plan, mesh)
-    return plan
+        checkpoint.write_tensors(target, dict(sorted(planned.items())))
+    return f"wrote {len(planned)} arrays of step {weights.step} from {weights.path} into {target}"

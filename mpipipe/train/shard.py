@@ -1,6 +1,4 @@
-"""A rank's share of each sample, along an axis that the ranks of `mesh.seq` divide among
-themselves.
-"""
+"""A rank's share of each sample, along an axis that the ranks of `mesh.seq` divide."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from mpipipe.text import counted
 
 
 class Shard:
-    """The share of one rank in each sample; data, positions and attention of one shard fit
-    together.
+    """The share of one rank in each sample; data, positions and attention of it fit together.
 
     Parameters
     ----------
@@ -59,32 +56,37 @@ class Shard:
         self.size = comm.size if size is None else size
         self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
-        self.attends = False  # whether `attend` was called
-        self.cut: Callable[[int], Sequence[int]] | None = (
-            None  # gives the lengths of slices, where there are several
-        )
-        self.attended: int | None = None  # the length of the sequences that come in slices
+        # True once `attend` was called.
+        self.attends = False
+        # Gives the lengths of slices, where there are several, and the length of the whole.
+        self.cut: Callable[[int], Sequence[int]] | None = None
+        self.attended: int | None = None
         self._divided: dict[int, Layout] = {}
 
     def divide(self, length: int) -> Layout:
         """Return who holds which of `length` positions. Raises ConfigError if a rank would hold
         none.
         """
-        if length not in self._divided:
-            found = Layout(self.kind, self.size, length, self.cut and self.cut(length))
-            parts = range(len(found.slice_lengths or ()))
-            slices = [found.part(part, part + 1) for part in parts] or [found]
-            where = f", in {counted(len(slices), 'slice')}" if self.cut else ""
-            if min(each.length(rank) for each in slices for rank in range(self.size)) == 0:
-                raise ConfigError(
-                    "a rank would hold no part of the sequence",
-                    found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}{where}",
-                    expected="at least one position a rank, two for zigzag",
-                    remedy="take longer sequences, or lower seq"
-                    + (" or slices" if self.cut else ""),
-                )
-            self._divided[length] = found
-        return self._divided[length]
+        if length in self._divided:
+            return self._divided[length]
+        layout = Layout(self.kind, self.size, length, self.cut and self.cut(length))
+        slices = self._slices(layout) or [layout]
+        shortest = min(part.length(rank) for part in slices for rank in range(self.size))
+        if shortest == 0:
+            sliced = f", in {counted(len(slices), 'slice')}" if self.cut else ""
+            raise ConfigError(
+                "a rank would hold no part of the sequence",
+                found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}{sliced}",
+                expected="at least one position a rank, two for zigzag",
+                remedy="take longer sequences, or lower seq" + (" or slices" if self.cut else ""),
+            )
+        self._divided[length] = layout
+        return layout
+
+    @staticmethod
+    def _slices(layout: Layout) -> list[Layout]:
+        count = len(layout.slice_lengths or ())
+        return [layout.part(number, number + 1) for number in range(count)]
 
     def part(self, array: Array, axis: int = 1) -> Array:
         """Return this rank's part of an array along an axis: all of it on a single rank, else a
@@ -95,41 +97,32 @@ class Shard:
         """
         if self.size == 1:
             return np.asarray(array)
-        if (
-            self.kind == "contiguous" and self.cut is None
-        ):  # read no more than the part, where the array is on the disk
-            own = self.divide(array.shape[axis]).positions(self.rank)
-            at = (*[slice(None)] * (axis % len(array.shape)), slice(int(own[0]), int(own[-1]) + 1))
-            return np.ascontiguousarray(array[at])
-        return self.divide(array.shape[axis]).shard(np.asarray(array), self.rank, axis)
+        layout = self.divide(array.shape[axis])
+        if self.kind != "contiguous" or self.cut is not None:
+            return layout.shard(np.asarray(array), self.rank, axis)
+        # Of an array on the disk no more than the part is read.
+        places = layout.positions(self.rank)
+        before = [slice(None)] * (axis % len(array.shape))
+        at = (*before, slice(int(places[0]), int(places[-1]) + 1))
+        return np.ascontiguousarray(array[at])
 
     def whole(self, array: Array, axis: int = 1) -> Array:
-        """Put an array together, on each rank, from the parts of all ranks along an axis;
-        collective over `comm`.
-        """
+        """Put an array together on each rank, from the parts of all; collective over `comm`."""
         if self.size == 1:
             return array
         parts = group_of(self.comm).gather("the parts of an array", array)
         return self.divide(sum(part.shape[axis] for part in parts)).unshard(parts, axis)
 
     def positions(self, length: int) -> Array:
-        """Return which of `length` positions, of the whole sequence or axis, this rank holds:
-        int64, rising.
-        """
+        """Return which of `length` positions of the whole this rank holds: int64, rising."""
         return self.divide(length).positions(self.rank)
 
     @property
     def slice_lengths(self) -> list[int] | None:
-        """How many positions this rank holds of each slice of a sequence; None without slices, or
-        for even ones.
-        """
+        """Positions that this rank holds of each slice; None without slices, or for even ones."""
         if self.cut is None or self.attended is None:
             return None
-        layout = self.divide(self.attended)
-        return [
-            layout.part(part, part + 1).length(self.rank)
-            for part in range(len(layout.slice_lengths or ()))
-        ]
+        return [part.length(self.rank) for part in self._slices(self.divide(self.attended))]
 
     def attend(
         self,
@@ -138,8 +131,7 @@ class Shard:
         window: int | None = None,
         scale: float | None = None,
     ) -> Attend:
-        """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over
-        `comm`.
+        """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective.
 
         Parameters
         ----------
@@ -159,7 +151,8 @@ class Shard:
         attend: Local | Ring
         if self.comm.size == 1:
             attend = Local(causal, scale, window)
-            if self.size > 1:  # on paper: rows are those of a rank
+            # On paper rows are those of a rank.
+            if self.size > 1:
                 attend.positions = lambda rows: self.positions(length)  # type: ignore[method-assign]
         else:
             attend = Ring(self.comm, causal, self.divide(length), window, scale=scale)

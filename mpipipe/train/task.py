@@ -25,19 +25,15 @@ from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
-Described: TypeAlias = "Mapping[str, Parameter]"
 Facts: TypeAlias = "dict[str, Any]"
-Layers: TypeAlias = "list[Any]"
+# Inputs and targets; what `Task.begin` takes may follow.
+Pair: TypeAlias = "tuple[Any, Any]"
 Loss: TypeAlias = "Callable[..., Any]"
-Numbers: TypeAlias = "Sequence[float]"
-Pair: TypeAlias = "tuple[Any, Any]"  # inputs and targets; what `Task.begin` takes may follow
-Named: TypeAlias = "Mapping[str, float]"
-Names: TypeAlias = "set[str]"
-Optimizer: TypeAlias = Any
 Shape: TypeAlias = "tuple[int, ...]"
 Stages: TypeAlias = "Sequence[nn.Stage]"
 
-ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
+# What a task has to have.
+NEEDED = ("layers", "loss", "batch", "validation")
 
 
 @dataclass(frozen=True)
@@ -95,9 +91,8 @@ class Task:
         Whether `batch` and `validation` are called once for the rows of each micro-batch. What they
         return then may have any shapes, such as those of graphs with their nodes and edges; the
         first array has a row at least.
-    everywhere, rehearses : bool
-        Whether `batch` and `validation` are called on the ranks of middle stages, too. Whether a
-        batch runs forward before the run folder is touched.
+    everywhere : bool
+        Whether `batch` and `validation` are called on the ranks of middle stages, too.
     folders, copies : tuple of str, bool
         Folders in the run folder that `save` replaces. Whether `sample` copies the model.
     outline, pipe, file : list of Layer, int, TaskSource
@@ -137,7 +132,6 @@ class Task:
     read_ahead = False
     per_microbatch = False
     everywhere = False
-    rehearses = True
     folders: tuple[str, ...] = ("weights",)
     copies = False
     outline: Sequence[nn.Layer] = ()
@@ -146,7 +140,7 @@ class Task:
 
     # -- what a task of your own has
 
-    def layers(self, shard: Shard) -> Layers:
+    def layers(self, shard: Shard) -> list[Any]:
         """Make the whole model, in order; collective over `shard.comm`.
 
         The list is of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of
@@ -200,7 +194,7 @@ class Task:
 
     # -- what it may have
 
-    def metrics(self, output: Tree, target: Tree) -> Named:
+    def metrics(self, output: Tree, target: Tree) -> Mapping[str, float]:
         """Return further numbers of a micro-batch of the validation, by name: each a mean over its
         numpy arrays.
         """
@@ -219,7 +213,7 @@ class Task:
         """
         return ""
 
-    def optimizer(self, stages: Stages, config: Any) -> Optimizer | None:
+    def optimizer(self, stages: Stages, config: Any) -> Any:
         """Return an optimizer of the stages of this rank in place of the one that the options name;
         None for that.
 
@@ -234,7 +228,7 @@ class Task:
         """
         return optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
 
-    def costs(self) -> Numbers:
+    def costs(self) -> Sequence[float]:
         """Return the operations of each layer, in any unit, by which stages are cut; by default all
         are alike.
         """
@@ -261,30 +255,27 @@ class Task:
         """
         return Shard(comm, self.layout, size)
 
-    def trained(self) -> Described:
+    def trained(self) -> Mapping[str, Parameter]:
         """Return the parameters that are trained, by name.
 
         Raises ConfigError if there are none, or a pattern of `freeze` or of `groups` fits no name.
         """
         everything = declared(self.outline)
         names = [name for name, parameter in everything.items() if not parameter.frozen]
-        unfit = [
-            ("freeze", key)
-            for key in self.freeze
-            if not any(is_frozen(name, [key.removeprefix("!")]) for name in names)
-        ]
-        unfit += [
-            ("groups", str(group.match))
-            for group in self.groups
-            if isinstance(group, optim.Group)
-            and not any(
+        unfit = []
+        for pattern in self.freeze:
+            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
+                unfit.append(f"freeze {pattern}")
+        for group in self.groups:
+            if not any(
                 group._has(entry.tie or name, entry.shape) for name, entry in everything.items()
-            )
-        ]
-        for what, pattern in unfit:
+            ):
+                unfit.append(f"groups {group.match}")
+        if unfit:
+            what, _, pattern = unfit[0].partition(" ")
+            of_adapter = " of an adapter" if any(map(is_adapter, names)) else ""
             raise ConfigError(
-                f"a pattern of {what} fits no parameter"
-                + (" of an adapter" if any(map(is_adapter, names)) else ""),
+                f"a pattern of {what} fits no parameter{of_adapter}",
                 found=pattern,
                 expected=f"one that fits names such as {', '.join(names[:4])}",
                 remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
@@ -373,16 +364,6 @@ class Task:
         """
         return sizes
 
-    def unfinished(self, out: Path) -> Names:
-        """Return names of what a training leaves in its output folder that ended while it wrote
-        them.
-        """
-        if self.file is None:
-            return set()
-        tops = {name.partition("/")[0] for name in self.file.copies}
-        former = (out.glob(f"{top[:-3]}*.py*") for top in tops if top.endswith(".py"))
-        return {"__pycache__", *tops}.union(*({path.name for path in paths} for paths in former))
-
     def resolve(self, keys: Facts) -> Facts:
         """Return the options of a training with those of the task filled in, and its paths
         absolute.
@@ -411,7 +392,7 @@ class Task:
         """Return further fields of a record, from the losses."""
         return {}
 
-    def summary(self, record: Named) -> str:
+    def summary(self, record: Mapping[str, float]) -> str:
         """Return what the last line says besides, from the facts of the last record."""
         return ""
 

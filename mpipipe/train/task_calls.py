@@ -21,13 +21,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, nn, optim
 from mpipipe.adapters import ForeignLayer, as_layer, let_draw_in_turn, seeded, with_loss
-from mpipipe.arrays import Tree
+from mpipipe.arrays import Array, Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
@@ -35,6 +35,9 @@ from mpipipe.job import RankGroup, ThreadTask, wait_locally
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
+
+# Inputs, targets, and what `Task.begin` takes.
+Reading: TypeAlias = "tuple[Any, Any, Any]"
 
 
 def place_of(task: Task, method: str) -> str:
@@ -50,9 +53,7 @@ def turn_of(task: Task) -> AbstractContextManager[Any]:
 
 
 def turn(task: Task, method: str) -> AbstractContextManager[Any]:
-    """Return the lock of a task if a method of it is code of the user: one thread at a time runs
-    that.
-    """
+    """Return the lock of a task for a method that is code of the user: one thread runs that."""
     module: str = getattr(getattr(task, method, None), "__module__", "") or ""
     return nullcontext() if module.startswith("mpipipe.") else turn_of(task)
 
@@ -60,19 +61,15 @@ def turn(task: Task, method: str) -> AbstractContextManager[Any]:
 def call(
     task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None
 ) -> Any:
-    """Call a method of a task, or `by` in its place. An error says where it was, with `when`: the
-    step and the rows.
-    """
+    """Call a method of a task, or `by` in its place. An error says where it was, and `when`."""
     try:
         with turn(task, method):
             return (by or getattr(task, method))(*arguments)
     except MpipipeError as error:
-        # one that names a method of the task already stays as it is
-        own = (
-            not type(task).__module__.startswith("mpipipe.")
-            and f"{type(task).__name__}." not in error.message
-        )
-        if own and not isinstance(error, PeerError):
+        # One that names a method of the task already stays as it is.
+        is_named = f"{type(task).__name__}." in error.message
+        of_package = type(task).__module__.startswith("mpipipe.")
+        if not (is_named or of_package or isinstance(error, PeerError)):
             error.message = f"{place_of(task, method)}{when}: {error.message}"
         raise
     except (Exception, SystemExit) as error:
@@ -85,11 +82,8 @@ def call(
 def line_of(error: BaseException, file: str) -> str | None:
     """Return the last line of a file in a traceback, in words, or the last one at all."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    last = next(
-        (frame for frame in reversed(frames) if frame.filename == file),
-        frames[-1] if frames else None,
-    )
-    return None if last is None else f"line {last.lineno} of {last.filename}: {last.line}"
+    lines = [frame for frame in frames if frame.filename == file] or frames
+    return f"line {lines[-1].lineno} of {lines[-1].filename}: {lines[-1].line}" if lines else None
 
 
 def _is_function(value: Any) -> bool:
@@ -118,9 +112,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_attributes(task: Task) -> None:
-    """Raise ConfigError for an attribute of a task that cannot be meant: it would be read far from
-    here.
-    """
+    """Raise ConfigError for an attribute of a task that cannot be meant."""
     for name, (expected, is_right) in ATTRIBUTES.items():
         value = getattr(task, name)
         if not is_right(value):
@@ -145,9 +137,7 @@ def costs_of(task: Task) -> list[float]:
 def rate_of(task: Task, step: int, config: Any) -> float:
     """Return the learning rate of a step; ConfigError for one that cannot be meant."""
     when = f"(step={step})"
-    rate = call(
-        task, "rate_at", step, config, when=when, by=lambda *given: float(task.rate_at(*given))
-    )
+    rate = call(task, "rate_at", when=when, by=lambda: float(task.rate_at(step, config)))
     if not (math.isfinite(rate) and rate >= 0):
         raise ConfigError(
             f"{place_of(task, 'rate_at')}{when} returns no learning rate",
@@ -168,9 +158,7 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(
             f"{place_of(task, 'layers')} returns no list of layers",
-            found=f"an empty {type(entries).__name__}"
-            if entries in ([], ())
-            else type(entries).__name__,
+            found=f"{type(entries).__name__}, {entries!r:.80}",
             expected="a list with a layer at least",
         )
     entries = with_loss(entries, task.loss, seed)
@@ -180,32 +168,28 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
 
 def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
     """Return all layers of a task, unbound."""
-    return [
-        as_layer(entry, place, seed) for place, entry in enumerate(entries_of(task, shard, seed))
-    ]
+    entries = entries_of(task, shard, seed)
+    return [as_layer(entry, place, seed) for place, entry in enumerate(entries)]
 
 
 def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
-    """Set what the layers of a task are on paper; return the list of its layers, from which stages
-    are made.
-    """
+    """Set what the layers of a task are on paper; return the entries that stages are made of."""
     entries = entries_of(task, shard, seed)
-    layers = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
-    task.outline = [
-        layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in layers
-    ]
+    task.outline = layers = []
+    for place, entry in enumerate(entries):
+        layer = as_layer(entry, place, seed)
+        layers.append(layer.forget() if isinstance(layer, ForeignLayer) else layer)
     return entries
 
 
 def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree]]:
-    """Yield each layer by itself, bound, and an input of it; collective. Raises ConfigError where
-    they do not fit.
-    """
+    """Yield each layer, bound, and an input of it; collective. ConfigError where they misfit."""
     x = example(task, rows, 1, shard)[0]
     values: dict[str, Tree] = {}
     for place, layer in enumerate(layers_of(task, shard, seed)):
         stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
-        stage.hand_on(stage.gives)  # also what a layer further on in the same entry takes
+        # Also what a layer further on in the same entry takes.
+        stage.hand_on(stage.gives)
         x = nn.handed(x, values, stage.takes)
         yield stage, x
         try:
@@ -221,18 +205,17 @@ def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[
 def shapes_of(tree: Tree) -> str:
     """Return shapes and dtypes of what lies between two layers, without the rows."""
     leaves, structure = arrays.flatten(tree)
-    named = ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
-    return named if structure is None else f"{structure}: {named}"
+    shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
+    return shapes if structure is None else f"{structure}: {shapes}"
 
 
 def agree_on_layers(task: Task, problem: PlanningProblem, shard: Shard, group: RankGroup) -> None:
     """Raise MismatchError on all ranks where they have different layers; collective."""
+    facts: list[tuple[str, object]] = [("layers", len(problem.layers))]
+    facts += [(f"layer {number}", text) for number, text in enumerate(problem.signatures)]
     group.agree(
         "train: the layers",
-        (
-            ("layers", len(problem.layers)),
-            *((f"layer {n}", text) for n, text in enumerate(problem.signatures)),
-        ),
+        tuple(facts),
         message=f"the ranks have different layers from {place_of(task, 'layers')}",
         remedy="make the list of layers of what is the same on all ranks; a layer may use "
         "shard.rank, not its shapes",
@@ -244,73 +227,68 @@ def agree_on_layers(task: Task, problem: PlanningProblem, shard: Shard, group: R
 
 def where(method: str, number: int, rows: range) -> str:
     """Return the arguments of `batch` or `validation` in words."""
-    return (
-        f"({'step' if method == 'batch' else 'index'}={number}, rows={rows.start}..{rows.stop - 1})"
-    )
+    name = "step" if method == "batch" else "index"
+    return f"({name}={number}, rows={rows.start}..{rows.stop - 1})"
 
 
-def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tuple[Any, Any, Any]:
-    """Return inputs, targets, and what comes with them, from `batch` or `validation`; checks what
-    this rank needs.
-    """
+def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> Reading:
+    """Return inputs, targets, and what comes with them; checks what this rank needs of them."""
     when = where(method, number, rows)
-    whose = f" of {place_of(task, method)}{when}"
+    place = f"{place_of(task, method)}{when}"
     # The lock is held until all is copied: another method of the task may fill the same arrays
     # again.
     with turn(task, method):
-        found = call(task, method, number, rows, shard, when=when)
-        if not isinstance(found, tuple) or len(found) not in (2, 3):
-            kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        result = call(task, method, number, rows, shard, when=when)
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            kind = type(result).__name__
+            if isinstance(result, tuple):
+                kind = f"a tuple of {len(result)}"
             raise DataError(
-                f"{place_of(task, method)}{when} returns no inputs and targets",
-                found=kind,
-                expected="(inputs, targets)",
+                f"{place} returns no inputs and targets", found=kind, expected="(inputs, targets)"
             )
-        make = partial(as_batch, shard=shard, any_shapes=task.per_microbatch)
-        inputs = make(found[0], rows, f"the inputs{whose}") if shard.reads_inputs else None
-        targets = make(found[1], rows, f"the targets{whose}") if shard.reads_targets else None
-    return inputs, targets, found[2] if len(found) == 3 else None
+        make = partial(as_batch, rows=rows, shard=shard, any_shapes=task.per_microbatch)
+        inputs, targets, *more = result
+        inputs = make(inputs, f"the inputs of {place}") if shard.reads_inputs else None
+        targets = make(targets, f"the targets of {place}") if shard.reads_targets else None
+    return inputs, targets, more[0] if more else None
 
 
 def read_all(
     task: Task, method: str, number: int, rows: range, microbatches: int, shard: Shard
-) -> Any:
-    """Return what `read` does for the rows of all micro-batches; lists of it where the task gives
-    them one by one.
-    """
+) -> Reading:
+    """Read the rows of all micro-batches; lists where the task gives these one by one."""
     if not task.per_microbatch:
         return read(task, method, number, rows, shard)
-    parts = even_split(len(rows), microbatches)
-    found = [read(task, method, number, rows[part.start : part.stop], shard) for part in parts]
-    return tuple(None if each[0] is None else [*each] for each in zip(*found))
+    readings = []
+    for part in even_split(len(rows), microbatches):
+        readings.append(read(task, method, number, rows[part.start : part.stop], shard))
+    inputs, targets, more = (None if column[0] is None else [*column] for column in zip(*readings))
+    return inputs, targets, more
 
 
 def example(
     task: Task, rows: int, microbatches: int, shard: Shard, most: int | None = None
 ) -> Pair:
-    """Return inputs and targets as they may come, for measurements: those of step 0, again where it
-    has `most` rows.
-    """
-    if type(task).example is not Task.example:  # a task may have some that need no data
+    """Return inputs and targets for measurements: rows of step 0, again where it has `most`."""
+    # A task may have some that need no data.
+    if type(task).example is not Task.example:
         return task.example(rows, microbatches, shard)
-    if microbatches > 1 and task.per_microbatch:
-        inputs, targets, _ = read_all(task, "batch", 0, range(rows), microbatches, shard)
-        return inputs, targets
-    pair = read(task, "batch", 0, range(min(rows, most or rows)), shard)[:2]
-    if most is None or rows <= most or task.per_microbatch:
-        return pair
-    inputs, targets = (
-        arrays.mapped(lambda leaf: leaf[np.arange(rows) % len(leaf)], tree) for tree in pair
-    )
+    if task.per_microbatch and microbatches > 1:
+        return read_all(task, "batch", 0, range(rows), microbatches, shard)[:2]
+    first = range(min(rows, most or rows))
+    inputs, targets, _ = read(task, "batch", 0, first, shard)
+    if len(first) < rows and not task.per_microbatch:
+        places = np.arange(rows) % len(first)
+        inputs = arrays.mapped(lambda leaf: leaf[places], inputs)
+        targets = arrays.mapped(lambda leaf: leaf[places], targets)
     return inputs, targets
 
 
-def as_batch(tree: Tree, rows: range, what: str, shard: Shard, any_shapes: bool = False) -> Tree:
-    """Return a batch in the dtype of the training; DataError for another number of rows, and what
-    is not finite.
+def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool = False) -> Tree:
+    """Copy a batch into the dtype of the training: the task may fill the same arrays again.
 
-    One of `any_shapes` is only not to be empty. Arrays are copied: the task may fill the same ones
-    again while a step computes with these.
+    Raises DataError for another number of rows, unless it has `any_shapes`, and for what is not
+    finite.
     """
     try:
         leaves, structure = arrays.flatten(tree)
@@ -326,6 +304,7 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard, any_shapes: bool 
             remedy="leave such rows out of the data, or let them count nothing: a weight of the "
             "loss says so",
         )
+    copies = []
     for leaf in leaves:
         if not any_shapes and (leaf.ndim == 0 or len(leaf) != len(rows)):
             raise DataError(
@@ -334,131 +313,98 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard, any_shapes: bool 
                 expected=f"{len(rows)} along the first axis",
                 remedy="return as many rows as `rows` has; a source that ends early has fewer",
             )
-        if (
-            arrays.is_floating(leaf.dtype)
-            and not arrays.is_device(leaf)
-            and not np.isfinite(leaf.sum())
-        ):
-            numbers = np.arange(leaf.size) if any_shapes else rows
-            bad = [
-                row
-                for row, values in zip(numbers, leaf.reshape(len(numbers), -1))
-                if not np.isfinite(values).all()
-            ]
-            if bad:
-                part = (
-                    "value {} of an array" if any_shapes else "row {}, counted in the whole batch"
-                )
-                raise DataError(
-                    f"{what} are not finite",
-                    found=f"NaN or infinity in {part.format(bad[0])}",
-                    expected="numbers",
-                    remedy="look at the data of this row; where values are missing, give numbers "
-                    "and a mask as a tuple "
-                    "of targets, and let the loss use it",
-                )
-    cast = []
-    for leaf in leaves:
         dtype = shard.dtype if leaf.dtype.kind == "f" else leaf.dtype
         if arrays.is_device(leaf):
-            cast.append(arrays.copied(leaf, dtype))
-        else:
-            cast.append(leaf.astype(dtype, "C"))
-    return arrays.unflatten(cast, structure)
+            copies.append(arrays.copied(leaf, dtype))
+            continue
+        if arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
+            _check_finite(leaf, what, None if any_shapes else rows)
+        copies.append(leaf.astype(dtype, "C"))
+    return arrays.unflatten(copies, structure)
+
+
+def _check_finite(leaf: Array, what: str, rows: range | None) -> None:
+    """Raise DataError for an array that is not finite: a sum may be infinite by its size alone."""
+    count = leaf.size if rows is None else len(rows)
+    bad = np.flatnonzero(~np.isfinite(leaf).reshape(count, -1).all(axis=1))
+    if not bad.size:
+        return
+    place = f"value {bad[0]} of an array"
+    if rows is not None:
+        place = f"row {rows[bad[0]]}, counted in the whole batch"
+    raise DataError(
+        f"{what} are not finite",
+        found=f"NaN or infinity in {place}",
+        expected="numbers",
+        remedy="look at the data of this row; where values are missing, give numbers "
+        "and a mask as a tuple "
+        "of targets, and let the loss use it",
+    )
 
 
 class Reader:
-    """Reads the rows of this replica; `waited` are the seconds in which the last step waited for
-    them.
+    """Reads the rows of this replica.
+
+    `waited` are the seconds in which the last step waited for them.
     """
 
     def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
         self.task = task
         self.shard = shard
         self.steps = steps
+        self.rank = mesh.rank
         self.waited = 0.0
         begin = mesh.data.rank * plan.rows
-        self.microbatches = plan.schedule.microbatches
         self.rows = range(begin, begin + plan.rows)
+        self.microbatches = plan.schedule.microbatches
         placement = plan.schedule.placement
-        rank = mesh.pipe.rank
-        shard.reads_inputs = rank == placement[0]
-        shard.reads_targets = rank == placement[-1]
+        shard.reads_inputs = mesh.pipe.rank == placement[0]
+        shard.reads_targets = mesh.pipe.rank == placement[-1]
         self.reads = shard.reads_inputs or shard.reads_targets or task.everywhere
-        self.number = -1  # the step that a thread reads
-        self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None
-        # shapes and dtypes of the rows that this rank reads
-        self.rank = mesh.rank
-        self.kinds = ""
+        # The batch of the next step, where a thread reads it.
+        self.ahead: ThreadTask[Reading] | None = None
         if task.read_ahead:
             let_draw_in_turn(turn_of(task))
 
     def batch(self, step: int) -> Pair:
-        """Return the batch of a step; where the task reads ahead, begin to read that of the next
-        one.
-        """
+        """Return the batch of a step; where the task reads ahead, begin with that of the next."""
         if not self.reads:
             return None, None
         start = perf_counter()
-        found = self._read_ahead(step) if self.task.read_ahead else self._read(step)
+        reading = self.read("batch", step) if self.ahead is None else self._read_ahead(step)
         self.waited = perf_counter() - start
-        pair = self.begun(found)
-        if step + 1 < self.steps:
-            self.begin(step + 1)
+        pair = self.begun(reading)
+        if self.task.read_ahead and step + 1 < self.steps:
+            self.ahead = ThreadTask(partial(self.read, "batch", step + 1), "mpipipe batches")
         return pair
 
-    def begin(self, step: int) -> None:
-        """Let a thread read the batch of a step, if the task reads ahead and no thread does so
-        yet.
-        """
-        if self.reads and self.task.read_ahead and (self.ahead is None or self.number != step):
-            self.number = step
-            self.ahead = ThreadTask(partial(self._read, step), "mpipipe batches")
-
-    def _read_ahead(self, step: int) -> tuple[Any, Any, Any]:
-        self.begin(step)
+    def _read_ahead(self, step: int) -> Reading:
         assert self.ahead is not None
-        task = self.ahead
+        ahead = self.ahead
         self.ahead = None
-        wait_locally(task.wait, f"the batch of step {step}")
-        if task.problem is not None:
-            raise task.problem
-        return task.result
+        wait_locally(ahead.wait, f"the batch of step {step}")
+        if ahead.problem is not None:
+            raise ahead.problem
+        return ahead.result
 
-    def _read(self, step: int) -> tuple[Any, Any, Any]:
+    def read(self, method: str, number: int) -> Reading:
+        """Return what the task gives of all rows of this rank."""
         try:
-            found = self.read("batch", step)
+            return read_all(self.task, method, number, self.rows, self.microbatches, self.shard)
         except MpipipeError as error:
-            error.rank = self.rank if error.rank is None else error.rank
+            if error.rank is None:
+                error.rank = self.rank
             raise
-        if self.task.per_microbatch:
-            return found
-        kinds = " and ".join(shapes_of(tree) for tree in found[:2] if tree is not None)
-        self.kinds = self.kinds or kinds
-        if kinds != self.kinds:
-            raise DataError(
-                f"{place_of(self.task, 'batch')}{where('batch', step, self.rows)} returns other "
-                "shapes than before",
-                found=f"{kinds} in each row",
-                expected=self.kinds,
-                remedy="pad what varies to one length, and let the loss count what is valid",
-            )
-        return found
-
-    def read(self, method: str, number: int) -> tuple[Any, Any, Any]:
-        """Return what the task gives of all rows of this rank; lists of it with one entry for each
-        micro-batch.
-        """
-        return read_all(self.task, method, number, self.rows, self.microbatches, self.shard)
 
     def validation(self, index: int) -> Pair:
+        """Return a batch of the validation."""
         if not self.reads:
             return None, None
         return self.begun(self.read("validation", index))
 
-    def begun(self, found: tuple[Any, Any, Any]) -> Pair:
-        """Return inputs and targets of what was read, and give the task what came with them."""
-        inputs, targets, more = found
+    def begun(self, reading: Reading) -> Pair:
+        """Return inputs and targets of a reading, and give the task what came with them."""
+        inputs, targets, more = reading
         if more is not None:
             call(self.task, "begin", more)
         return inputs, targets

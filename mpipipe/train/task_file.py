@@ -1,6 +1,4 @@
-"""A task from a file, `weather.py` or `weather.py:Weather`, the same on all ranks; and its copy in
-the run folder.
-"""
+"""A task from a file, `weather.py` or `weather.py:Weather`, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -24,11 +23,12 @@ from mpipipe.job import Communicator, group_of
 from mpipipe.options import option
 from mpipipe.text import near
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.task import ASKED, Task, TaskSource
+from mpipipe.train.task import NEEDED, Task, TaskSource
 from mpipipe.train.task_calls import line_of
 
 MOST_BYTES = 1 << 24
-IMPORTING = Lock()  # ranks that are threads have the same modules
+# Ranks that are threads have the same modules.
+IMPORTING = Lock()
 STANDARD = sysconfig.get_path("stdlib") + os.sep
 REMEDY = (
     "`python -m mpipipe train FILE.py` takes a file with one class that is derived from "
@@ -60,9 +60,7 @@ class TaskFileConfig(TaskConfig):
 
     @classmethod
     def load(cls, path: str | None = None, **flags: Any) -> TaskFileConfig:
-        """Read a configuration, as `TaskConfig.load` does. A file names its task from its own
-        folder.
-        """
+        """Read a configuration as `TaskConfig.load` does; a file names its task from its folder."""
         config = super().load(path, **flags)
         if path is None or config.task is None or flags.get("task") is not None:
             return config
@@ -76,25 +74,28 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
     for attributes. Raises ConfigError where the file is missing or does not import, has no task or
     several, or the task lacks a method.
     """
-    group, (path, colon, wanted) = group_of(comm), text.rpartition(":")
-    name = path if colon and wanted.isidentifier() else text
+    group = group_of(comm)
+    name, colon, chosen = text.rpartition(":")
+    if not (colon and chosen.isidentifier()):
+        name = text
+        chosen = ""
 
-    def content() -> tuple[Path, bytes]:
+    def read() -> tuple[Path, bytes]:
         with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY):
             return Path(os.path.abspath(name)), files.read_bytes(Path(name), MOST_BYTES)
 
-    place, code = group.from_one("train: the file of the task", content)
+    place, code = group.from_one("train: the file of the task", read)
     with group.raise_together("train: loading the task"):
         with IMPORTING:
             module = imported(place, code)
             modules = neighbours(place.parent)
-        kind = task_class(module, place, None if name == text else wanted)
-        lacking = [method for method in ASKED if getattr(kind, method) is getattr(Task, method)]
+        kind = task_class(module, place, chosen)
+        lacking = [method for method in NEEDED if getattr(kind, method) is getattr(Task, method)]
         if lacking:
             raise ConfigError(
                 f"{kind.__name__} in {place.name} lacks {' and '.join(lacking)}",
                 found=str(place),
-                expected=f"a task with {', '.join(ASKED)}",
+                expected=f"a task with {', '.join(NEEDED)}",
             )
         task = made(kind, place, values)
         task.file = TaskSource(place, kind.__name__, code, modules)
@@ -108,9 +109,7 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
 
 
 def imported(path: Path, code: bytes) -> ModuleType:
-    """Return the module that a file is. Its folder is where it finds others. Raises ConfigError
-    where it raises.
-    """
+    """Import a file, whose folder is where it finds others. ConfigError where it raises."""
     module = ModuleType(f"task_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -121,27 +120,23 @@ def imported(path: Path, code: bytes) -> ModuleType:
     try:
         exec(compile(code, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        own = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
-        line = error.lineno if isinstance(error, SyntaxError) else own[-1].lineno if own else None
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        if isinstance(error, SyntaxError):
+            lines.append(error.lineno)
+        remedy = f"`python {path.name}` shows the same"
+        if isinstance(error, ImportError):
+            remedy += "; modules next to it are found, if it was not copied away"
         raise ConfigError(
             f"the file of the task does not import: {type(error).__name__}: {error}",
-            found=str(path) if line is None else f"line {line} of {path}",
-            remedy=f"`python {path.name}` shows the same; modules next to it are found, if it was "
-            "not copied away"
-            if isinstance(error, ImportError)
-            else f"`python {path.name}` shows the same",
+            found=f"line {lines[-1]} of {path}" if lines else str(path),
+            remedy=remedy,
         ) from error
     return module
 
 
 def neighbours(folder: Path) -> dict[str, bytes]:
-    """Return the modules that were imported from a folder itself, with their content, by their
-    paths in there.
-    """
+    """Return the modules that were imported from a folder, their content by paths in there."""
     content = {}
     for name, file in not_installed():
         for inside in places_of(name):
@@ -151,30 +146,22 @@ def neighbours(folder: Path) -> dict[str, bytes]:
 
 
 def forget_others(folder: Path) -> None:
-    """Forget modules that were imported elsewhere and are in this folder, too: a copy imports its
-    own copies.
-    """
+    """Forget modules from elsewhere that are in this folder, too: a copy imports its own copies."""
     for name, file in not_installed():
-        there = [folder / inside for inside in places_of(name) if (folder / inside).is_file()]
-        if there and os.path.realpath(there[0]) != os.path.realpath(file):
-            sys.modules.pop(name, None)
+        for inside in places_of(name):
+            path = folder / inside
+            if path.is_file() and os.path.realpath(path) != os.path.realpath(file):
+                sys.modules.pop(name, None)
 
 
-def not_installed() -> list[tuple[str, str]]:
-    """Return names and files of imported modules, but for those of Python, of this package, and
-    installed ones.
-    """
-    named = [
-        (name, getattr(module, "__file__", None) or "")
-        for name, module in list(sys.modules.items())
-    ]
-    return [
-        (name, file)
-        for name, file in named
-        if file and name.partition(".")[0] not in ("mpipipe", "__main__")
-        if not file.startswith(STANDARD)
-        and not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
-    ]
+def not_installed() -> Iterator[tuple[str, str]]:
+    """Yield names and files of imported modules that no installation and no package here has."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+        of_package = name.partition(".")[0] in ("mpipipe", "__main__")
+        if file and not (installed or of_package or file.startswith(STANDARD)):
+            yield name, file
 
 
 def places_of(name: str) -> tuple[str, str]:
@@ -183,23 +170,22 @@ def places_of(name: str) -> tuple[str, str]:
     return f"{path}.py", f"{path}/__init__.py"
 
 
-def task_class(module: ModuleType, path: Path, wanted: str | None) -> type[Task]:
-    """Return the class of the task in a module: the one that is wanted, or the only one."""
-    kinds = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, type)
-        and issubclass(value, Task)
-        and value.__module__ == module.__name__
-    }
-    if wanted is None and len(kinds) == 1:
+def task_class(module: ModuleType, path: Path, name: str) -> type[Task]:
+    """Return the class of the task in a module: the one of this name, or the only one."""
+    kinds = {}
+    for key, value in vars(module).items():
+        is_task = isinstance(value, type) and issubclass(value, Task)
+        if is_task and value.__module__ == module.__name__:
+            kinds[key] = value
+    if name in kinds:
+        return kinds[name]
+    if not name and len(kinds) == 1:
         return next(iter(kinds.values()))
-    if wanted in kinds:
-        return kinds[wanted]
+    what = f"no task {name}".rstrip()
+    if kinds and not name:
+        what = "several tasks"
     raise ConfigError(
-        f"no task {wanted} in {path.name}"
-        if wanted
-        else f"{'several tasks' if kinds else 'no task'} in {path.name}",
+        f"{what} in {path.name}",
         found=", ".join(kinds) or f"no class derived from mpipipe.train.Task in {path}",
         expected="one class derived from mpipipe.train.Task",
         remedy=f"name it: {path.name}:{next(iter(kinds))}" if kinds else REMEDY,
@@ -210,24 +196,23 @@ def task_class(module: ModuleType, path: Path, wanted: str | None) -> type[Task]
 
 
 def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
-    """Return the task with attributes as NAME=VALUE sets them, which keep their types."""
+    """Make the task with attributes as NAME=VALUE sets them, which keep their types."""
     names = {name for name in dir(kind) if not name.startswith("_") and name not in vars(Task)}
     is_record = dataclasses.is_dataclass(kind)
-    if is_record:
-        names |= {entry.name for entry in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    given = dict(each.partition("=")[::2] for each in values)
-    strange = [name for name in given if name not in names]
-    if strange:
-        raise ConfigError(
-            f"{kind.__name__} in {path.name} has no attribute {strange[0]} to set",
-            found=f"--set {strange[0]}={given[strange[0]]}",
-            expected=" or ".join(near(strange[0], sorted(names), {}))
-            or ", ".join(sorted(names))
-            or "none",
-        )
+    if dataclasses.is_dataclass(kind):
+        names.update(entry.name for entry in dataclasses.fields(kind))
+    texts = dict(value.partition("=")[::2] for value in values)
+    for name, text in texts.items():
+        if name not in names:
+            expected = near(name, sorted(names)) or sorted(names) or ["none"]
+            raise ConfigError(
+                f"{kind.__name__} in {path.name} has no attribute {name} to set",
+                found=f"--set {name}={text}",
+                expected=" or ".join(expected),
+            )
     try:
         task = kind()
-        parsed = {name: _parsed(name, text, getattr(task, name)) for name, text in given.items()}
+        parsed = {name: _parsed(name, text, getattr(task, name)) for name, text in texts.items()}
         if is_record:
             return kind(**parsed)
         for name, value in parsed.items():
@@ -243,21 +228,20 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
     return task
 
 
-def _parsed(name: str, text: str, now: Any) -> Any:
+# How a text becomes a value of a type, and how an error names that type.
+PARSERS: dict[type, tuple[Callable[[str], object], str]] = {
+    bool: (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
+    int: (int, "an integer"),
+    float: (float, "a number"),
+    str: (str, "a text"),
+}
+
+
+def _parsed(name: str, text: str, now: object) -> object:
     """Return a text in the type that the attribute has now."""
-    words = {"true": True, "false": False}
-    with_type = type(now)
-    try:
-        if with_type is bool:
-            return words[text.lower()]
-        if with_type in (int, float, str):
-            return with_type(text)
-    except (ValueError, KeyError):
-        pass
-    raise ConfigError(
-        f"--set {name}",
-        found=repr(text),
-        expected={bool: "true or false", int: "an integer", float: "a number"}.get(
-            with_type, "an attribute that is a number, a text, true or false"
-        ),
-    )
+    expected = "an attribute that is a number, a text, true or false"
+    if type(now) in PARSERS:
+        parse, expected = PARSERS[type(now)]
+        with suppress(ValueError, KeyError):
+            return parse(text)
+    raise ConfigError(f"--set {name}", found=repr(text), expected=expected)

@@ -1,6 +1,4 @@
-"""The training loop: batches through the pipeline, the optimizer, validation, and the report of
-it.
-"""
+"""The training loop: batches through the pipeline, the optimizer, validation, and its report."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
+from mpipipe.arrays import Array
 from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
@@ -26,7 +25,7 @@ from mpipipe.tracing import Recording, check_new
 from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import doubts, shown, validate
+from mpipipe.train.rehearsal import seq_warnings, shown, validate
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
 from mpipipe.train.task import Task
@@ -38,7 +37,8 @@ class Made(NamedTuple):
 
     result: StepResult
     lr: float
-    norm: float | optim.NormOfStep | None  # None if the optimizer has left it out
+    # None if the optimizer has left the step out.
+    norm: float | optim.NormOfStep | None
 
 
 @dataclass
@@ -65,40 +65,30 @@ class Trainer:
         self.task = self.reader.task
         self.mesh = self.progress.mesh
         self.group = group_of(self.mesh.comm)
-        root = resume.checkpoints_of(self.out)
-        facts = resume.facts_of(self.config, self.task)
         self.checkpoints = Checkpoints(
-            self.config, root, self.progress, facts, self.reporter, self.preemption
+            self.config,
+            resume.checkpoints_of(self.out),
+            self.progress,
+            resume.facts_of(self.config, self.task),
+            self.reporter,
+            self.preemption,
         )
         for stage in self.progress.pipeline.stages:
-            stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
-        # steps, and seconds in them: by the host's clock, busy and elapsed as the pipeline
-        # measured; since the last record, and in all
+            # No other code than the optimizer changes parameters here.
+            stage.optimizer_writes_compute()
+        # Since the last record and in all: steps, and seconds in them by the host's clock, busy
+        # and elapsed as the pipeline measured.
         self.times = np.zeros((2, 4))
-        self.measured = np.zeros(2)  # busy and elapsed seconds of the pipeline that are in `times`
-        self.named: dict[str, float] = {}
+        # Busy and elapsed seconds of the pipeline that are in these times.
+        self.measured = np.zeros(2)
 
     def run(self) -> Record:
         """Train, validate, show a sample, and return the last record."""
         config = self.config
         progress = self.progress
-        task = self.task
         if progress.step < config.steps and self.preemption.asked():
             self._leave()
-        place = "CPUs" if progress.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(
-            introduction(config, task, self.plan, self.mesh, place=place, out=self.out)
-        )
-        if progress.step:
-            self.reporter.say(f"mpipipe: goes on after step {progress.step}")
-        elif beginning := task.beginning() or resume.beginning(config):
-            self.reporter.say(f"mpipipe: begins with {beginning}")
-        if progress.step == 0:
-            for line in doubts(task, self.reader.shard):
-                self.reporter.say(line)
-            validation = self.validate()
-            more = task.derived(None, validation)
-            self._report(Record(0, validation=validation, metrics=self.named, **more))
+        self._introduce()
         for step in range(progress.step, config.steps):
             try:
                 made = self.step(step)
@@ -110,21 +100,41 @@ class Trainer:
                 raise
         return self._end()
 
+    def _introduce(self) -> None:
+        """Say what is trained, and validate what a new training begins with."""
+        task = self.task
+        place = "CPUs" if self.progress.pipeline.stages[0].device == "cpu" else "GPUs"
+        self.reporter.say(introduction(task, self.plan, self.mesh, place=place, out=self.out))
+        if self.progress.step:
+            self.reporter.say(f"mpipipe: goes on after step {self.progress.step}")
+            return
+        beginning = task.beginning()
+        init = getattr(self.config, "init", None)
+        if init is not None:
+            beginning = f"the weights in {init}"
+        if beginning:
+            self.reporter.say(f"mpipipe: begins with {beginning}")
+        for line in seq_warnings(task, self.reader.shard):
+            self.reporter.say(line)
+        self._report(self._validated(Record(0)))
+
     def _after_step(self, made: Made) -> None:
-        """Compare replicas, validate, report, save and leave, where the step or somebody else asks
-        for it.
-        """
+        """Compare replicas, validate, report, save and leave, where it is time for that."""
         config = self.config
         progress = self.progress
         done = progress.step
         if config.check_weights and done % config.check_weights == 0:
             checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
-        validated = done % config.eval_every == 0 or done == config.steps
-        if validated or done == 1 or done % config.log_every == 0:
-            self._record(made, validated)
-        elif config.save_every and done % config.save_every == 0:
-            self._read(made)  # no checkpoint is of a training that has failed
-        leaves = done < config.steps and self.preemption.due(self.checkpoints.saver.in_flight)
+        validates = done % config.eval_every == 0 or done == config.steps
+        saves = config.save_every and done % config.save_every == 0
+        leaves = False
+        if validates or done == 1 or done % config.log_every == 0:
+            self._record(made, validates)
+        elif saves:
+            # No checkpoint is of a training that has failed.
+            self._read(made)
+        if done < config.steps:
+            leaves = self.preemption.due(self.checkpoints.saver.in_flight)
         if leaves:
             self._read(made)
         self.checkpoints.follow(leaves)
@@ -132,7 +142,7 @@ class Trainer:
             self.tracing.finish()
             self._leave()
 
-    def _record(self, made: Made, validated: bool) -> None:
+    def _record(self, made: Made, validates: bool) -> None:
         loss, norm = self._read(made)
         self.group.agree(
             "train: a record",
@@ -140,16 +150,13 @@ class Trainer:
             message="ranks make steps with different learning rates",
             remedy="let rate_at depend on the step and the configuration alone",
         )
-        validation = self.validate() if validated else None
-        metrics = self.named if validated else {}
-        more = (
-            self.speed(self.times[0])
-            | self.progress.scaling()
-            | self.task.derived(loss, validation)
-        )
-        self._report(
-            Record(self.progress.step, loss, validation, made.lr, norm, metrics=metrics, **more)
-        )
+        facts = self.speed(self.times[0]) | self.progress.scaling()
+        record = Record(self.progress.step, loss, lr=made.lr, grad_norm=norm, **facts)
+        if validates:
+            record = self._validated(record)
+        else:
+            record = replace(record, **self.task.derived(loss, None))
+        self._report(record)
         self.times[0] = 0
 
     def _leave(self) -> None:
@@ -166,123 +173,99 @@ class Trainer:
         """Leave the weights, a sample, and the last line."""
         task = self.task
         pipeline = self.progress.pipeline
+        shard = self.reader.shard
         self.tracing.finish()
         self.checkpoints.finish()
         record = self.progress.record
-        if (
-            record.validation is None
-        ):  # a training that was resumed at its end, which was no end before
-            validation = self.validate()
-            more = task.derived(record.loss, validation)
-            record = replace(
-                record, step=self.progress.step, validation=validation, metrics=self.named, **more
-            )
+        if record.validation is None:
+            # A training that was resumed at its end, which was no end before.
+            record = self._validated(replace(record, step=self.progress.step))
         with self.progress.whole_parameters():
             task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
-            sample = task.sample(self.plan, pipeline, self.mesh, self.reader.shard)
-            sample = sample or shown(task, self.plan, pipeline, self.mesh, self.reader.shard)
+            sample = task.sample(self.plan, pipeline, self.mesh, shard)
+            sample = sample or shown(task, self.plan, pipeline, self.mesh, shard)
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
-        self.reporter.say(
-            f"mpipipe: ok steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}"
-        )
+        line = f"steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}"
+        self.reporter.say(f"mpipipe: ok {line}")
         return record
 
     def whereabouts(self) -> str:
-        """Return after which step this is, and in a second line how to go on: with the folder it
-        may be long.
-        """
+        """Return after which step this is, and in a second line how to go on."""
         done = self.progress.step
         steps = self.config.steps
         out = self.out
         saved = checkpoint.newest(resume.checkpoints_of(out))
         place = f"after step {done} of {steps}"
-        if saved is None and done == 0:
-            return (
-                f"before step 1 of {steps}; there is nothing to save\n--resume auto --out "
-                f"{out} begins"
-            )
-        if saved is None:
+        if saved is not None:
+            return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
+        if done:
             return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
-        return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
+        place = f"before step 1 of {steps}; there is nothing to save"
+        return f"{place}\n--resume auto --out {out} begins"
 
     def step(self, step: int) -> Made:
-        """Make one optimizer step. On a GPU that has the whole model it is under way when this
-        returns.
-        """
+        """Make one step. On a GPU with the whole model it is under way when this returns."""
         config = self.config
-        pipeline = self.progress.pipeline
         start = perf_counter()
         self.tracing.begin_step(config.steps - step)
         with self.tracing.part("reading"):
             batch = self.reader.batch(step)
         lr = rate_of(self.task, step, config)
-        result = pipeline.step(*batch, scale=self.progress.scaler.scale)
+        scaler = self.progress.scaler
+        result = self.progress.pipeline.step(*batch, scale=scaler.scale)
         with self.tracing.part("optimizer"):
-            norm = self._optimize(lr)
+            optimizer = self.progress.optimizer
+            # An optimizer of the task's own does not wait for a save that still reads.
+            announce_write(optimizer, *optimizer.stages)
+            with self._as_replicas():
+                norm = optim.scaled_step(optimizer, scaler, config.clip, lr=lr, over=self.norm)
         self.times += 1, perf_counter() - start, 0, self.reader.waited
         self.reporter.advance()
         return Made(result, lr, norm)
 
     def _read(self, made: Made) -> tuple[float, float | None]:
-        """Return loss and norm (None if skipped) of a step, the same on every rank; waits for the
-        GPU, if there is one.
+        """Return loss and norm (None if skipped) of a step on every rank; waits for a GPU.
 
         NonFiniteError says which step had a loss or gradient that is not finite, this one or one
         before.
         """
         start = perf_counter()
-        pipeline = self.progress.pipeline
         loss = made.result.loss
         with self._as_replicas():
             self.progress.scaler.read_norms(wait=True)
         norm = None if made.norm is None else float(made.norm)
-        measured = np.array(pipeline.training_seconds)
+        measured = np.array(self.progress.pipeline.training_seconds)
         self.times[:, 2:] += measured - self.measured
         self.measured = measured
         self.times[:, 1] += perf_counter() - start
         return loss, norm
 
-    def _optimize(self, lr: float) -> float | optim.NormOfStep | None:
-        optimizer = self.progress.optimizer
-        # an optimizer of the task's own does not wait for a save that still reads
-        announce_write(optimizer, *optimizer.stages)
-        with self._as_replicas():
-            return optim.scaled_step(
-                optimizer, self.progress.scaler, self.config.clip, lr=lr, over=self.norm
-            )
-
     @contextmanager
     def _as_replicas(self) -> Iterator[None]:
-        """A gradient that is not finite is one on all ranks: the replicas have the same sums of
-        gradients.
-        """
+        """Raise NonFiniteError on all ranks: replicas have the same sums of gradients."""
         try:
             yield
         except NonFiniteError as error:
             raise agreed_by(error, self.group) from None
 
-    def validate(self) -> float:
-        """Return the mean loss over the validation, always the same batches; means of metrics are
-        `named` then.
-        """
-        pipeline = self.progress.pipeline
-        batches = self.config.eval_batches
-        value, self.named = validate(pipeline, self.reader, self.loss, batches, self.group)
-        return value
+    def _validated(self, record: Record) -> Record:
+        """Return a record with the mean loss and the metrics over the validation; collective."""
+        validation, metrics = validate(
+            self.progress.pipeline, self.reader, self.loss, self.config.eval_batches, self.group
+        )
+        more = self.task.derived(record.loss, validation)
+        return replace(record, validation=validation, metrics=metrics, **more)
 
-    def speed(self, times: np.ndarray) -> dict[str, Any]:
-        """Return tokens per second, bubble and predicted bubble of some steps, nothing for none;
-        collective.
-        """
+    def speed(self, times: Array) -> dict[str, Any]:
+        """Return samples per second, bubble and predicted bubble of some steps; collective."""
         if times[0] == 0:
             return {}
         pipeline = self.progress.pipeline
         costs = pipeline.durations()
-        steps, seconds, busy, elapsed = zip(
-            *self.group.gather("train: the time of all ranks", times.tolist())
-        )
+        of_ranks = self.group.gather("train: the time of all ranks", times.tolist())
+        steps, seconds, busy, elapsed = zip(*of_ranks)
         return {
             self.task.per_second: steps[0] * self.config.batch * self.task.units / max(seconds),
             "bubble": 1 - sum(busy) / sum(elapsed),
@@ -290,12 +273,8 @@ class Trainer:
         }
 
 
-def introduction(
-    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path
-) -> str:
-    """Return what is trained, on which ranks, and where metrics go; `place` is what computes: CPUs
-    or GPUs.
-    """
+def introduction(task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path) -> str:
+    """Say what is trained, on which ranks, and where metrics go; `place` is CPUs or GPUs."""
     schedule = plan.schedule
     return (
         f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
@@ -313,14 +292,14 @@ def introduction(
 # memory is allocated and shapes are agreed on. Validation and checkpoints belong to no step.
 
 
-RECORDED = 16  # steps
+# Number of steps.
+RECORDED = 16
 
 
 def trace_folder(
     comm: Communicator, trace: str | None, out: Path, resumes: bool = False
 ) -> Path | None:
-    """Return where a trace will be written; collective. Raises the same error on every rank where
-    it cannot be.
+    """Return where a trace will be written; the same error on every rank where it cannot be.
 
     A training that `resumes` was perhaps traced before it was ended: nothing is recorded then where
     the folder exists.
@@ -329,7 +308,7 @@ def trace_folder(
         return None
     folder = Path(output_folder.shared_path(comm, trace))
 
-    def is_there() -> bool:
+    def exists() -> bool:
         if folder == out or folder in out.parents or out in folder.parents:
             raise ConfigError(
                 "one of out and trace is inside the other",
@@ -340,13 +319,11 @@ def trace_folder(
             check_new(folder)
         return folder.exists()
 
-    return None if group_of(comm).from_one("train: the folder of the trace", is_there) else folder
+    return None if group_of(comm).from_one("train: the folder of the trace", exists) else folder
 
 
 class Tracing:
-    """Records some steps of a training, if there is a folder to write them to, and shows where
-    their time went.
-    """
+    """Records some steps of a training into a folder, if there is one, and shows their time."""
 
     def __init__(
         self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]
@@ -359,16 +336,12 @@ class Tracing:
         self.made = 0
 
     def begin_step(self, left: int) -> None:
-        """Begin to record with this step if it is time for that; collective. `left` steps are left,
-        with this one.
-        """
+        """Record from this step on if it is the second one, or the last; collective."""
         if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
             self.recording = Recording(self.pipeline, self.mesh.comm)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Mark a part of the step under way: its "optimizer", or the wait for its batch,
-        "reading".
-        """
+        """Mark a part of the step: the "optimizer", or "reading", the wait for its batch."""
         return nullcontext() if self.recording is None else getattr(self.recording, name)()
 
     def end_step(self) -> None:
@@ -378,21 +351,20 @@ class Tracing:
             self.finish()
 
     def finish(self) -> None:
-        """Write the trace of the steps recorded so far; collective. Nothing is done where it is
-        written.
-        """
+        """Write the trace of the steps recorded so far, if there are any; collective."""
         recording = self.recording
         self.recording = None
-        if recording is not None:
-            recording.end()
-            trace = recording.trace
-            if trace is not None and self.folder is not None:
-                self.say(
-                    f"mpipipe: where the time of {counted(len(trace.records[0].steps), 'step')} "
-                    f"went\n{trace.table()}"
-                )
-                try:
-                    trace.write(self.folder)
-                    self.say(f"mpipipe: the trace is in {self.folder}")
-                except (OSError, ArgumentError) as error:  # no reason to lose a training
-                    self.say(f"mpipipe: the trace cannot be written: {error}")
+        if recording is None:
+            return
+        recording.end()
+        trace = recording.trace
+        if trace is None or self.folder is None:
+            return
+        steps = counted(len(trace.records[0].steps), "step")
+        self.say(f"mpipipe: where the time of {steps} went\n{trace.table()}")
+        try:
+            trace.write(self.folder)
+            self.say(f"mpipipe: the trace is in {self.folder}")
+        except (OSError, ArgumentError) as error:
+            # No reason to lose a training.
+            self.say(f"mpipipe: the trace cannot be written: {error}")

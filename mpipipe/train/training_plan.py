@@ -1,11 +1,9 @@
-"""The plan of a training: layers of each rank, memory, and the fastest way, on ranks that are
-measured or on paper.
-"""
+"""The plan of a training: layers of each rank, memory, and the fastest way; also on paper."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -47,9 +45,7 @@ def pipe_of(config: ParallelOptions, ranks: int) -> int:
 
 
 def rows_of(config: TrainingOptions, replicas: int) -> int:
-    """Return the samples of a step in each replica; raises ConfigError where the batch does not
-    divide.
-    """
+    """Return the samples of a step in each replica. ConfigError where the batch does not divide."""
     rows, rest = divmod(config.batch, replicas)
     if rest:
         raise ConfigError(
@@ -69,10 +65,11 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     does not fit these numbers; for a schedule that nobody can mean before anything is built.
     """
     rows = rows_of(config, replicas)
-    table = config.schedule
-    sizes = pipe, config.chunks, config.microbatches, config.slices
-    order = fitting(table, *sizes) if is_table(table) else None
-    microbatches = config.microbatches if order is None else order.microbatches
+    microbatches = config.microbatches
+    order = None
+    if is_table(config.schedule):
+        order = read_order(config, pipe)
+        microbatches = order.microbatches
     if microbatches is None:
         microbatches = min(rows, schedules.PER_RANK * pipe)
     if rows < microbatches:
@@ -93,22 +90,16 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
         raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
     costs = costs_of(task)
     task.check_stages(schedule.stages)
-    ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(
-        costs, schedule.stages
-    )
-    schedule = planning.completed(
-        schedule, ranges, planning.layers_with(task.trained()), config.recompute_limit
-    )
+    ranges = schedules.partition(costs, schedule.stages)
+    if config.partition is not None:
+        _check_partition(config.partition, len(costs), schedule.stages)
+        ranges = list(pairwise(accumulate(config.partition, initial=0)))
+    trained = planning.layers_with(task.trained())
+    schedule = planning.completed(schedule, ranges, trained, config.recompute_limit)
     return planning.LayerPlan(schedule, ranges, rows).with_names(task.outline)
 
 
-def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it
-    does not.
-    """
-    counts = config.partition
-    if counts is None:
-        return []
+def _check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             "the partition does not fit",
@@ -118,7 +109,6 @@ def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tupl
             remedy="count embedding, attention, feed-forward and head as a layer each, or leave "
             "partition out",
         )
-    return list(pairwise(accumulate(counts, initial=0)))
 
 
 # -- A schedule that a configuration gives as a table of actions, not by its name ------------------
@@ -127,42 +117,37 @@ def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tupl
 # every checkpoint.
 
 
-def fitting(
-    table: str, pipe: int, chunks: int, microbatches: int | None, slices: int = 1
-) -> Schedule:
-    """Read a table for pipelines of `pipe` ranks, and prove it; raises ConfigError if it is of
-    other sizes.
-    """
-    schedule = schedules.from_csv(table)
+def read_order(config: TaskConfig, pipe: int) -> Schedule:
+    """Read the table of a configuration, and prove it. ConfigError for one of other sizes."""
+    schedule = schedules.from_csv(config.schedule)
     schedules.check(schedule)
-    digits = f"{schedule.fingerprint:016x}"[:8]  # which tell two tables apart
-    schedule = replace(schedule, name=f"order {digits}")
-    stages = set(Counter(schedule.placement).values())
-    for key, there, wanted in (
-        ("pipe", schedule.ranks, pipe),
-        ("chunks", schedule.chunks if len(stages) == 1 else 0, chunks),
-        ("microbatches", schedule.microbatches, microbatches),
-        ("slices", schedule.slices, slices),
-    ):
-        if wanted is not None and there != wanted:
-            raise ConfigError(
-                f"the order of the schedule is not of {key} = {wanted}",
-                found=f"{counted(schedule.ranks, 'rank')} with "
-                f"{' or '.join(map(str, sorted(stages)))} stages each, "
-                f"{schedule.batch}",
-                expected=f"{key} = {wanted}, as the configuration and the job say",
-                remedy=f"give {key} = {there}, or make an order of these sizes with `mpipipe "
-                "simulate`"
-                if there
-                else "make an order with as many stages on each rank",
-            )
+    # The digits tell two tables apart.
+    schedule = replace(schedule, name=f"order {schedule.fingerprint:016x}"[:14])
+    stages = sorted(set(Counter(schedule.placement).values()))
+    sizes = {
+        "pipe": (schedule.ranks, pipe),
+        "chunks": (schedule.chunks if len(stages) == 1 else 0, config.chunks),
+        "microbatches": (schedule.microbatches, config.microbatches),
+        "slices": (schedule.slices, config.slices),
+    }
+    for key, (size, expected) in sizes.items():
+        if expected is None or size == expected:
+            continue
+        remedy = f"give {key} = {size}, or make an order of these sizes with `mpipipe simulate`"
+        if size == 0:
+            remedy = "make an order with as many stages on each rank"
+        raise ConfigError(
+            f"the order of the schedule is not of {key} = {expected}",
+            found=f"{counted(schedule.ranks, 'rank')} with {' or '.join(map(str, stages))} stages "
+            f"each, {schedule.batch}",
+            expected=f"{key} = {expected}, as the configuration and the job say",
+            remedy=remedy,
+        )
     return schedule
 
 
 def with_order(config: TaskConfig, comm: Communicator) -> TaskConfig:
-    """Return the configuration with the table of the file that it names, as rank 0 reads it;
-    collective.
-    """
+    """Put the table of the file that a configuration names into it; collective."""
     if not is_path(config.schedule):
         return config
     table = group_of(comm).from_one(
@@ -179,7 +164,14 @@ def problem_of(
 ) -> planning.PlanningProblem:
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
     rows_of(config, replicas)
-    fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
+    fixed: dict[str, Any] = {}
+    for name in config.fixed:
+        value = getattr(config, name)
+        if value is not None or name == "recompute_limit":
+            fixed[name] = value
+    if config.slices > 1:
+        fixed["slices"] = config.slices
+    moments = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
     return planning.PlanningProblem(
         layers=task.outline,
         costs=costs_of(task),
@@ -190,14 +182,9 @@ def problem_of(
         seq=config.seq,
         dtype=config.dtype,
         optimizer=config.optimizer,
-        moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
+        moments=moments,
         shards=replicas * config.seq if config.shard_optimizer else 1,
-        fixed={
-            name: value
-            for name, value in fixed.items()
-            if value is not None or name == "recompute_limit"
-        }
-        | ({"slices": config.slices} if config.slices > 1 else {}),
+        fixed=fixed,
         memory_limit=config.memory_limit,
     )
 
@@ -216,9 +203,7 @@ def shard_of(
 def make_shard(
     config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True
 ) -> tuple[Shard, list[Any]]:
-    """Return this rank's share of samples, `sliced` or whole, and a task's layers, whose outline is
-    set; collective.
-    """
+    """Return the share of samples, `sliced` or whole, and the layers; sets the outline."""
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
         shard = shard_of(config, task, mesh.seq, mesh.seq.size, sliced)
@@ -234,21 +219,26 @@ def make_shard(
 def measured_ranks(
     config: TaskConfig, task: Task, mesh: Mesh, made: Shard | None = None
 ) -> planning.MeasuredRanks:
-    """Return the ranks of a job as those to measure a training on, with their shard if it is
-    `made`; collective.
+    """Return the ranks of a job, to measure a training on them; collective.
+
+    `made` is the shard, if there is one.
     """
-    shard = make_shard(config, task, mesh, sliced=False)[0] if made is None or made.cut else made
+    shard = made
+    if shard is None or shard.cut is not None:
+        shard, _ = make_shard(config, task, mesh, sliced=False)
+    whole: Shard = shard
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
-        inputs = inputs_of(config, task, shard)
+        inputs = inputs_of(config, task, whole)
     problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-    largest = max((sum(leaf.size for leaf in arrays.flatten(x)[0]) for x in inputs[1:]), default=1)
+    sizes = [sum(leaf.size for leaf in arrays.flatten(x)[0]) for x in inputs[1:]]
+    largest = max(sizes, default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         mesh=mesh,
-        layers=lambda: layers_of(task, shard, config.seed),
-        loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
-        example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
-        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
+        layers=lambda: layers_of(task, whole, config.seed),
+        loss_for=lambda stage, rows: task.loss_for(stage, rows, whole) or TaskLoss(task),
+        example=lambda rows, microbatches: example(task, rows, microbatches, whole, config.batch),
+        message_shape=lambda rows: task.message_shape(rows, whole) or (rows, largest),
         optimizer=lambda stages, mesh: make_optimizer(config, stages, task, mesh),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
@@ -259,21 +249,22 @@ def measured_ranks(
 
 
 def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
-    """Return an input of each layer for one row, where the task does not say how large they are;
-    collective.
-    """
-    return [] if task.message_shape(1, shard) else [x for _, x in chain(task, shard, config.seed)]
+    """Return an input of each layer, unless the task says how large they are; collective."""
+    if task.message_shape(1, shard):
+        return []
+    return [x for _, x in chain(task, shard, config.seed)]
 
 
 def best_plan(
     config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard
 ) -> tuple[TaskConfig, str]:
-    """Return the configuration with the best plan, and in a line what it is; collective over all
-    ranks.
-    """
+    """Return the configuration with the best plan, and a line about it; collective."""
     report = planning.find_plan(measured_ranks(config, task, mesh, shard), device)
-    rough = f" ({report.oversubscribed})" if report.oversubscribed else ""
-    line = f"mpipipe: plan: {planning.in_words(report.plans[0])}{rough}" if report.plans else ""
+    line = ""
+    if report.plans:
+        line = f"mpipipe: plan: {planning.in_words(report.plans[0])}"
+        if report.oversubscribed:
+            line += f" ({report.oversubscribed})"
     chosen = {name: getattr(report.choice, name) for name in PLANNED}
     return replace(config, plan="no", memory_limit=None, fixed=(), **chosen), line
 
@@ -283,9 +274,7 @@ def best_plan(
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a training would be: its plan, the shape of the mesh, and the memory of each rank of a
-    pipeline.
-    """
+    """What a training would be: its plan, and the memory of each rank of a pipeline."""
 
     config: TaskConfig
     task: Task
@@ -296,10 +285,9 @@ class MemoryEstimate:
     @property
     def parameters(self) -> int:
         """Number of parameters, each tied one once."""
-        sizes = {
-            entry.tie or name: entry.size
-            for name, entry in planning.declared(self.problem.layers).items()
-        }
+        sizes = {}
+        for name, entry in planning.declared(self.problem.layers).items():
+            sizes[entry.tie or name] = entry.size
         return sum(sizes.values())
 
     @property
@@ -308,32 +296,10 @@ class MemoryEstimate:
         return self.problem.ranks * self.problem.replicas * self.problem.seq
 
 
-def on_paper(
-    config: TaskConfig, task: Task, ranks: int, comm: Communicator
-) -> tuple[Shard, planning.PlanningProblem]:
-    """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to
-    be planned.
-    """
-    pipe = pipe_of(config, ranks)
-    replicas, rest = divmod(ranks, pipe * config.seq)
-    if rest or not replicas:
-        raise ConfigError(
-            "the mesh does not fit the ranks",
-            found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
-            expected=f"a multiple of {pipe * config.seq}",
-        )
-    shard = shard_of(config, task, comm, config.seq)
-    task.pipe = pipe
-    outline(task, shard, config.seed)
-    problem = problem_of(config, task, pipe, replicas)
-    return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
-
-
 def estimate_task(
     make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks: int
 ) -> MemoryEstimate:
-    """Return what the training of a task would be on `ranks` ranks, in one process without MPI;
-    raises as that would.
+    """Return what a training would be on `ranks` ranks, in one process; raises as that would.
 
     `make` returns configuration and task, for the communicator of one rank. One micro-batch runs on
     the processor, through each kind of layer.
@@ -352,14 +318,27 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
         )
     task.find_data(group_of(comm))
     config = with_order(config, comm)
+    pipe = pipe_of(config, ranks)
+    replicas, rest = divmod(ranks, pipe * config.seq)
+    if rest or not replicas:
+        raise ConfigError(
+            "the mesh does not fit the ranks",
+            found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
+            expected=f"a multiple of {pipe * config.seq}",
+        )
+    task.pipe = pipe
     shares = [1.0]
-    shard, problem = on_paper(config, task, ranks, comm)
     if config.slices > 1:
         sliced = shard_of(config, task, comm, config.seq, sliced=True)
-        outline(task, sliced, config.seed)  # raises where the layers attend in another way
+        # Raises where the layers attend in another way.
+        outline(task, sliced, config.seed)
         lengths = sliced.slice_lengths or [1] * config.slices
         shares = [length / sum(lengths) for length in lengths]
-    plan = plan_layers(config, task, problem.ranks, problem.replicas)
+    shard = shard_of(config, task, comm, config.seq)
+    outline(task, shard, config.seed)
+    inputs = tuple(map(shapes_of, inputs_of(config, task, shard)))
+    problem = replace(problem_of(config, task, pipe, replicas), inputs=inputs)
+    plan = plan_layers(config, task, pipe, replicas)
     rows = plan.microbatch_rows
     sample = example(task, rows, 1, shard)
     layers = layers_of(task, shard, config.seed)
@@ -370,6 +349,13 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
         sample,
         task.freeze,
     )
-    how: dict[str, Any] = dict(recompute=config.recompute, copied=task.copies, shares=shares)
-    found = planning.rank_bytes(problem, plan, measured, sample, **how)
-    return MemoryEstimate(config, task, problem, plan, found)
+    of_ranks = planning.rank_bytes(
+        problem,
+        plan,
+        measured,
+        sample,
+        recompute=config.recompute,
+        copied=task.copies,
+        shares=shares,
+    )
+    return MemoryEstimate(config, task, problem, plan, of_ranks)

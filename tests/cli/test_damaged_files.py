@@ -103,7 +103,7 @@ KINDS = {
     "megatron": Kind(_megatron, _read_data),
     "csv": Kind(_csv, from_file),
     "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
-    "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
+    "metrics": Kind(_metrics, lambda path: metrics.records_until(path.parent, 10)),
     "tokenizer": Kind(_tokenizer, _read_tokenizer),
     "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None)),
 }

@@ -83,9 +83,9 @@ def test_heads_that_do_not_fit_are_mended_with_options_that_there_are(dim, heads
 @pytest.mark.parametrize(
     ("content", "table", "remedy"),
     [
-        ("steps = 3\n[model]\ndim = 64\n", "[model]", "leave out the line [model]: dim is known without it"),
-        ("[parallel]\n", "[parallel]", "leave out the line [parallel]: keys are known without it"),
-        ("training.lr = 0.1\n", "[training]", "leave out the line [training]: lr is known without it"),
+        ("steps = 3\n[model]\ndim = 64\n", "[model]", "leave out the line [model]: its keys are known without it"),
+        ("[parallel]\n", "[parallel]", "leave out the line [parallel]: its keys are known without it"),
+        ("training.lr = 0.1\n", "[training]", "leave out the line [training]: its keys are known without it"),
     ],
 )
 def test_a_table_in_a_configuration_is_named(tmp_path, content, table, remedy):

@@ -88,6 +88,7 @@ def test_nothing_is_written_through_links(comm, mpi_tmp_path, config, monkeypatc
             out.mkdir(exist_ok=True)
             precious.write_text("precious")
             (out / name).symlink_to(precious)
+            (out / "metrics.jsonl").touch()  # else the folder is no training's
         comm.Barrier()
         if name == "owner.json":
             with pytest.raises(OwnerError, match="no file"):

@@ -73,8 +73,3 @@ def test_values_come_back_from_the_file_as_they_were(tmp_path):
     assert b'data = ["/data/\xff"]' in (tmp_path / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match="not TOML"):
         read_keys(tmp_path / "config.toml")
-
-
-def test_files_of_others_are_not_taken_for_those_of_a_training():
-    ours = "config.toml environment.json.partial train.log tensorboard".split()
-    assert [name for name in (*ours, "thesis.tex", "config.toml.old") if output_folder.OURS.fullmatch(name)] == ours

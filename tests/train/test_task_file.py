@@ -102,7 +102,7 @@ def test_modules_next_to_the_file_are_copied_compared_and_imported_from_the_copy
         assert load(waves).file.checksum == copies.checksum
         gauge.write_text("LEVEL = 20000\n")
         del sys.modules["tidal.gauge"]  # a new process
-        with pytest.raises(ConfigError, match=r"waves.py, or a module next to it, has changed since the checkpoint"):
+        with pytest.raises(ConfigError, match=r"of another file: waves.py, or a module next to it, has changed"):
             train(load_config(str(waves), None, **{**keys, "steps": 5}))
         again = load_config(None, str(tmp_path / "run" / "config.toml"), out=str(tmp_path / "again"))
         train(again, 2)
