@@ -1,11 +1,10 @@
-"""Stages and losses from PyTorch and JAX. Either library is imported when it is asked for, and not
-before.
+"""Stages and losses from PyTorch and JAX. Either library is imported when it is first needed.
 
-foreign   what both have in common: a layer whose parameters lie in the buffers of its stage, and trees of arrays
-pytorch   a module as a layer, its backward in two halves, the state that a forward changes, ties, losses
-jax       layer: a function with its parameters        functions: compiled, with arrays as JAX's and back
+foreign   what both have in common: a layer with parameters in the buffers of its stage
+pytorch   a module as a layer, its backward in two halves, its state, ties, losses
+jax       layer: a function with its parameters; functions: compiled, with arrays as JAX's
 attend    of both: attention over a ring of ranks within a module or a function of one's own
-layers    all that may stand in a list of layers
+layers    the entries of a list of layers
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def torch_stage(
     ties: Mapping[str, str] | None = None,
     loss: TorchLoss | None = None,
 ) -> TorchStage:
-    """Make a stage of a PyTorch module: an `nn.Stage` of one layer, whose parameters have the names
-    of the module.
+    """Make a stage of a PyTorch module: an `nn.Stage` whose parameters have the module's names.
 
     They lie in the flat array of the stage, as their gradients in another, and stay the module's
     own: optimizers of `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum
@@ -178,8 +176,7 @@ def with_skips(
     takes: Sequence[str] = (),
     ties: Mapping[str, str] | None = None,
 ) -> WithSkips:
-    """Make an entry of a list of layers, for `mpipipe.cut` and `Task.layers`, that gives and takes
-    named values.
+    """Make an entry of `mpipipe.cut` and `Task.layers` that gives and takes named values.
 
     Parameters
     ----------
@@ -211,8 +208,7 @@ def with_skips(
 
 
 def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
-    """Make a module of PyTorch that attends as `attention.Local`, `Ring` or `Ulysses` does, for
-    modules of your own.
+    """Make a module of PyTorch that attends as `attention.Local`, `Ring` or `Ulysses` does.
 
     With a `Ring` on the ranks that share a sequence, such as `mesh.seq`, it is exact attention over
     the whole sequence, forward and backward, within a `torch_stage` or in a training loop of your
@@ -234,8 +230,7 @@ def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
 
 
 def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
-    """Make a function of JAX that attends as `attention.Local` or `Ring` does, for functions of
-    your own.
+    """Make a function of JAX that attends as `attention.Local` or `Ring` does.
 
     As `torch_attend`, within a `jax_stage`, or in a function of your own, compiled or not. JAX
     calls back to the host, where attention is computed, always in the order of the program. Make it

@@ -1,5 +1,4 @@
-"""A module of PyTorch or a function of JAX as a layer of a stage, in whose buffers its parameters
-lie.
+"""A module of PyTorch or a function of JAX as a layer, with parameters in buffers of its stage.
 
     stage         x, and what stands under names that it takes      y, and what it gives under names
     parts         [x, far, wide]                                    [y, far]
@@ -17,26 +16,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from mpipipe import nn
 from mpipipe.arrays import Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import FlatBuffer, Parameter, random_seed
+from mpipipe.nn import FlatBuffer, Parameter, Position, random_seed
 
-Structures: TypeAlias = "tuple[Structure, ...]"  # of the parts
-Leaves: TypeAlias = "list[Any]"  # arrays, with None for a gradient that is none
+# Structures of parts; arrays, with None for a gradient that is none.
+Structures: TypeAlias = "tuple[Structure, ...]"
+Leaves: TypeAlias = "list[Any]"
+State = TypeVar("State")
 
 
 class Tape(NamedTuple):
-    """What the forward of a micro-batch leaves for its backward."""
+    """What the forward of a micro-batch leaves for its backward.
 
-    kept: Any  # of the library
-    structures: Structures  # of the parts of the input
-    floating: tuple[bool, ...]  # which of their arrays take gradients
-    output: Structures  # the same of the output
+    `of_library` is what PyTorch or JAX need; `structures` are those of the parts of the input,
+    `floating` says which of its arrays take gradients; the others are the same of the output.
+    """
+
+    of_library: Any
+    structures: Structures
+    floating: tuple[bool, ...]
+    output: Structures
     differentiable: tuple[bool, ...]
 
 
@@ -45,6 +50,27 @@ class Held(NamedTuple):
 
     saved: Any
     bytes: dict[int, int]
+
+
+class StatesBefore(Generic[State]):
+    """States that forwards found which will be run again, by step, micro-batch and replica."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[int, int, int], State] = {}
+
+    @property
+    def latest(self) -> State | None:
+        return next(reversed(self._states.values()), None)
+
+    def note(self, position: Position, state: State) -> None:
+        """Remember a state. Those of another step are left by one that has failed."""
+        if any(step != position.step for step, _, _ in self._states):
+            self._states = {}
+        self._states[position.step, position.microbatch, position.replica] = state
+
+    def take(self, position: Position) -> State | None:
+        """Return the state of a forward that is run again, and forget it."""
+        return self._states.pop((position.step, position.microbatch, position.replica), None)
 
 
 class ForeignLayer(nn.Layer):
@@ -59,56 +85,53 @@ class ForeignLayer(nn.Layer):
 
     takes_any = True
 
-    def __init__(
-        self,
-        given: Any,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        ties: Mapping[str, str] | None = None,
-        place: int | None = None,
-    ) -> None:
-        self.given = given
-        self.place = place
-        self.gives = skip_names(gives, "gives")
-        self.takes = skip_names(takes, "takes")
-        declared = self._declare()
-        for name, key in (ties or {}).items():
-            if name not in declared:
-                found = ", ".join(declared) or "no parameters"
-                raise ArgumentError(
-                    f"a tie names no parameter: {name!r}", found=found, expected="one of those"
-                )
-            declared[name] = replace(declared[name], tie=key)
-        self.declared = declared
-        self._tied = [name for name, entry in declared.items() if entry.tie is not None]
-
     _declare: Callable[[], dict[str, Parameter]]
     _computing: Callable[[], AbstractContextManager[Any]]
-    _forward: Any  # (leaves, structures, position) -> (leaves, structures, Tape or None)
-    _counted: Any  # the same -> what `_forward` returns, and bytes by their address
+    # From (leaves, structures, position) to (leaves, structures, Tape or None).
+    _forward: Any
+    # The same, with what the library keeps for the backward: bytes by their address.
+    _counted: Any
     _backward: Callable[[Leaves, Tape], Leaves]
     _backward_input: Callable[[Leaves, Tape], tuple[Leaves, Any]]
     _backward_weight: Callable[[Any], None]
     _follow_ties: Callable[[], None]
 
+    def __init__(
+        self,
+        entry: Any,
+        gives: Sequence[str] = (),
+        takes: Sequence[str] = (),
+        ties: Mapping[str, str] | None = None,
+        place: int | None = None,
+    ) -> None:
+        self.entry = entry
+        self.place = place
+        self.gives = skip_names(gives, "gives")
+        self.takes = skip_names(takes, "takes")
+        self.declared = self._declare()
+        for name, key in (ties or {}).items():
+            if name not in self.declared:
+                raise ArgumentError(
+                    f"a tie names no parameter: {name!r}",
+                    found=", ".join(self.declared) or "no parameters",
+                    expected="one of those",
+                )
+            self.declared[name] = replace(self.declared[name], tie=key)
+        self._tied = [name for name, entry in self.declared.items() if entry.tie is not None]
+
     @property
     def mixes_positions(self) -> bool:  # type: ignore[override]
         """True, unless the module or the function has an attribute of this name that is False."""
-        return bool(
-            getattr(
-                self.given[0] if isinstance(self.given, tuple) else self.given,
-                "mixes_positions",
-                True,
-            )
-        )
+        module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
+        return bool(getattr(module, "mixes_positions", True))
 
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""
-        self.given = SimpleNamespace(mixes_positions=self.mixes_positions)
-        self.declared = {
-            key: replace(entry, draw=lambda _generator, shape: np.zeros(shape))
-            for key, entry in self.declared.items()
-        }
+        self.entry = SimpleNamespace(mixes_positions=self.mixes_positions)
+        declared = {}
+        for name, entry in self.declared.items():
+            declared[name] = replace(entry, draw=lambda _generator, shape: np.zeros(shape))
+        self.declared = declared
         return self
 
     def bound(self) -> None:
@@ -122,40 +145,37 @@ class ForeignLayer(nn.Layer):
     def random_seed(self, library: str) -> int:
         """Return a seed for random numbers: the same again in a recomputation, others elsewhere."""
         stage: Any = self.stage
-        place, (step, microbatch, replica, *_) = self.place, stage.position
-        return random_seed(
-            library, stage.seed, stage.index if place is None else place, step, microbatch, replica
-        )
+        place = stage.index if self.place is None else self.place
+        step, microbatch, replica, *_ = stage.position
+        return random_seed(library, stage.seed, place, step, microbatch, replica)
 
     def poll(self) -> None:
         """Let messages move."""
-        poll = self.stage.poll
-        if poll is not None:
-            poll()
+        if self.stage.poll is not None:
+            self.stage.poll()
 
     def forward(self, x: Any) -> tuple[Any, Held]:
         stage = self.stage
-        bytes_kept: dict[int, int] = {}
         if self._tied:
             self._follow_ties()
-        parts = [x, *map(stage.taken, self.takes)] if self.takes else [x]
+        parts = [x, *map(stage.taken, self.takes)]
         leaves, structures = flatten_parts(parts)
+        sizes: dict[int, int] = {}
         with self._computing():
             if getattr(COUNTED, "on", False):
-                (found, output, tape), bytes_kept = self._counted(
-                    leaves, structures, stage.position
-                )
+                result, sizes = self._counted(leaves, structures, stage.position)
             else:
-                found, output, tape = self._forward(leaves, structures, stage.position)
-        y, *given = unflatten_parts(found, output)
-        for name, tree in zip(self.gives, given):
+                result = self._forward(leaves, structures, stage.position)
+        outputs, output, tape = result
+        y, *named = unflatten_parts(outputs, output)
+        for name, tree in zip(self.gives, named):
             stage.give(name, tree)
-        return y, Held(tape, bytes_kept)
+        return y, Held(tape, sizes)
 
     def backward_input(self, dy: Any, saved: Held) -> tuple[Any, Held]:
         with self._computing():
-            found, pending = self._backward_input(self._slopes(dy, saved.saved), saved.saved)
-        return self._of_input(found, saved.saved), Held(pending, saved.bytes)
+            slopes, pending = self._backward_input(self._slopes(dy, saved.saved), saved.saved)
+        return self._of_input(slopes, saved.saved), Held(pending, saved.bytes)
 
     def backward_weight(self, pending: Held) -> None:
         if self._tied:
@@ -165,29 +185,23 @@ class ForeignLayer(nn.Layer):
 
     def backward(self, dy: Any, saved: Held) -> Any:
         with self._computing():
-            found = self._backward(self._slopes(dy, saved.saved), saved.saved)
-        return self._of_input(found, saved.saved)
+            slopes = self._backward(self._slopes(dy, saved.saved), saved.saved)
+        return self._of_input(slopes, saved.saved)
 
     def _slopes(self, dy: Tree, tape: Tape) -> Leaves:
-        """The gradients of those arrays of the output that have them; None where no layer has added
-        one.
-        """
+        """Return the gradients of arrays of the output; None where no layer has added one."""
         if self._tied:
             self._follow_ties()
-        parts = [dy, *map(self.stage.gradient_of, self.gives)] if self.gives else [dy]
-        leaves = [
-            leaf
-            for part, structure in zip(parts, tape.output)
-            for leaf in _leaves_like(part, structure)
-        ]
+        leaves: Leaves = []
+        for part, structure in zip([dy, *map(self.stage.gradient_of, self.gives)], tape.output):
+            leaves += _leaves_like(part, structure)
         return [leaf for leaf, has in zip(leaves, tape.differentiable) if has]
 
-    def _of_input(self, found: Leaves, tape: Tape) -> Tree:
-        """The gradient of the input, with None for an array that has none."""
-        source = iter(found)
-        dx, *taken = unflatten_parts(
-            [next(source) if has else None for has in tape.floating], tape.structures
-        )
+    def _of_input(self, slopes: Leaves, tape: Tape) -> Tree:
+        """Return the gradient of the input, with None for an array that has none."""
+        source = iter(slopes)
+        leaves = [next(source) if has else None for has in tape.floating]
+        dx, *taken = unflatten_parts(leaves, tape.structures)
         for name, gradient in zip(self.takes, taken):
             self.stage.add_gradient(name, gradient)
         return dx
@@ -223,9 +237,7 @@ class ForeignStage(nn.Stage):
 
 
 def one_dtype(kinds: Mapping[str, str], remedy: str) -> str:
-    """Return the dtype of all parameters, of {dtype: name of one that has it}; raises ArgumentError
-    for another one.
-    """
+    """Return the dtype of all parameters, of {dtype: name of one that has it}."""
     if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
         raise ArgumentError(
             "the parameters of a module or function must have one dtype, since they lie in one "
@@ -240,31 +252,26 @@ def one_dtype(kinds: Mapping[str, str], remedy: str) -> str:
 # -- Parts as lists of arrays ----------------------------------------------------------------------
 
 
-def skip_names(given: Sequence[str], what: str) -> tuple[str, ...]:
-    """Return names of skips as a tuple; raises ArgumentError for one text, and for what is no
-    text.
-    """
-    if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+def skip_names(names: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return names of skips as a tuple. ArgumentError for one text, and for what is no text."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ArgumentError(
-            what, found=repr(given), expected='a tuple of names of skips, such as ("far",)'
+            what, found=repr(names), expected='a tuple of names of skips, such as ("far",)'
         )
-    return tuple(given)
+    return tuple(names)
 
 
 def returned(output: Any, names: Sequence[str]) -> Sequence[Any]:
-    """Return the parts of what a module or function returned, which gives over skips with these
-    names.
-    """
+    """Return the parts of an output that gives over skips with these names."""
     if not names:
         return [output]
-    several = isinstance(output, (tuple, list))
-    if not several or len(output) != 1 + len(names):
-        raise ArgumentError(
-            "the output of a module or function that gives over skips",
-            found=type(output).__name__ + (f" of {len(output)}" if several else ""),
-            expected=f"a tuple of {1 + len(names)}: (y, {', '.join(names)})",
-        )
-    return output
+    if isinstance(output, (tuple, list)) and len(output) == 1 + len(names):
+        return output
+    raise ArgumentError(
+        "the output of a module or function that gives over skips",
+        found=f"{type(output).__name__} of {getattr(output, '__len__', lambda: 1)()}",
+        expected=f"a tuple of {1 + len(names)}: (y, {', '.join(names)})",
+    )
 
 
 def applied(
@@ -274,7 +281,9 @@ def applied(
     main, *taken = parts
     if isinstance(main, dict):
         return function(*first, *taken, **main, **options)
-    return function(*first, *(main if isinstance(main, tuple) else (main,)), *taken, **options)
+    if not isinstance(main, tuple):
+        main = (main,)
+    return function(*first, *main, *taken, **options)
 
 
 def flatten_parts(
@@ -299,29 +308,24 @@ def unflatten_parts(leaves: Sequence[Any], structures: Structures) -> list[Tree]
 
 
 def _count(structure: Structure) -> int:
-    return (
-        len(structure)
-        if isinstance(structure, tuple)
-        else structure
-        if isinstance(structure, int)
-        else 1
-    )
+    """Return the number of arrays in a part."""
+    if isinstance(structure, tuple):
+        return len(structure)
+    return structure if isinstance(structure, int) else 1
 
 
 def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
-    """Return the gradients for arrays of a structure, in their order; of a tree without a gradient
-    all are None.
-    """
+    """Return the gradients for arrays of a structure, in their order; None where there is none."""
     if tree is None:
         return [None] * _count(structure)
-    leaves, there = flatten(tree)
-    if isinstance(structure, tuple) and isinstance(there, tuple) and {*structure} == {*there}:
-        by_name = dict(zip(there, leaves))
+    leaves, other = flatten(tree)
+    if isinstance(structure, tuple) and isinstance(other, tuple) and {*structure} == {*other}:
+        by_name = dict(zip(other, leaves))
         return [by_name[name] for name in structure]
-    if there != structure:
+    if other != structure:
         raise ArgumentError(
             "the gradient of an output has another structure than the output",
-            found=there,
+            found=other,
             expected=structure,
         )
     return leaves
@@ -330,8 +334,10 @@ def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
 # -- Random numbers of PyTorch, which has one generator for all of a process -----------------------
 
 
-DRAWING = threading.Lock()  # ranks that are threads share it
-TURN = threading.local()  # `lock`: of the task whose batches another thread reads ahead
+# Ranks that are threads share it.
+DRAWING = threading.Lock()
+# `lock` is that of the task whose batches another thread reads ahead.
+TURN = threading.local()
 
 
 def let_draw_in_turn(lock: Any) -> None:
@@ -359,10 +365,11 @@ def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
         yield
 
 
-# -- Memory of PyTorch and JAX, for whoever looks at what a forward saved --------------------------
+# -- Memory of PyTorch and JAX, for measurements of what a forward saved ---------------------------
 
 
-COUNTED = threading.local()  # `on`: layers say what PyTorch and JAX keep
+# Where `on` is true, layers say what PyTorch and JAX keep.
+COUNTED = threading.local()
 
 
 @contextmanager

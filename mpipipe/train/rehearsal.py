@@ -448,7 +448,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     mixing = ""
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
-        module = layer.given if isinstance(layer, ForeignLayer) else layer
+        module = layer.entry if isinstance(layer, ForeignLayer) else layer
         name = f"layers[{place}] {type(module).__name__}"
         line, fine = _checked(name, stage, x, nn.Position())
         lines.append(line)

@@ -746,7 +746,7 @@ def test_a_module_is_trained_as_in_one_process(name, ranks, make, recompute):
         state = {}
         for stage in stages:
             for layer in stage.layers:
-                for key, each in layer.given.named_buffers():
+                for key, each in layer.entry.named_buffers():
                     state[f"{layer.name}.{key}"] = each
         return found, kept, state
 

@@ -1,5 +1,4 @@
-"""Attention of this package as a function of JAX: exact over the ranks of a ring, within any
-function that is compiled.
+"""Attention of this package as a function of JAX: exact over the ranks of a ring.
 
 JAX calls back to the host, where `attention.Local` or `Ring` computes. The calls are ordered
 effects: JAX makes them in the order of the program, one after the other, also over several compiled
@@ -26,8 +25,10 @@ from mpipipe.attention.kernels import check_arrays
 from mpipipe.errors import ArgumentError
 from mpipipe.job import own_cores
 
-SPREAD = 2  # how many rows the shards of two ranks may differ by, in any layout
-ARRAYS = "q", "k", "v", "out", "lse"  # what every forward saves
+# Rows by which the shards of two ranks may differ, in any layout.
+SPREAD = 2
+# What every forward saves.
+ARRAYS = "q", "k", "v", "out", "lse"
 
 
 def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxArray], JaxArray]:
@@ -47,7 +48,7 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
 
     @differentiable_once
     def backward(saved: Any, dout: JaxArray) -> Any:
-        like = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in saved[:3])
+        like = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in saved[:3])
         return call_back(host.backward, like, dout, *saved)
 
     attention.defvjp(forward, backward)
@@ -56,9 +57,9 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
 
 def differentiable_once(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule for first derivatives that refuses to be differentiated itself."""
-    found = jax.custom_jvp(rule)
+    once = jax.custom_jvp(rule)
 
-    @found.defjvp
+    @once.defjvp
     def refuse(_primals: Any, _tangents: Any) -> Any:
         raise ArgumentError(
             "the gradient of attention cannot be differentiated again",
@@ -66,7 +67,7 @@ def differentiable_once(rule: Callable[..., Any]) -> Callable[..., Any]:
             remedy="jax.nn.dot_product_attention on one rank has second derivatives",
         )
 
-    return found
+    return once
 
 
 def make_room_for_calls_back() -> None:
@@ -75,10 +76,14 @@ def make_room_for_calls_back() -> None:
     A call back takes one and waits until its arguments have been copied, for which JAX takes
     another.
     """
-    asked = os.environ.get("NPROC", "")
-    if int(asked) > 1 if asked.isdigit() else not own_cores().isdigit():
+    threads = os.environ.get("NPROC", "")
+    has_two = not own_cores().isdigit()
+    if threads.isdigit():
+        has_two = int(threads) > 1
+    if has_two:
         return
-    name = "jax_num_cpu_devices"  # may be set until JAX has begun
+    # It may be set until JAX has begun.
+    name = "jax_num_cpu_devices"
     try:
         before = getattr(jax.config, name)
         for count in (before + 1, before):
@@ -87,7 +92,7 @@ def make_room_for_calls_back() -> None:
         raise ArgumentError(
             "a call from JAX to attention would wait for ever: JAX has begun, with one thread on "
             "the host",
-            found=f"core {own_cores()}" if not asked else f"NPROC={asked}",
+            found=f"core {own_cores()}, NPROC={threads or 'unset'}",
             expected="two threads",
             remedy="NPROC=2 in the environment of the ranks; or make attention before JAX "
             "computes anything",
@@ -96,9 +101,7 @@ def make_room_for_calls_back() -> None:
 
 
 class HostAttend:
-    """The calls that JAX makes: with arrays on the host that are read-only, and JAX's own again
-    after the call.
-    """
+    """The calls that JAX makes, with read-only arrays that are JAX's own again after the call."""
 
     def __init__(self, attend: Local | Ring):
         if type(attend) not in (Local, Ring):
@@ -115,31 +118,24 @@ class HostAttend:
             )
         if isinstance(attend, Ring):
             attend.agreement.settle = wait_for_calls_back
-        self._kept: dict[
-            tuple, Any
-        ] = {}  # what forwards have saved besides arrays, by what it follows from
+        # What forwards have saved besides arrays, by shapes, dtype and lengths.
+        self._saved: dict[tuple, Any] = {}
 
     def results(self, q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[Any, ...]:
-        """Return the shapes and dtypes of out, its LSE, three numbers, and a ring's last message
-        with room to spare.
-        """
-        check_arrays(*(np.broadcast_to(np.zeros((), each.dtype), each.shape) for each in (q, k, v)))
+        """Return shapes and dtypes: out, its LSE, three numbers, room for a ring's last message."""
+        # Arrays that take no memory.
+        check_arrays(*(np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in (q, k, v)))
         batch, seq, heads, _ = q.shape
-        room = (
-            batch
-            * (k.shape[1] + SPREAD)
-            * k.shape[2]
-            * (k.shape[3] + v.shape[3])
-            * k.dtype.itemsize
+        room = 0
+        if self.ranks > 1:
+            rows = k.shape[1] + SPREAD
+            room = batch * rows * k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+        return (
+            jax.ShapeDtypeStruct((batch, seq, heads, v.shape[3]), q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, seq), arrays.accumulator(q.dtype)),
+            jax.ShapeDtypeStruct((3,), np.int32),
+            jax.ShapeDtypeStruct((room,), np.uint8),
         )
-        shapes = (
-            (batch, seq, heads, v.shape[3]),
-            (batch, heads, seq),
-            (3,),
-            (room if self.ranks > 1 else 0,),
-        )
-        kinds = q.dtype, arrays.accumulator(q.dtype), np.int32, np.uint8
-        return tuple(map(jax.ShapeDtypeStruct, shapes, kinds))
 
     @called_back
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
@@ -154,20 +150,19 @@ class HostAttend:
         room = np.zeros(self.results(q, k, v)[3].shape, np.uint8)
         if saved.message is not None:
             room[: saved.message.size] = saved.message
-        self._kept[q.shape, k.shape, v.shape, q.dtype, lengths] = saved._replace(
-            message=None, **dict.fromkeys(ARRAYS)
-        )
+        bare = saved._replace(message=None, **dict.fromkeys(ARRAYS))
+        self._saved[q.shape, k.shape, v.shape, q.dtype, lengths] = bare
         return out, saved.lse, np.array([saved.call, *lengths], np.int32), room
 
     @called_back
-    def backward(self, dout: np.ndarray, *given: np.ndarray) -> Any:
+    def backward(self, dout: np.ndarray, *arguments: np.ndarray) -> Any:
         """Return the gradients of q, k and v."""
-        q, k, v, *_, numbers, message = given
+        q, k, v, *_, numbers, message = arguments
         call, *lengths = numbers.tolist()
-        saved = self._kept[q.shape, k.shape, v.shape, q.dtype, tuple(lengths)]
+        saved = self._saved[q.shape, k.shape, v.shape, q.dtype, tuple(lengths)]
         if saved.plan.steps > 1:
-            last = self.attend.group.rank + 1 - saved.plan.steps  # whose block it is
+            # The rank whose block it is.
+            last = self.attend.group.rank + 1 - saved.plan.steps
             saved = saved._replace(message=message[: saved.plan.message.nbytes(last)])
-        return tuple(
-            self.attend.backward(dout, saved._replace(call=call, **dict(zip(ARRAYS, given))))
-        )
+        saved = saved._replace(call=call, **dict(zip(ARRAYS, arguments)))
+        return tuple(self.attend.backward(dout, saved))

@@ -22,7 +22,8 @@ from mpipipe.arrays import Array, Structure, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.job import in_place_of
 
-OPTIONS = ("key", "training", "state")  # parameters that a function may have
+# Parameters that a function may have.
+OPTIONS = ("key", "training", "state")
 
 
 @jax.jit
@@ -32,19 +33,16 @@ def both(pull: Any, dy: Any) -> Any:
 
 
 def pulled(pull: Any, dy: Any) -> Any:
-    """Return what `pull` gives for gradients dRe + i dIm, in that convention too: JAX's own are the
-    conjugates.
-    """
+    """Pull gradients dRe + i dIm back, in that convention too: JAX's own are the conjugates."""
     return jax.tree.map(jax.numpy.conj, pull(jax.tree.map(jax.numpy.conj, dy)))
 
 
 class Functions:
-    """The compiled forms of a function for inputs of one structure, in which `floating` arrays take
-    gradients.
+    """The compiled forms of a function for inputs of one structure.
 
-    forward(list of parameters, floating inputs, others, key, state) gives (floating outputs, (the
-    output without them, the new state)), and with_gradients of the same arguments (floating
-    outputs, pull, the same pair).
+    Arrays that are `floating` take gradients. `forward` takes (parameters, floating inputs, others,
+    key, state), and gives (floating outputs, (the output without them, the new state)).
+    `with_gradients` of the same arguments gives (floating outputs, pull, the same pair).
     """
 
     def __init__(
@@ -63,9 +61,8 @@ class Functions:
             parameters = jax.tree_util.tree_unflatten(tree, values)
             parts = unflatten_parts(joined(some, others, floating), structures)
             options = {"key": key, "training": training, "state": state}
-            output = applied(
-                function, (parameters,), parts, **{name: options[name] for name in takes}
-            )
+            chosen = {name: options[name] for name in takes}
+            output = applied(function, (parameters,), parts, **chosen)
             if "state" in takes:
                 output, state = with_state(output, state)
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
@@ -76,23 +73,23 @@ class Functions:
         def with_gradients(
             values: list, some: list, others: list, key: JaxArray, state: Any
         ) -> Any:
-            return jax.vjp(
-                lambda v, x: call(v, x, others, key, state, True), values, some, has_aux=True
-            )
+            train = partial(call, others=others, key=key, state=state, training=True)
+            return jax.vjp(train, values, some, has_aux=True)
 
         self.forward = jax.jit(partial(call, training=False))
         self.with_gradients = jax.jit(with_gradients)
 
 
 def options_of(function: Callable[..., Any]) -> set[str]:
-    """Return which of `OPTIONS` are parameters of a function; refuses one that holds arrays, which
-    nothing trains.
-    """
-    held = [leaf for leaf in jax.tree.leaves(function) if isinstance(leaf, (jax.Array, np.ndarray))]
-    if any(arrays.is_floating(leaf.dtype) for leaf in held):
+    """Return which `OPTIONS` a function takes. ArgumentError for arrays that it holds."""
+    floating = []
+    for leaf in jax.tree.leaves(function):
+        if isinstance(leaf, (jax.Array, np.ndarray)) and arrays.is_floating(leaf.dtype):
+            floating.append(leaf)
+    if floating:
         raise ArgumentError(
             "a function of JAX holds arrays, which would be constants",
-            found=f"{type(function).__name__} with {len(held)} of them",
+            found=f"{type(function).__name__} with {len(floating)} of them",
             expected="a function without arrays of its own",
             remedy="give them as parameters of the stage: equinox.partition(model, "
             "equinox.is_inexact_array), and "
@@ -102,33 +99,35 @@ def options_of(function: Callable[..., Any]) -> set[str]:
 
 
 def with_state(output: Any, before: Any) -> tuple[Any, Any]:
-    """Return (output, state) of what a function with a state has returned; ArgumentError for
-    another one.
-    """
-    found = output[1] if isinstance(output, tuple) and len(output) == 2 else None
-    tree, other = map(jax.tree_util.tree_structure, (before, found))
-    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(each)] for each in (before, found)]
-    if tree != other or shapes[0] != shapes[1]:
+    """Return (output, state) of a function with a state. ArgumentError for another state."""
+    state = output[1] if isinstance(output, tuple) and len(output) == 2 else None
+    tree = jax.tree_util.tree_structure(before)
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(before)]
+    other = jax.tree_util.tree_structure(state)
+    others = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
+    if tree != other or shapes != others:
         raise ArgumentError(
             "a function with a state returns no state like it",
-            found=type(output).__name__ if found is None else f"{other} of shapes {shapes[1]}",
-            expected=f"(output, state), the state {tree} of shapes {shapes[0]}",
+            found=f"{type(output).__name__}, {other} of shapes {others}",
+            expected=f"(output, state), the state {tree} of shapes {shapes}",
         )
-    return output[0], found
+    return output[0], state
 
 
 def divided(leaves: Sequence[Any], floating: Sequence[bool]) -> tuple[list, list]:
     """Return (the floating ones, the others)."""
-    some, others = (
-        [leaf for leaf, has in zip(leaves, floating) if has == wanted] for wanted in (True, False)
-    )
+    some: list = []
+    others: list = []
+    for leaf, has in zip(leaves, floating):
+        part = some if has else others
+        part.append(leaf)
     return some, others
 
 
 def joined(some: Sequence[Any], others: Sequence[Any], floating: Sequence[bool]) -> list:
     """Return what `divided` has divided."""
     sources = iter(others), iter(some)
-    return [next(sources[each]) for each in floating]
+    return [next(sources[has]) for has in floating]
 
 
 def flatten_output(output: Any) -> tuple[list, Structure]:
@@ -138,7 +137,8 @@ def flatten_output(output: Any) -> tuple[list, Structure]:
     """
     if output is None or isinstance(output, (jax.Array, jax.core.Tracer)):
         return [output], None
-    output = dict(sorted(output.items())) if isinstance(output, dict) else output
+    if isinstance(output, dict):
+        output = dict(sorted(output.items()))
     return flatten(tuple(output) if isinstance(output, list) else output)
 
 
@@ -149,17 +149,18 @@ def flatten_output(output: Any) -> tuple[list, Structure]:
 # for before its results leave.
 
 
-JaxArray: TypeAlias = Any  # jax.Array: JAX may be missing where types are checked
+# jax.Array: JAX may be missing where types are checked.
+JaxArray: TypeAlias = Any
 
 
 def put(array: Array) -> JaxArray:
-    """Return an array of JAX on the memory of an array; host memory that does not begin where XLA
-    wants it is copied.
+    """Return an array of JAX on the memory of an array, or a copy where XLA wants it elsewhere.
 
     Raises ArgumentError for 64-bit numbers where JAX would make 32-bit ones of them in silence.
     """
-    wide = array.dtype.itemsize == (16 if array.dtype.kind == "c" else 8)  # a complex number is two
-    if wide and not jax.config.jax_enable_x64:
+    # A complex number is two.
+    wide = 16 if array.dtype.kind == "c" else 8
+    if array.dtype.itemsize == wide and not jax.config.jax_enable_x64:
         raise ArgumentError(
             f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched "
             "off",
@@ -178,28 +179,25 @@ def put(array: Array) -> JaxArray:
 
 
 def taken(results: Sequence[JaxArray]) -> list[Array]:
-    """Return C-contiguous, read-only arrays on the memory of results of JAX, which are waited
-    for.
-    """
-    return [np.asarray(each) for each in jax.block_until_ready(results)]
+    """Wait for results of JAX; return C-contiguous, read-only arrays on their memory."""
+    return [np.asarray(result) for result in jax.block_until_ready(results)]
 
 
-# -- Calls that JAX makes back to the host, in a thread of its own or in the one that waits for it --
+# -- Calls that JAX makes back to the host, in a thread of its own or in the one that waits --------
 #
 # JAX makes an error of its own of an error in such a call, with the text of that. A stage raises
 # the error itself.
 
 
-_waiting: list[int] = []  # threads of stages that wait for JAX
-_errors: list[BaseException] = []  # of calls back, since a stage has begun to wait
+# Threads of stages that wait for JAX, and errors of calls back since one has begun to wait.
+_waiting: list[int] = []
+_errors: list[BaseException] = []
 _called = threading.local()
 
 
 @contextmanager
 def waiting_for_jax() -> Iterator[None]:
-    """Within, the thread waits for JAX: calls back are made in its place, and their errors are
-    raised here.
-    """
+    """Wait for JAX within: calls back are made in place of this thread, and raise their errors."""
     _errors.clear()
     _waiting.append(threading.get_ident())
     try:
@@ -216,11 +214,11 @@ def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method for JAX to call, of a method of numpy arrays."""
 
     @wraps(function)
-    def called(self: Any, *given: JaxArray) -> Any:
+    def called(self: Any, *inputs: JaxArray) -> Any:
         with in_place_of(_waiting[-1] if _waiting else None):
             _called.back = True
             try:
-                return function(self, *map(np.asarray, given))
+                return function(self, *map(np.asarray, inputs))
             except BaseException as error:
                 _errors.append(error)
                 raise
@@ -231,8 +229,6 @@ def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wait_for_calls_back() -> None:
-    """Let JAX make all calls back that are due, unless this is one of them: JAX runs ahead in
-    threads of its own.
-    """
+    """Let JAX, which runs ahead, make all calls back that are due, unless this is one of them."""
     if not getattr(_called, "back", False):
         jax.effects_barrier()

@@ -1,6 +1,4 @@
-"""A function of JAX, with its parameters, as a layer, and as a stage of its own; and a loss
-function of JAX.
-"""
+"""A function of JAX and its parameters as a layer, and as a stage; and a loss function of JAX."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from mpipipe.adapters.foreign import (
     ForeignLayer,
     ForeignStage,
     Leaves,
+    StatesBefore,
     Structures,
     Tape,
     flatten_parts,
@@ -31,7 +30,7 @@ from mpipipe.adapters.jax.functions import (
     taken,
     waiting_for_jax,
 )
-from mpipipe.arrays import Tree, flatten, unflatten
+from mpipipe.arrays import Array, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Parameter, Position, kernels, random_seed
 
@@ -49,7 +48,7 @@ class JaxLayer(ForeignLayer):
     mixes_positions = ForeignLayer.mixes_positions
 
     def _declare(self) -> dict[str, Parameter]:
-        function, parameters, *state = self.given
+        function, parameters, *state = self.entry
         if not callable(function):
             raise ArgumentError(
                 "jax_stage",
@@ -63,13 +62,10 @@ class JaxLayer(ForeignLayer):
                 expected="function(parameters, x, state) that returns (y, state), and its first "
                 "state",
             )
-        self._state_tree = jax.tree_util.tree_structure(state[0] if state else None)
-        self._state = {
-            name: leaf.copy() for name, leaf in named_leaves(state[0] if state else None).items()
-        }
-        self._before: dict[
-            tuple[int, int, int], list[np.ndarray]
-        ] = {}  # of forwards that will be run again
+        first = state[0] if state else None
+        self._state_tree = jax.tree_util.tree_structure(first)
+        self._state = {name: leaf.copy() for name, leaf in named_leaves(first).items()}
+        self._before: StatesBefore[list[Array]] = StatesBefore()
         self._tree = jax.tree_util.tree_structure(parameters)
         leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
@@ -79,26 +75,22 @@ class JaxLayer(ForeignLayer):
 
     def bound(self) -> None:
         super().bound()
-        kinds = {leaf.dtype for leaf in named_leaves(self.given[1]).values()}
+        kinds = {leaf.dtype for leaf in named_leaves(self.entry[1]).values()}
         for name, leaf in self._state.items():
-            if leaf.dtype in kinds and leaf.dtype.kind == "f":  # it goes along with the parameters
+            # It goes along with the parameters.
+            if leaf.dtype in kinds and leaf.dtype.kind == "f":
                 self._state[name] = leaf.astype(self.stage.dtype)
         self._read_parameters()
-        pairs = zip(self._values, self.declared)
-        self._renews = any(
-            value.unsafe_buffer_pointer() != arrays.address(getattr(self, name))
-            for value, name in pairs
-            if value.size
-        )
+        # JAX copies what does not lie as it wants: it does not see new values of these.
+        self._renews = False
+        for value, name in zip(self._values, self.declared):
+            if value.size and value.unsafe_buffer_pointer() != arrays.address(getattr(self, name)):
+                self._renews = True
 
-    def _of(self, name: str, suffix: str = "") -> Any:
-        """Return a parameter or its gradient, complex where JAX has it so."""
-        array = getattr(self, f"{name}{suffix}")
-        return (
-            array.view(f"c{2 * array.itemsize}")[..., 0]
-            if array is not None and name in self._complex
-            else array
-        )
+    def _of(self, name: str) -> Array:
+        """Return a parameter, complex where JAX has it so."""
+        array = getattr(self, name)
+        return array.view(f"c{2 * array.itemsize}")[..., 0] if name in self._complex else array
 
     def _read_parameters(self) -> None:
         self._values = [put(self._of(name)) for name in self.declared]
@@ -114,28 +106,23 @@ class JaxLayer(ForeignLayer):
 
     @property
     def tree(self) -> Any:
-        """The parameters as a tree of views, shaped as the one that was given."""
+        """The parameters as a tree of views, shaped as the one that the function came with."""
         return jax.tree_util.tree_unflatten(self._tree, [self._of(name) for name in self.declared])
 
     @property
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self) -> dict[str, Array]:
         """The state by the paths in its tree, on the host: views, which a load may write to."""
         return self._state
 
     def _state_for(self, position: Position) -> Any:
         """Return the state that a forward finds."""
-        values = [*self._state.values()]
-        run = (position.step, position.microbatch, position.replica)
+        values = None
         if position.training and position.recompute == "now":
-            values = self._before.pop(run, values)
+            values = self._before.take(position)
         # What the backward keeps must not change with the state.
-        copies = [each.copy() for each in values]
-        if position.training and position.recompute == "later" and values:
-            if any(
-                step != position.step for step, *_ in self._before
-            ):  # left by a step that has failed
-                self._before = {}
-            self._before[run] = copies
+        copies = [array.copy() for array in values or self._state.values()]
+        if position.training and position.recompute == "later":
+            self._before.note(position, copies)
         return jax.tree_util.tree_unflatten(self._state_tree, [*map(put, copies)])
 
     def _keep_state(self, state: Any, position: Position) -> None:
@@ -152,70 +139,59 @@ class JaxLayer(ForeignLayer):
         key = structures, floating
         if key not in self._functions:
             self._functions[key] = Functions(
-                self.given[0], self._tree, structures, floating, self.gives
+                self.entry[0], self._tree, structures, floating, self.gives
             )
         compiled = self._functions[key]
-        pull = None
         some, others = divided([*map(put, leaves)], floating)
-        arguments = (
-            self._values,
-            some,
-            others,
-            key_of(self.random_seed("jax")),
-            self._state_for(position),
-        )
+        draw = key_of(self.random_seed("jax"))
+        arguments = self._values, some, others, draw, self._state_for(position)
+        pull = None
         if position.training:
-            found, pull, (rest, state) = compiled.with_gradients(*arguments)
+            results, pull, (rest, state) = compiled.with_gradients(*arguments)
         else:
-            found, (rest, state) = compiled.forward(*arguments)
+            results, (rest, state) = compiled.forward(*arguments)
         self._keep_state(state, position)
+        # Without the floating arrays, in whose places None stands.
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
-        y = joined(
-            taken(found), taken([leaf for leaf in without if leaf is not None]), differentiable
-        )
-        kept = pull, [(each.shape, each.dtype) for each in found]
-        return (
-            y,
-            output,
-            Tape(kept, structures, floating, output, differentiable) if position.training else None,
-        )
+        integers = taken([leaf for leaf in without if leaf is not None])
+        y = joined(taken(results), integers, differentiable)
+        if not position.training:
+            return y, output, None
+        kinds = [(array.shape, array.dtype) for array in results]
+        return y, output, Tape((pull, kinds), structures, floating, output, differentiable)
 
     def _counted(self, leaves: Leaves, structures: Structures, position: Position) -> Any:
-        """Return what `_forward` does, and what JAX keeps for the backward: bytes by the address of
-        the memory.
-        """
-        found = self._forward(leaves, structures, position)
-        held = {} if found[2] is None else {
-            each.unsafe_buffer_pointer(): each.nbytes
-            for each in jax.tree.leaves(found[2].kept[0])
-            if isinstance(each, jax.Array)
-        }  # fmt: skip
+        """Return what `_forward` does, and bytes that JAX keeps for the backward, by address."""
+        result = self._forward(leaves, structures, position)
+        tape = result[2]
+        sizes = {}
+        for array in jax.tree.leaves(None if tape is None else tape.of_library[0]):
+            if isinstance(array, jax.Array):
+                sizes[array.unsafe_buffer_pointer()] = array.nbytes
         for name in self.declared:
-            held.pop(arrays.address(getattr(self, name)), None)
-        return found, held
+            sizes.pop(arrays.address(getattr(self, name)), None)
+        return result, sizes
 
     def _backward(self, slopes: Leaves, tape: Tape) -> Leaves:
-        found, weights = self._backward_input(slopes, tape)
+        of_inputs, weights = self._backward_input(slopes, tape)
         self._backward_weight(weights)
-        return found
+        return of_inputs
 
     def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, Any]:
-        """JAX computes both gradients here, as one function; those of the parameters are added in
-        the other half.
-        """
-        pull, outputs = tape.kept
-        dy = [
-            jax.numpy.zeros(*like) if slope is None else put(slope)
-            for slope, like in zip(slopes, outputs)
-        ]
+        """Compute both gradients, as one function; the other half adds those of parameters."""
+        pull, kinds = tape.of_library
+        dy = []
+        for slope, kind in zip(slopes, kinds):
+            dy.append(jax.numpy.zeros(*kind) if slope is None else put(slope))
         weights, inputs = functions.both(pull, dy)
         return taken(inputs), taken(weights)
 
     def _backward_weight(self, pending: Any) -> None:
         for name, part in zip(self.declared, pending):
             total = getattr(self, f"{name}_grad")
-            if total is not None:  # else frozen
+            # A frozen parameter has none.
+            if total is not None:
                 kernels.of_array(total).accumulate(total, arrays.as_reals(part))
 
 
@@ -234,8 +210,8 @@ class JaxStage(ForeignStage):
         state: Any = None,
     ) -> None:
         self.function = function
-        given = (function, parameters) if state is None else (function, parameters, state)
-        self.layer = JaxLayer(given, gives, takes, ties)
+        entry = (function, parameters) if state is None else (function, parameters, state)
+        self.layer = JaxLayer(entry, gives, takes, ties)
         kinds = {}
         for name, leaf in named_leaves(parameters).items():
             empty = np.empty(0, leaf.dtype)
@@ -249,14 +225,12 @@ class JaxStage(ForeignStage):
 
     @property
     def tree(self) -> Any:
-        """The parameters as a tree of views, shaped as the one that was given."""
+        """The parameters as a tree of views, shaped as the one that the function came with."""
         return self.layer.tree
 
 
 def _declared(name: str, leaf: Any) -> Parameter:
-    """Return a parameter as a layer declares it, with its value: complex numbers as pairs of real
-    ones.
-    """
+    """Declare a parameter with its value: complex numbers as pairs of real ones."""
     array = np.asarray(leaf)
     if not arrays.is_floating(array.dtype):
         raise ArgumentError(
@@ -271,29 +245,23 @@ def _declared(name: str, leaf: Any) -> Parameter:
 
 
 def named_leaves(parameters: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their paths; raises ArgumentError for what are no arrays of
-    numbers.
-    """
-    found: dict[str, Any] = {}
+    """Return the leaves of a tree by their paths. ArgumentError for what is no array of numbers."""
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-            leaf.dtype, jax.dtypes.prng_key
-        )
-        array = None if is_key or callable(leaf) else np.asarray(leaf)
-        if array is None or array.dtype.kind in "OSU":
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", object), jax.dtypes.prng_key)
+        if is_key or callable(leaf) or np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
                 f"{name} in a tree of a function of JAX is no array of numbers",
-                found=str(leaf.dtype) if is_key else type(leaf).__name__,
+                found=str(kind),
                 expected="arrays alone",
-                remedy="jax.random.key_data of a key, or a parameter `key` of the function, which "
-                "gets one"
-                if is_key
-                else "arrays, _ = equinox.partition(model, equinox.is_array), and combine both in "
-                "the function",
+                remedy="arrays, _ = equinox.partition(model, equinox.is_array), and combine both "
+                "in the function; jax.random.key_data of a key, or a parameter `key` of the "
+                "function, which gets one",
             )
-        found[name] = array
-    return found
+        leaves[name] = np.asarray(leaf)
+    return leaves
 
 
 # -- A loss function of JAX as the loss of a pipeline ----------------------------------------------
@@ -310,43 +278,33 @@ class JaxLoss:
 
     def _called(self, _nothing: Any, output: Any, target: Any, *, key: JaxArray) -> Any:
         """Return (value,), or (value, weight), where the weight has no gradient."""
-        found = (
-            self.function(output, target, key=key) if self._draws else self.function(output, target)
-        )
-        value, *weight = found if isinstance(found, tuple) else (found,)
-        return (
-            value,
-            *(jax.lax.stop_gradient(jax.numpy.asarray(each, value.dtype)) for each in weight),
-        )
+        options = {"key": key} if self._draws else {}
+        result = self.function(output, target, **options)
+        if not isinstance(result, tuple):
+            return (result,)
+        value, weight = result
+        return value, jax.lax.stop_gradient(jax.numpy.asarray(weight, value.dtype))
 
     def __call__(
         self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None
     ) -> tuple[Any, ...]:
-        """Return (value, gradient of the output times `factor`), and the weight where the function
-        returns one.
-        """
+        """Return (value, gradient of the output times `factor`), and the weight if there is one."""
         leaves, structures = flatten_parts([(), output, target])
-        own, structure = flatten(output)
-        floating = tuple(
-            place < len(own) and arrays.is_floating(leaf.dtype) for place, leaf in enumerate(leaves)
-        )
-        kind = structures, floating
+        outputs, structure = flatten(output)
+        floating = [arrays.is_floating(leaf.dtype) for leaf in outputs]
+        taking = (*floating, *[False] * (len(leaves) - len(outputs)))
+        kind = structures, taking
         if kind not in self._functions:
-            self._functions[kind] = Functions(self._called, NOTHING, structures, floating, ())
-        some, others = divided([*map(put, leaves)], floating)
-        step, microbatch, replica, *_ = Position() if position is None else position
+            self._functions[kind] = Functions(self._called, NOTHING, structures, taking, ())
+        some, others = divided([*map(put, leaves)], taking)
+        step, microbatch, replica, *_ = position or Position()
         key = key_of(random_seed("jax loss", self.seed, step, microbatch, replica))
-        (value, *weight), pull, _ = self._functions[kind].with_gradients(
-            [], some, others, key, None
-        )
-        _, slopes = functions.both(
-            pull, [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)]
-        )
-        source = iter(taken(slopes))
-        gradient = unflatten(
-            [next(source) if each else None for each in floating[: len(own)]], structure
-        )
-        return (value.item(), gradient, *map(float, weight))
+        results, pull, _ = self._functions[kind].with_gradients([], some, others, key, None)
+        value, *weight = results
+        slopes = [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)]
+        source = iter(taken(functions.both(pull, slopes)[1]))
+        gradients = [next(source) if has else None for has in floating]
+        return (value.item(), unflatten(gradients, structure), *map(float, weight))
 
 
 NOTHING = jax.tree_util.tree_structure([])

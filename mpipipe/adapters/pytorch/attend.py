@@ -1,5 +1,4 @@
-"""Attention of this package as a module of PyTorch: exact over the ranks of a ring, within any
-module.
+"""Attention of this package as a module of PyTorch: exact over the ranks of a ring.
 
 Everything happens in the thread that calls `backward`: PyTorch computes the gradients of tensors on
 the host there. The ranks of a ring go backward in one order, since autograd takes the latest node
@@ -19,9 +18,7 @@ from mpipipe.nn import ForwardAndBackward, as_attend
 
 
 class TorchAttend(torch.nn.Module):
-    """See `mpipipe.adapters.torch_attend`, which makes it. Copies of a module have the same
-    `attend`.
-    """
+    """See `mpipipe.adapters.torch_attend`. Copies of a module have the same `attend`."""
 
     def __init__(self, attend: ForwardAndBackward):
         if not all(callable(getattr(attend, name, None)) for name in ("forward", "backward")):
@@ -53,13 +50,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend; what the backward reads is saved as tensors, too, so that PyTorch sees who writes
-        to it.
-        """
+        """Attend; tensors that the backward reads are saved: PyTorch sees who writes to them."""
         with on_stream(q.device.type):
-            out, ctx.kept = attend.forward(
-                *(array_of(each, contiguous=each.is_cuda) for each in (q, k, v))
-            )
+            inputs = [array_of(tensor, contiguous=tensor.is_cuda) for tensor in (q, k, v)]
+            out, ctx.saved = attend.forward(*inputs)
             result = tensor_of(out)
         ctx.attend = attend
         ctx.save_for_backward(q, k, v, result)
@@ -76,8 +70,7 @@ class Attention(torch.autograd.Function):
                 remedy="torch.nn.functional.scaled_dot_product_attention on one rank has second "
                 "derivatives",
             )
-        q, *_ = (
-            ctx.saved_tensors
-        )  # raises where one of them was written to, or the graph is used up
+        # Raises where one of them was written to, or the graph is used up.
+        q, *_ = ctx.saved_tensors
         with on_stream(q.device.type):
-            return None, *map(tensor_of, ctx.attend.backward(array_of(gradients[0]), ctx.kept))
+            return None, *map(tensor_of, ctx.attend.backward(array_of(gradients[0]), ctx.saved))

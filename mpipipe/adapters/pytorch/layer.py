@@ -1,7 +1,7 @@
 """A module of PyTorch as a layer, and as a stage of its own.
 
-    buffers of the stage | weight            | bias   |     of numpy or CuPy: optimizers, norms, sums over replicas
-    parameters           |  .data of weight  | of bias|     of PyTorch: the module, torch.optim
+    buffers of the stage  | weight          | bias    |   numpy or CuPy: optimizers, norms, sums
+    parameters            | .data of weight | of bias |   PyTorch: the module, torch.optim
 
 Both are one memory, and so are the gradients. A parameter stays the object that it was, so that an
 optimizer of PyTorch may have it already. A complex parameter lies there as pairs of real numbers,
@@ -62,12 +62,10 @@ BETWEEN_POLLS = 1e-3
 
 
 class PlacedParameter(NamedTuple):
-    """A parameter of a module in the buffers of a stage; `gradient` is what its `.grad` is, None
-    where it is frozen.
-    """
+    """A parameter in the buffers of a stage, and its `.grad`, None where it is frozen."""
 
     parameter: Tensor
-    address: int  # of its memory
+    address: int
     gradient: Tensor | None
 
 
@@ -82,73 +80,72 @@ class TorchLayer(ForeignLayer):
     freezes_parts = True
     mixes_positions = ForeignLayer.mixes_positions
     _pieces: dict[str, PlacedParameter]
-    _polled = 0.0  # seconds of a clock
-    in_one_walk = False  # whether the first half of the last backward has done all
-    _looked = (
-        False  # whether a graph has been looked at for tensors whose gradients are summed nowhere
-    )
+    # Seconds of a clock.
+    _polled = 0.0
+    # True if the first half of the last backward has done all.
+    in_one_walk = False
+    # True once a graph has been looked at for tensors whose gradients are summed nowhere.
+    _looked = False
 
     def _declare(self) -> dict[str, Parameter]:
-        check_module(self.given)
-        self._pieces, own = {}, own_dtypes(self.given)
-        return {
-            name: _declared(each)
-            for name, each in self.given.named_parameters()
-            if each.requires_grad or real_dtype(each) in own
-        }
+        check_module(self.entry)
+        self._pieces = {}
+        dtypes = own_dtypes(self.entry)
+        declared = {}
+        for name, parameter in self.entry.named_parameters():
+            if parameter.requires_grad or real_dtype(parameter) in dtypes:
+                declared[name] = _declared(parameter)
+        return declared
 
     def bound(self) -> None:
-        if self._pieces:  # a tied parameter shares the storage of another place
+        # A tied parameter shares the storage of another place.
+        if self._pieces:
             self._follow_ties()
             return
         super().bound()
-        module = self.given
+        module = self.entry
         self._gpu = arrays.current_gpu() if self.stage.device == "cuda" else None
         device = "cpu" if self._gpu is None else f"cuda:{self._gpu}"
-        values = [tensor_of(getattr(self, name)) for name in self.declared]
-        shared = [name for name, each in module.named_buffers() if hasattr(each, SHARED)]
-        move_state(module, {*self.declared}, values[0].dtype if values else None, device)
-        for (name, parameter), value in zip(self._declared_ones(), values):
-            before = parameter.grad
-            parameter.grad = None
-            parameter.data = as_kind_of(parameter, value)
-            self._place(name, parameter)
-            gradient = self._pieces[name].gradient
-            if before is not None and gradient is not None:
-                gradient.copy_(before)
-        self._parameters = [
-            each.parameter for each in self._pieces.values() if each.gradient is not None
-        ]
-        self._trained = {name for name, each in self._pieces.items() if each.gradient is not None}
-        self._state = ModuleState(module)
-        self._shared = {
-            name: each.clone() for name, each in module.named_buffers() if name in shared
+        shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
+        dtype = None
+        for name in self.declared:
+            dtype = tensor_of(getattr(self, name)).dtype
+        move_state(module, {*self.declared}, dtype, device)
+        parameters = dict(module.named_parameters())
+        for name in self.declared:
+            before = parameters[name].grad
+            parameters[name].grad = None
+            slope = self._place(name, parameters[name])
+            if before is not None and slope is not None:
+                slope.copy_(before)
+        self._trained = {
+            name: piece.parameter
+            for name, piece in self._pieces.items()
+            if piece.gradient is not None
         }
-        for each in modules_for_hooks(module):
-            each.register_forward_hook(lambda _module, _inputs, output: self._move_messages(output))
-        for each in module.modules():
-            if isinstance(each, TorchAttend):
-                each.attend.poll = self.poll
-
-    def _declared_ones(self) -> list[tuple[str, Tensor]]:
-        named = dict(self.given.named_parameters())
-        return [(name, named[name]) for name in self.declared]
+        self._parameters = list(self._trained.values())
+        self._state = ModuleState(module)
+        self._shared = {name: module.get_buffer(name).clone() for name in shared}
+        for part in modules_for_hooks(module):
+            part.register_forward_hook(lambda _module, _inputs, output: self._move_messages(output))
+        for part in module.modules():
+            if isinstance(part, TorchAttend):
+                part.attend.poll = self.poll
 
     # -- where parameters and gradients lie
 
-    def _place(self, name: str, parameter: Tensor) -> None:
-        """Let a parameter and its gradient lie where the stage has them."""
+    def _place(self, name: str, parameter: Tensor) -> Tensor | None:
+        """Let a parameter and its gradient lie where the stage has them; return the gradient."""
         gradient = getattr(self, f"{name}_grad")
         slope = None if gradient is None else as_kind_of(parameter, tensor_of(gradient))
         parameter.data = as_kind_of(parameter, tensor_of(getattr(self, name)))
         parameter.requires_grad_(slope is not None)
         parameter.grad = slope
         self._pieces[name] = PlacedParameter(parameter, parameter.data_ptr(), slope)
+        return slope
 
     def _follow_ties(self) -> None:
-        """Compute with the arrays that a pipeline has given to tied parameters and their
-        gradients.
-        """
+        """Compute with the arrays that a pipeline has given to tied parameters."""
         for name in self._tied:
             parameter, address, slope = self._pieces[name]
             gradient = getattr(self, f"{name}_grad")
@@ -157,22 +154,23 @@ class TorchLayer(ForeignLayer):
                 self._place(name, parameter)
 
     def begin_call(self) -> None:
-        """Let each `.grad` be where the stage has it; one that was replaced is copied there, and
-        None is zero.
-        """
+        """Let each `.grad` be where the stage has it: another one is copied there, None is zero."""
         if not self._pieces:
             return
         self._follow_ties()
         self._check_parameters()
         for parameter, _, gradient in self._pieces.values():
-            found = parameter.grad
-            if gradient is None or found is gradient:
+            other = parameter.grad
+            if gradient is None or other is gradient:
                 continue
             with torch.no_grad():
-                gradient.zero_() if found is None else gradient.copy_(found)
+                if other is None:
+                    gradient.zero_()
+                else:
+                    gradient.copy_(other)
             parameter.grad = gradient
         for name, before in self._shared.items():
-            if not torch.equal(self.given.get_buffer(name), before):
+            if not torch.equal(self.entry.get_buffer(name), before):
                 raise ArgumentError(
                     "a buffer that several entries share has changed: on several ranks each has "
                     "one of its own",
@@ -182,14 +180,24 @@ class TorchLayer(ForeignLayer):
                 )
 
     def _check_parameters(self) -> None:
-        """Raise ArgumentError where parameters are no longer those of the stage, or lie
-        elsewhere.
-        """
-        now = dict(self.given.named_parameters())
-        changed = {name for name, each in now.items() if each.requires_grad} ^ self._trained
-        changed |= {
-            name for name, each in self._pieces.items() if now.get(name) is not each.parameter
-        }
+        """Raise ArgumentError for parameters that are not those of the stage, or lie elsewhere."""
+        now = dict(self.entry.named_parameters())
+        changed = {name for name, parameter in now.items() if parameter.requires_grad}
+        changed ^= self._trained.keys()
+        for name, piece in self._pieces.items():
+            parameter = piece.parameter
+            is_new = now.get(name) is not parameter
+            if is_new:
+                changed.add(name)
+            elif parameter.data_ptr() != piece.address:
+                raise ArgumentError(
+                    f"the parameter {name} of a module lies elsewhere than in the stage's flat "
+                    "array",
+                    found=f"{parameter.dtype} on {parameter.device}",
+                    expected="the memory, dtype and device that it had when the stage was made",
+                    remedy="move and convert the module first (module.to, .double(), ...), and "
+                    "make the stage then",
+                )
         if changed:
             raise ArgumentError(
                 f"the parameter {min(changed)} of a module has been replaced or frozen since the "
@@ -199,43 +207,30 @@ class TorchLayer(ForeignLayer):
                 remedy="load_state_dict without assign=True; freeze parameters first and make the "
                 "stage then",
             )
-        for name, (parameter, address, _) in self._pieces.items():
-            if parameter.data_ptr() != address:
-                raise ArgumentError(
-                    f"the parameter {name} of a module lies elsewhere than in the stage's flat "
-                    "array",
-                    found=f"{parameter.dtype} on {parameter.device}",
-                    expected="the memory, dtype and device that it had when the stage was made",
-                    remedy="move and convert the module first (module.to, .double(), ...), and "
-                    "make the stage then",
-                )
 
     def _check_gradients(self) -> None:
-        """Raise ArgumentError if a gradient has been replaced within a step: its sum would miss
-        what comes now.
-        """
+        """Raise ArgumentError if a gradient was replaced within a step: its sum would be lost."""
         for name, (parameter, _, gradient) in self._pieces.items():
-            found = parameter.grad
-            if found is not gradient:
+            other = parameter.grad
+            if other is not gradient:
+                kind = "None" if other is None else f"{other.dtype}{list(other.shape)}"
                 raise ArgumentError(
                     f"the gradient of the parameter {name} was replaced within a step",
-                    found="None"
-                    if found is None
-                    else f"another tensor, {found.dtype}{list(found.shape)}",
-                    expected="gradients that nobody but the pipeline writes within a step",
+                    found=kind,
+                    expected="gradients that only the pipeline writes within a step",
                     remedy="call zero_grad() between steps, not in forward or in a loss",
                 )
 
     @property
     def state(self) -> dict[str, Array]:
-        """Persistent buffers, and parameters that no stage can have, by the module's names: views
-        where they can be.
-        """
-        entries = self.given.state_dict()
-        for name, _ in self.given.named_parameters(remove_duplicate=False):
-            if name in self.declared or name not in dict(self.given.named_parameters()):
-                entries.pop(name, None)
-        return {name: array_of(_stored(name, each)) for name, each in entries.items()}
+        """Persistent buffers, and parameters that no stage can have, by the module's names."""
+        named = dict(self.entry.named_parameters())
+        second = dict(self.entry.named_parameters(remove_duplicate=False)).keys() - named.keys()
+        state = {}
+        for name, value in self.entry.state_dict().items():
+            if name not in self.declared and name not in second:
+                state[name] = array_of(_stored(name, value))
+        return state
 
     # -- forward and backward
 
@@ -252,68 +247,65 @@ class TorchLayer(ForeignLayer):
             torch.set_grad_enabled(trains),
         ):
             inputs = [tensor_of(leaf) for leaf in leaves]
-            # the first time, too, where nobody asks: what refuses to be differentiated in part
-            # raises its error then
+            # The first time also where they are not needed: what refuses to be differentiated in
+            # part raises its error then.
             if trains and not (self.ends and self._looked):
-                for each in inputs:
-                    if is_differentiable(each):
-                        each.requires_grad_()
+                for tensor in filter(is_differentiable, inputs):
+                    tensor.requires_grad_()
             # The memory of inputs belongs to another stage or to the user, and a module may write
             # to copies.
-            copies = [each.clone() for each in inputs]
-            output = applied(self.given, (), unflatten_parts(copies, structures))
+            copies = [tensor.clone() for tensor in inputs]
+            output = applied(self.entry, (), unflatten_parts(copies, structures))
             outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
-            found = [array_of(each) for each in outputs]
+            results = [array_of(tensor) for tensor in outputs]
         if not trains:
-            return found, shapes, None
-        floating, differentiable = (
-            tuple(each.requires_grad for each in some) for some in (inputs, outputs)
-        )
-        taking, giving = (
-            [each for each in some if each.requires_grad] for some in (inputs, outputs)
-        )
+            return results, shapes, None
+        floating = tuple(tensor.requires_grad for tensor in inputs)
+        differentiable = tuple(tensor.requires_grad for tensor in outputs)
+        taking = [tensor for tensor in inputs if tensor.requires_grad]
+        giving = [tensor for tensor in outputs if tensor.requires_grad]
         if not self._looked:
             self._look(taking, giving)
-        kept = taking, giving, HOOKS.value > hooks
-        return found, shapes, Tape(kept, structures, floating, shapes, differentiable)
+        graph = taking, giving, HOOKS.value > hooks
+        return results, shapes, Tape(graph, structures, floating, shapes, differentiable)
 
     def _counted(self, leaves: Leaves, structures: Structures, position: Position) -> Any:
-        """Return what `_forward` does, and what PyTorch keeps for the backward: bytes by the
-        address of the memory.
-        """
-        held: dict[int, int] = {}
+        """Return what `_forward` does, and bytes that PyTorch keeps for it, by their address."""
+        sizes: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
             memory = tensor.untyped_storage()
-            held[memory.data_ptr()] = memory.nbytes()
+            sizes[memory.data_ptr()] = memory.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            found = self._forward(leaves, structures, position)
-        inputs, outputs, _ = ((), (), False) if found[2] is None else found[2].kept
-        for tensor in (*inputs, *outputs):
-            note(tensor)
-        for each in self._pieces.values():
-            held.pop(each.address, None)
-        return found, held
+            result = self._forward(leaves, structures, position)
+        tape = result[2]
+        if tape is not None:
+            inputs, outputs, _ = tape.of_library
+            for tensor in (*inputs, *outputs):
+                note(tensor)
+        for piece in self._pieces.values():
+            sizes.pop(piece.address, None)
+        return result, sizes
 
     def _backward(self, slopes: Leaves, tape: Tape) -> Leaves:
         inputs, outputs, gradients = self._taking_part(slopes, tape)
         if outputs:
             _unwritten(gradients, lambda: torch.autograd.backward(outputs, gradients))
-        return [slope_of(each) for each in inputs]
+        return [slope_of(tensor) for tensor in inputs]
 
     def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, SplitBackward | None]:
         inputs, outputs, gradients = self._taking_part(slopes, tape)
         split = None
         if outputs:
-            own = self._parameters
-            hooked = tape.kept[2]
+            parameters = self._parameters
+            hooked = tape.of_library[2]
             split = _unwritten(
-                gradients, lambda: SplitBackward(outputs, gradients, inputs, own, hooked)
+                gradients, lambda: SplitBackward(outputs, gradients, inputs, parameters, hooked)
             )
-            self.in_one_walk = bool(own) and not split.parts
-        return [slope_of(each) for each in inputs], split
+            self.in_one_walk = bool(parameters) and not split.parts
+        return [slope_of(tensor) for tensor in inputs], split
 
     def _backward_weight(self, pending: SplitBackward | None) -> None:
         self._check_gradients()
@@ -323,22 +315,19 @@ class TorchLayer(ForeignLayer):
     def _taking_part(
         self, slopes: Leaves, tape: Tape
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the inputs that take gradients, the outputs that gradients flow back from, and
-        those gradients.
-        """
+        """Return the inputs that take gradients, outputs that have some, and these gradients."""
         self._check_gradients()
-        inputs, outputs, _ = tape.kept
-        pairs = [
-            (output, tensor_of(slope))
-            for output, slope in zip(outputs, slopes)
-            if slope is not None
-        ]
-        return inputs, [output for output, _ in pairs], [slope for _, slope in pairs]
+        inputs, giving, _ = tape.of_library
+        outputs = []
+        gradients = []
+        for output, slope in zip(giving, slopes):
+            if slope is not None:
+                outputs.append(output)
+                gradients.append(tensor_of(slope))
+        return inputs, outputs, gradients
 
     def _move_messages(self, output: Any) -> None:
-        """Poll when a module has ended its forward, and when it begins its backward; but not all
-        the time.
-        """
+        """Poll after the forward of a module, and before its backward; but not all the time."""
         if self.stage.poll is not None and perf_counter() > self._polled + BETWEEN_POLLS:
             self._polled = perf_counter()
             self.stage.poll()
@@ -346,21 +335,18 @@ class TorchLayer(ForeignLayer):
                 register_hook(output, lambda _gradient: self.poll())
 
     def _look(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Raise ArgumentError if the output depends on a tensor whose gradient is summed and used
-        nowhere.
-        """
+        """Raise ArgumentError if the output depends on a tensor whose gradient is lost."""
         graph = AutogradGraph(outputs, inputs, self._parameters)
         if graph.strange:
             raise ArgumentError(
                 "the output of a module depends on a tensor with a gradient that is none of its "
                 "parameters",
-                found=", ".join(f"{each.dtype}{list(each.shape)}" for each in graph.strange),
+                found=", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in graph.strange),
                 expected="parameters that the module had when the stage was made",
                 remedy="register it as torch.nn.Parameter before, or detach it",
             )
-        self._looked = (
-            not graph.reentrant
-        )  # else inputs take gradients in each forward, as they do in the first one
+        # Else inputs take gradients in each forward, as they do in the first one.
+        self._looked = not graph.reentrant
 
 
 class LossLayer(TorchLayer):
@@ -439,13 +425,11 @@ class TorchStage(ForeignStage):
 
 
 def _declared(parameter: Tensor) -> Parameter:
-    def values(*_: Any) -> Any:
-        wide = (
-            parameter.detach()
-            .to(torch.complex128 if parameter.is_complex() else torch.float64)
-            .cpu()
-        )
-        return (torch.view_as_real(wide) if wide.is_complex() else wide).numpy()
+    def values(*_: Any) -> Array:
+        kind = torch.complex128 if parameter.is_complex() else torch.float64
+        wide = parameter.detach().to(kind).cpu()
+        reals = torch.view_as_real(wide) if wide.is_complex() else wide
+        return reals.numpy()
 
     return Parameter(
         real_shape(parameter),
@@ -468,9 +452,9 @@ def _stored(name: str, value: Any) -> Tensor:
 
 
 def _unwritten(gradients: Sequence[Tensor], walk: Callable[[], Any]) -> Any:
-    """Raise ArgumentError if a backward writes to the gradients that it is given."""
-    versions = [each._version for each in gradients]
-    found = walk()
-    if versions != [each._version for each in gradients]:
+    """Walk backward. Raises ArgumentError if that writes to the gradients that it begins with."""
+    versions = [gradient._version for gradient in gradients]
+    result = walk()
+    if versions != [gradient._version for gradient in gradients]:
         raise written_error("the backward of a module", "the gradient that it is given")
-    return found
+    return result

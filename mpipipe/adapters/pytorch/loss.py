@@ -24,21 +24,22 @@ class TorchLoss:
     that stage see.
     """
 
+    is_trained = False
+    # True once a graph has been looked at for tensors whose gradients are summed nowhere.
+    _looked = False
+
     def __init__(self, function: Callable[..., Any], seed: int = 0):
         self.function = function
         self.seed = seed
         self.module = function if isinstance(function, torch.nn.Module) else None
-        self.is_trained = self._looked = False
-        self._state = ModuleState(torch.nn.Module() if self.module is None else self.module)
+        self._state = ModuleState(self.module or torch.nn.Module())
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of the loss that are to be trained."""
-        return (
-            []
-            if self.module is None
-            else [each for each in self.module.parameters() if each.requires_grad]
-        )
+        if self.module is None:
+            return []
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def __call__(
         self,
@@ -48,39 +49,41 @@ class TorchLoss:
         position: Position | None = None,
         weigh: Callable[[float | None], float] | None = None,
     ) -> tuple[Any, ...]:
-        """Return (value, gradient of the output times `factor`), and the weight where the function
-        returns one.
+        """Return (value, gradient of the output times `factor`), and the weight if there is one.
 
         `weigh` makes of the weight a further factor, for all gradients.
         """
-        (leaves, structure), (wanted, shape) = flatten(output), flatten(target)
-        trains = position is not None and position.training
+        leaves, structure = flatten(output)
+        goals, of_target = flatten(target)
         with (
             on_stream(arrays.device_of(leaves[0])),
             torch.enable_grad(),
             self._at(position, leaves[0]),
         ):
             outputs = [tensor_of(leaf) for leaf in leaves]
-            taking = [each.requires_grad_() for each in outputs if is_differentiable(each)]
+            taking = list(filter(is_differentiable, outputs))
+            for tensor in taking:
+                tensor.requires_grad_()
             # The memory belongs to a stage or to the user, and a function may write to copies.
-            copies = [each.clone() for each in outputs]
-            targets = [tensor_of(leaf).clone() for leaf in wanted]
-            value = self.function(unflatten(copies, structure), unflatten(targets, shape))
-            value, *weight = value if isinstance(value, tuple) else (value,)
-            weight = [float(each) for each in weight]
+            copies = unflatten([tensor.clone() for tensor in outputs], structure)
+            targets = unflatten([tensor_of(leaf).clone() for leaf in goals], of_target)
+            result = self.function(copies, targets)
+            value, *weight = result if isinstance(result, tuple) else (result,)
+            weight = list(map(float, weight))
             _check_number(value)
             if weigh is not None:
                 factor *= weigh(weight[0] if weight else None)
             if value.requires_grad and not self._looked:
                 self._look(value, taking)
-            own = self.parameters if trains else []
-            if value.requires_grad and factor:  # a weight of 0 may come with NaN
-                torch.autograd.backward(
-                    value, torch.full_like(value, factor), inputs=[*taking, *own]
-                )
-            slopes = [slope_of(each) if each.requires_grad else None for each in outputs]
-            found = value.detach()
-            number = found.item() if found.device.type == "cpu" else array_of(found)
+            trains = position is not None and position.training
+            inputs = [*taking, *self.parameters] if trains else taking
+            # A weight of 0 may come with NaN.
+            if value.requires_grad and factor:
+                torch.autograd.backward(value, torch.full_like(value, factor), inputs=inputs)
+            slopes = [slope_of(tensor) if tensor.requires_grad else None for tensor in outputs]
+            number = array_of(value.detach())
+            if value.device.type == "cpu":
+                number = value.item()
             return (number, unflatten(slopes, structure), *weight)
 
     def _at(self, position: Position | None, leaf: Any) -> AbstractContextManager[Any]:
@@ -94,21 +97,21 @@ class TorchLoss:
 
     def _look(self, value: Any, taking: Sequence[Tensor]) -> None:
         """Raise ArgumentError for a loss that depends on a tensor which no stage trains."""
-        own = self.parameters
-        strange = AutogradGraph([value], taking, own).strange
+        parameters = self.parameters
+        strange = AutogradGraph([value], taking, parameters).strange
         if strange:
             raise ArgumentError(
                 "a loss depends on a tensor with a gradient that is neither the output nor a "
                 "parameter of the loss",
-                found=", ".join(f"{each.dtype}{list(each.shape)}" for each in strange),
+                found=", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in strange),
                 expected="a function of output and target, or a torch.nn.Module with its own "
                 "parameters",
                 remedy="compute what needs the model in the last stage, or detach the tensor",
             )
-        if own and not self.is_trained:
+        if parameters and not self.is_trained:
             raise ArgumentError(
                 "a loss has parameters that no stage trains",
-                found=f"{type(self.module).__name__} with {len(own)} trainable parameters",
+                found=f"{type(self.module).__name__} with {len(parameters)} trainable parameters",
                 expected="parameters in the last stage, where optimizers and replicas see them",
                 remedy="torch_stage(module, loss=loss), or the loss as last entry of a list of "
                 "layers; "
@@ -121,8 +124,6 @@ def _check_number(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise ArgumentError(
             "the value of a loss",
-            found=type(value).__name__
-            if not isinstance(value, torch.Tensor)
-            else f"shape {tuple(value.shape)}",
+            found=f"{type(value).__name__} of shape {getattr(value, 'shape', ())}",
             expected="a tensor of one number, or a tuple of it and a weight",
         )

@@ -1,5 +1,4 @@
-"""What the forward of a module changes besides its output: buffers, attributes, generators, and the
-mode of its parts.
+"""The state of a module: what its forward changes besides its output, and the mode of its parts.
 
 Statistics (batch normalisation, running means, counters) follow the forwards in the order of their
 micro-batches, as in a loop of PyTorch. A forward that is run again for its backward must find the
@@ -20,29 +19,25 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from mpipipe.adapters.foreign import drawing_turn
+from mpipipe.adapters.foreign import StatesBefore, drawing_turn
 from mpipipe.nn import Position
 
-Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
-Run: TypeAlias = "tuple[int, int, int]"  # step, micro-batch and replica of a forward
+Holder: TypeAlias = "MutableMapping[str, Any]"
 
-OF_PYTORCH = frozenset(vars(torch.nn.Module()))  # attributes that every module has
+# Attributes that every module has.
+OF_PYTORCH = frozenset(vars(torch.nn.Module()))
 
 
 class ModuleState:
     """The state of a module, and what it was before those forwards that will be run again."""
 
-    def __init__(self, module: Any):
+    def __init__(self, module: torch.nn.Module):
         self._module = module
-        self._before: dict[Run, ModuleSnapshot] = {}
+        self._before: StatesBefore[ModuleSnapshot] = StatesBefore()
 
     @contextmanager
     def drawing(self, gpu: int | None, seed: int, position: Position) -> Iterator[None]:
-        """Within, a forward of this position draws its random numbers, whatever else is drawn
-        before or meanwhile.
-
-        It finds the state that belongs to it, and its parts have the right mode.
-        """
+        """Within, a forward of this position draws its own random numbers, and finds its state."""
         generator = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
         with drawing_turn():
             before = generator.get_state()
@@ -56,27 +51,17 @@ class ModuleState:
     def _at(self, position: Position) -> AbstractContextManager[None]:
         if not position.training:
             return _evaluating(self._module)
-        if position.recompute == "now":
-            return self._put_back(position)
         if position.recompute == "later":
-            self._note(position)
+            snapshot = ModuleSnapshot.of(self._module, self._before.latest)
+            self._before.note(position, snapshot)
+        if position.recompute == "now":
+            before = self._before.take(position)
+            if before is not None:
+                return self._put_back(before)
         return nullcontext()
 
-    def _note(self, position: Position) -> None:
-        run = position.step, position.microbatch, position.replica
-        if any(
-            step != position.step for step, _, _ in self._before
-        ):  # left by a step that has failed
-            self._before = {}
-        latest = next(reversed(self._before.values()), None)
-        self._before[run] = ModuleSnapshot.of(self._module, latest)
-
     @contextmanager
-    def _put_back(self, position: Position) -> Iterator[None]:
-        before = self._before.pop((position.step, position.microbatch, position.replica), None)
-        if before is None:
-            yield
-            return
+    def _put_back(self, before: ModuleSnapshot) -> Iterator[None]:
         now = ModuleSnapshot.of(self._module, before)
         before.restore()
         try:
@@ -86,7 +71,7 @@ class ModuleState:
 
 
 @contextmanager
-def _evaluating(module: Any) -> Iterator[None]:
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
     """Within, no part is in training; after it each is as its owner had set it."""
     trained = [part for part in module.modules() if part.training]
     for part in trained:
@@ -102,80 +87,77 @@ def _evaluating(module: Any) -> Iterator[None]:
 
 
 class Entry(NamedTuple):
-    """What stands under a key of the buffers or attributes of a module: the object, and a copy of
-    what is in it.
-    """
+    """A buffer or attribute of a module: where it is, the object, and a copy of its content."""
 
-    holder: MutableMapping[str, Any]
+    holder: Holder
     key: str
     value: Any
     content: Any
 
 
 class ModuleSnapshot(NamedTuple):
-    """The state of a module at one time, and of the generators that random numbers of a forward may
-    come from.
-    """
+    """The state of a module at one time, and of the generators of Python and of numpy."""
 
-    holders: list[MutableMapping[str, Any]]
+    holders: list[Holder]
     entries: list[Entry]
     python: Any
     numpy: Any
 
     @classmethod
-    def of(cls, module: Any, latest: ModuleSnapshot | None) -> ModuleSnapshot:
-        """Return the state as it is now; what has not changed since the latest one shares its
-        memory.
-        """
-        known = (
-            {} if latest is None else {(id(each.holder), each.key): each for each in latest.entries}
-        )
-        holders = [holder for part in module.modules() for holder in (part._buffers, vars(part))]
+    def of(cls, module: torch.nn.Module, latest: ModuleSnapshot | None) -> ModuleSnapshot:
+        """Take the state as it is now; what has not changed since the latest one is not copied."""
+        known = {}
+        if latest is not None:
+            known = {(id(entry.holder), entry.key): entry for entry in latest.entries}
+        holders: list[Holder] = []
+        for part in module.modules():
+            holders += [part._buffers, vars(part)]
         entries = []
         for holder in holders:
             for key, value in _state_in(holder):
-                same = known.get((id(holder), key))
-                if same is None or same.value is not value or not _equal(value, same.content):
-                    same = Entry(holder, key, value, _copied(value))
-                entries.append(same)
+                entry = known.get((id(holder), key))
+                if entry is None or entry.value is not value or not _same(value, entry.content):
+                    entry = Entry(holder, key, value, _copied(value))
+                entries.append(entry)
         return cls(holders, entries, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
         """Put everything back, in the objects where it was."""
-        known = {(id(each.holder), each.key) for each in self.entries}
+        known = {(id(entry.holder), entry.key) for entry in self.entries}
         for holder in self.holders:
             for key, _ in _state_in(holder):
-                if (id(holder), key) not in known:  # a forward has made it since
+                # A forward has made it since.
+                if (id(holder), key) not in known:
                     del holder[key]
         for holder, key, value, content in self.entries:
             if holder.get(key) is not value:
                 holder[key] = value
-            if not _equal(value, content):
+            if not _same(value, content):
                 _fill(value, content)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 CONTAINERS = (list, dict, set, deque)
+GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple)
 
 
-def _state_in(holder: MutableMapping[str, Any]) -> list[tuple[str, Any]]:
-    return [
-        (key, value) for key, value in holder.items() if key not in OF_PYTORCH and _is_state(value)
-    ]
+def _state_in(holder: Holder) -> list[tuple[str, Any]]:
+    """Return what a forward may change: no modules, functions and objects, no graph."""
+    state = []
+    for key, value in holder.items():
+        if isinstance(value, torch.Tensor):
+            changes = _is_state(value)
+        else:
+            changes = isinstance(value, (*NUMBERS, *CONTAINERS, *GENERATORS, np.ndarray))
+        if changes and key not in OF_PYTORCH:
+            state.append((key, value))
+    return state
 
 
-def _is_state(value: Any) -> bool:
-    """Whether a forward may change this: not modules, functions and objects, nor what belongs to
-    one graph.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.grad_fn is None and not isinstance(value, torch.nn.Parameter)
-    return isinstance(
-        value,
-        (*NUMBERS, *CONTAINERS, np.ndarray, torch.Generator, np.random.Generator, random.Random),
-    )
+def _is_state(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is None and not isinstance(tensor, torch.nn.Parameter)
 
 
 def _copied(value: Any) -> Any:
@@ -185,15 +167,11 @@ def _copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, deque)):
-        return [_copied(each) for each in value]
+        return [_copied(item) for item in value]
     if isinstance(value, set):
         return set(value)
-    return _generator_state(value)
-
-
-def _generator_state(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):
@@ -203,38 +181,21 @@ def _generator_state(value: Any) -> Any:
     return value
 
 
-def _equal(value: Any, content: Any) -> bool:
-    """Whether an object has what a copy of it has."""
+def _same(value: Any, content: Any) -> bool:
+    """True for arrays that have not changed, and for what holds nothing; else it is copied."""
     if isinstance(value, torch.Tensor):
-        if not isinstance(content, torch.Tensor) or (value.shape, value.dtype) != (
-            content.shape,
-            content.dtype,
-        ):
-            return False
-        return value is content or torch.equal(value.detach(), content.detach())
+        alike = value.shape == content.shape and value.dtype == content.dtype
+        return alike and torch.equal(value.detach(), content)
     if isinstance(value, np.ndarray):
-        return value.shape == content.shape and bool(np.array_equal(value, content))
-    if isinstance(value, dict):
-        return value.keys() == content.keys() and all(
-            _equal(value[key], content[key]) for key in value
-        )
-    if isinstance(value, (list, deque)):
-        return len(value) == len(content) and all(map(_equal, value, content))
-    if isinstance(value, torch.Generator):
-        return torch.equal(value.get_state(), content)
-    if isinstance(value, (np.random.Generator, random.Random)):
-        return False
-    return value is content or bool(
-        type(value) is type(content) and isinstance(value, NUMBERS) and value == content
-    )
+        return np.array_equal(value, content)
+    return not isinstance(value, (*CONTAINERS, *GENERATORS))
 
 
 def _fill(value: Any, content: Any) -> None:
     """Write a copy back into the object that it was made of."""
     if isinstance(value, torch.Tensor):
-        value.data.copy_(
-            content
-        )  # not counted as a write in place: graphs hold these tensors, and do not read them
+        # Not counted as a write in place: graphs hold these tensors, and do not read them.
+        value.data.copy_(content)
     elif isinstance(value, np.ndarray):
         value[...] = content
     elif isinstance(value, torch.Generator):
@@ -246,6 +207,6 @@ def _fill(value: Any, content: Any) -> None:
     elif isinstance(value, (dict, set)):
         value.clear()
         value.update(_copied(content))
-    elif isinstance(value, (list, deque)):
+    else:
         value.clear()
         value.extend(_copied(content))

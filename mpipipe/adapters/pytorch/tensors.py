@@ -1,5 +1,4 @@
-"""What a stage asks of a module of PyTorch and of its tensors: devices, trees, buffers, and
-parameters as flat arrays.
+"""Modules of PyTorch and their tensors as a stage sees them: devices, trees, buffers, dtypes.
 
 On a GPU PyTorch works on CuPy's current stream, so all work is in one order. That follows the
 documentation of both (PyTorch, "torch.cuda.ExternalStream"; CuPy, "Interoperability"). No test runs
@@ -18,18 +17,17 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Structure, array_of, flatten
 from mpipipe.errors import ArgumentError
 
-Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
+# torch.Tensor: PyTorch may be missing where types are checked.
+Tensor: TypeAlias = Any
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Whether gradients exist for tensors of this dtype."""
+    """True for dtypes with gradients."""
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 def slope_of(tensor: Tensor) -> Array:
-    """Take the gradient that has arrived at a tensor, as an array: zeros where nothing depends on
-    it.
-    """
+    """Take the gradient that has arrived at a tensor, as an array; zeros without one."""
     gradient = tensor.grad
     tensor.grad = None
     if gradient is None:
@@ -42,9 +40,8 @@ def on_stream(device: str) -> AbstractContextManager[Any]:
     if device == "cpu":
         return nullcontext()
     pointer = arrays.stream().ptr
-    return torch.cuda.stream(
-        torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
-    )
+    stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+    return torch.cuda.stream(stream)
 
 
 def device_of(tensor: Tensor) -> str:
@@ -55,27 +52,17 @@ def device_of(tensor: Tensor) -> str:
             "a module on a device that arrays do not know",
             found=tensor.device,
             expected="cpu or cuda",
-            remedy="module.to_empty(device='cpu') and initial values"
-            if kind == "meta"
-            else "module.to('cpu')",
+            remedy="module.to('cpu'); of meta module.to_empty(device='cpu') and initial values",
         )
     return kind if kind == "cpu" else f"cuda:{tensor.device.index}"
 
 
 def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
-    """Return (tensors, structure) of what a module returned; raises ArgumentError for anything else
-    than a tree.
-    """
+    """Return (tensors, structure) of an output. ArgumentError for anything else than a tree."""
     if isinstance(output, torch.Tensor):
         return [output], None
-    values = (
-        output
-        if isinstance(output, (tuple, dict))
-        else tuple(output)
-        if isinstance(output, list)
-        else ()
-    )
-    leaves, structure = flatten(values)
+    tree = tuple(output) if isinstance(output, list) else output
+    leaves, structure = flatten(tree if isinstance(tree, (tuple, dict)) else ())
     strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if strange or not leaves:
         raise ArgumentError(
@@ -90,7 +77,8 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
 # -- Modules that cannot be a stage, and what a module must not do in its forward ------------------
 
 
-COMPILED = "OptimizedModule"  # what torch.compile makes
+# The class that torch.compile makes.
+COMPILED = "OptimizedModule"
 
 
 def check_module(module: Any) -> None:
@@ -99,14 +87,14 @@ def check_module(module: Any) -> None:
         raise ArgumentError(
             "torch_stage", found=type(module).__name__, expected="a torch.nn.Module"
         )
-    for name, each in (*module.named_parameters(), *module.named_buffers()):
-        if torch.nn.parameter.is_lazy(each):
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
             raise ArgumentError(
                 "a module has parameters without a shape yet",
                 found=name,
                 remedy="run the module once before it becomes a stage",
             )
-        device_of(each)
+        device_of(tensor)
     if any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in module.modules()):
         raise ArgumentError(
             "a module has SyncBatchNorm",
@@ -117,17 +105,16 @@ def check_module(module: Any) -> None:
 
 
 def modules_for_hooks(module: Any) -> Iterator[Any]:
-    """Yield the modules within that have matrices and can have hooks: others take less time than a
-    hook is worth.
+    """Yield the modules within that are worth a hook, since they have matrices.
 
     TorchScript takes none, and a graph of torch.compile would break at each.
     """
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == COMPILED:
         return
-    for each in module.children():
-        if any(own.ndim > 1 for own in each.parameters(recurse=False)):
-            yield each
-        yield from modules_for_hooks(each)
+    for part in module.children():
+        if any(parameter.ndim > 1 for parameter in part.parameters(recurse=False)):
+            yield part
+        yield from modules_for_hooks(part)
 
 
 def written_error(who: str, what: str) -> ArgumentError:
@@ -143,7 +130,8 @@ def written_error(who: str, what: str) -> ArgumentError:
 # -- Dtypes of parameters, and the state of a module -----------------------------------------------
 
 
-REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtype of the parts
+# Dtype of the parts of a complex number.
+REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def real_dtype(tensor: Tensor) -> Any:
@@ -157,28 +145,26 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
-    """Return an array of real numbers as complex ones, where the tensor that it stands for is
-    complex.
-    """
+    """Return real numbers as complex ones, where the tensor that they stand for is complex."""
     return torch.view_as_complex(real) if tensor.is_complex() and not real.is_complex() else real
 
 
 def own_dtypes(module: Any) -> set[Any]:
-    """Return the dtypes of parameters that follow the stage: those of the trained ones, float32 and
-    float64 of others.
+    """Return the dtypes of parameters that follow the stage: those of the trained ones.
 
-    What is frozen in another dtype, such as integers of a quantized model, stays as it is.
+    Without such ones float32 and float64. What is frozen in another dtype, such as integers of a
+    quantized model, stays as it is.
     """
-    trained = {real_dtype(each) for each in module.parameters() if each.requires_grad}
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = {real_dtype(parameter) for parameter in parameters}
     return trained or {torch.float32, torch.float64}
 
 
 def move_state(module: Any, declared: Collection[str], dtype: Any, device: str) -> None:
-    """Move what is not `declared` to a device. Buffers that have the dtype of the parameters go on
-    to have it.
+    """Move what is not `declared` to a device; buffers keep to the dtype of the parameters.
 
-    Others stay as they are: a table of angles is complex, a clock in seconds needs all of its
-    digits.
+    Those of other dtypes stay as they are: a table of angles is complex, a clock in seconds needs
+    all of its digits.
     """
     before = own_dtypes(module)
     for name, parameter in module.named_parameters():

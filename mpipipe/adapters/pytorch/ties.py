@@ -1,76 +1,75 @@
-"""Parameters that modules in several entries of a list of layers share, as an embedding and a head
-do.
-"""
+"""Parameters that several entries of a list of layers share, as an embedding and a head do."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
 from mpipipe.errors import ArgumentError
 
-TIE = "mpipipe_tie"  # attribute of a parameter: the key of what it shares
+# Attribute of a parameter: the key of what it shares.
+TIE = "mpipipe_tie"
 # Attribute of a buffer that modules of several places have: its name in the last of them.
 SHARED = "mpipipe_shared"
 
 
-def tie_shared(modules: Mapping[int, Any]) -> None:
-    """Mark parameters that modules of several places share, and give each later place a parameter
-    of its own.
+def tie_shared(modules: Mapping[int, torch.nn.Module]) -> None:
+    """Mark parameters that modules of several places share, and give each later place its own.
 
     The key is the name of the first place, so all ranks find the same one. The pipeline keeps tied
     parameters equal.
     """
-    parameters: dict[int, str] = {}  # id -> name of the first place
-    owners: dict[int, str] = {}  # of modules within
-    buffers: dict[int, tuple[int, Any]] = {}  # id -> first place, and the buffer
+    places = FirstPlaces()
     for place, module in modules.items():
-        mine = {id(each) for each in module.parameters()}
-        shared = [each for each in module.parameters() if id(each) in parameters]
-        for name, parent in [*module.named_modules()]:
-            for key, part in [*parent._modules.items()]:
-                if part is not None and id(part) in owners and any(True for _ in part.parameters()):
-                    _refuse_state(part, f"{place}.{name}.{key}", owners[id(part)])
-                    parent._modules[key] = copy.deepcopy(part)
-                    shared += [*part.parameters()]
-                    _mark(part, parent._modules[key], parameters)
-        for part in module.modules():
-            for key, each in [*part._parameters.items()]:
-                if each is not None and id(each) in parameters:
-                    each.__dict__.setdefault(TIE, parameters[id(each)])
-                    part._parameters[key] = _twin(each)
+        places.divide(module, f"{place}")
         for name, buffer in module.named_buffers():
-            if buffers.setdefault(id(buffer), (place, buffer))[0] != place:
-                buffer.__dict__[SHARED] = buffers[id(buffer)][1].__dict__[SHARED] = (
-                    f"{place}.{name}"
-                )
-        for name, each in module.named_parameters():
-            if id(each) in mine:
-                parameters.setdefault(id(each), f"{place}.{name}")
+            first, original = places.buffers.setdefault(id(buffer), (place, buffer))
+            if first != place:
+                for shared in (buffer, original):
+                    setattr(shared, SHARED, f"{place}.{name}")
+        for name, parameter in module.named_parameters():
+            places.parameters.setdefault(id(parameter), f"{place}.{name}")
         for name, part in module.named_modules():
-            owners.setdefault(id(part), f"{place}.{name}".rstrip("."))
+            places.parts.setdefault(id(part), f"{place}.{name}".rstrip("."))
 
 
-def _mark(part: Any, twin: Any, parameters: Mapping[int, str]) -> None:
-    for each, other in zip(part.parameters(), twin.parameters(), strict=True):
-        key = each.__dict__.setdefault(TIE, parameters.get(id(each)))
-        other.__dict__[TIE] = key
+@dataclass
+class FirstPlaces:
+    """Where parameters, modules within modules, and buffers were met first, by their id."""
 
+    parameters: dict[int, str] = field(default_factory=dict)
+    parts: dict[int, str] = field(default_factory=dict)
+    buffers: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
 
-def _twin(parameter: Any) -> Any:
-    twin = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    twin.__dict__[TIE] = parameter.__dict__[TIE]
-    return twin
+    def divide(self, module: torch.nn.Module, name: str) -> None:
+        """Put twins in the places of parameters, and of modules, that were met before."""
+        for key, parameter in [*module._parameters.items()]:
+            if parameter is not None and id(parameter) in self.parameters:
+                module._parameters[key] = self._twin(parameter)
+        for key, part in [*module._modules.items()]:
+            if part is None:
+                continue
+            if id(part) not in self.parts or not any(True for _ in part.parameters()):
+                self.divide(part, f"{name}.{key}")
+                continue
+            if any(True for _ in part.buffers()):
+                raise ArgumentError(
+                    f"one {type(part).__name__} with buffers is in two layers, "
+                    f"{self.parts[id(part)]} and {name}.{key}",
+                    expected="a module of its own in each layer: statistics of one would not be "
+                    "those of the other",
+                    remedy="make a second one, and let it share parameters: second.weight = "
+                    "first.weight",
+                )
+            twins = {id(parameter): self._twin(parameter) for parameter in part.parameters()}
+            module._modules[key] = copy.deepcopy(part, twins)
 
-
-def _refuse_state(part: Any, name: str, first: str) -> None:
-    if any(True for _ in part.buffers()):
-        raise ArgumentError(
-            f"one {type(part).__name__} with buffers is in two layers, {first} and {name}",
-            expected="a module of its own in each layer: statistics of one would not be those of "
-            "the other",
-            remedy="make a second one, and let it share parameters: second.weight = first.weight",
-        )
+    def _twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        tie = self.parameters[id(parameter)]
+        twin = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        for tied in (parameter, twin):
+            tied.__dict__.setdefault(TIE, tie)
+        return twin
