@@ -74,8 +74,7 @@ class StatesBefore(Generic[State]):
 
 
 class ForeignLayer(nn.Layer):
-    """A module or function as a layer; a library has its own methods of lists of arrays, and its
-    own context for them.
+    """A module or function as a layer; a library has its own methods of lists of arrays.
 
     Its input and output may be a tuple or dict of arrays, where its neighbours take them. It is
     called with the values that stand under the names that it takes, and returns others for those

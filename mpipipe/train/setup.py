@@ -263,8 +263,7 @@ class Setup:
 
 
 def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
-    """Load a trained model from the run folder of a task in a file, to predict with; on each rank
-    by itself.
+    """Load a trained model from the run folder of a task in a file; on each rank by itself.
 
     Parameters
     ----------

@@ -64,9 +64,7 @@ class Shard:
         self._divided: dict[int, Layout] = {}
 
     def divide(self, length: int) -> Layout:
-        """Return who holds which of `length` positions. Raises ConfigError if a rank would hold
-        none.
-        """
+        """Return who holds which of `length` positions. ConfigError if a rank would hold none."""
         if length in self._divided:
             return self._divided[length]
         layout = Layout(self.kind, self.size, length, self.cut and self.cut(length))
@@ -89,11 +87,11 @@ class Shard:
         return [layout.part(number, number + 1) for number in range(count)]
 
     def part(self, array: Array, axis: int = 1) -> Array:
-        """Return this rank's part of an array along an axis: all of it on a single rank, else a
-        C-contiguous copy.
+        """Return this rank's part of an array along an axis, as a C-contiguous copy.
 
-        The array may be anything with `shape` that `numpy.asarray` reads, such as an array of Zarr
-        or h5py. Parts may differ by one position, with zigzag by two.
+        A single rank gets the array itself. The array may be anything with `shape` that
+        `numpy.asarray` reads, such as an array of Zarr or h5py. Parts may differ by one position,
+        with zigzag by two.
         """
         if self.size == 1:
             return np.asarray(array)

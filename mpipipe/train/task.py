@@ -1,5 +1,4 @@
-"""What a training trains: the layers of a model, a loss, batches, and what is said and written of
-them.
+"""A task: layers of a model, a loss and batches, and texts and files of their training.
 
 The loop, the run folder, checkpoints, resume and plans are written for a `Task`, whatever its
 samples are.
@@ -25,7 +24,11 @@ from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
+Described: TypeAlias = "Mapping[str, Parameter]"
 Facts: TypeAlias = "dict[str, Any]"
+Layers: TypeAlias = "list[Any]"
+Named: TypeAlias = "Mapping[str, float]"
+Numbers: TypeAlias = "Sequence[float]"
 # Inputs and targets; what `Task.begin` takes may follow.
 Pair: TypeAlias = "tuple[Any, Any]"
 Loss: TypeAlias = "Callable[..., Any]"
@@ -38,16 +41,13 @@ NEEDED = ("layers", "loss", "batch", "validation")
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The file that a task was loaded from, as it was then, the name of its class, and modules that
-    it imports.
-    """
+    """The file that a task was loaded from, as it was then, and the modules that it imports."""
 
     path: Path
     name: str
     content: bytes
-    modules: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # from its own folder, by their paths in there
+    # From its own folder, by their paths in there.
+    modules: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def copies(self) -> dict[str, bytes]:
@@ -64,8 +64,7 @@ class TaskSource:
 
 
 class Task:
-    """What is trained. A task of your own has `layers`, `loss`, `batch` and `validation`; all else
-    has a default.
+    """A task has `layers`, `loss`, `batch` and `validation`; all else has a default.
 
     Every rank has one object, and calls the same methods in the same order, unless a method says
     otherwise. An error in one of them ends the training on all ranks.
@@ -140,7 +139,7 @@ class Task:
 
     # -- what a task of your own has
 
-    def layers(self, shard: Shard) -> list[Any]:
+    def layers(self, shard: Shard) -> Layers:
         """Make the whole model, in order; collective over `shard.comm`.
 
         The list is of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of
@@ -150,12 +149,11 @@ class Task:
         raise NotImplementedError
 
     def loss(self, output: Tree, target: Tree) -> Pair:
-        """Return the loss of a micro-batch and its gradient. May as well be an attribute: a loss of
-        `nn` or `adapters`.
+        """Return the loss of a micro-batch and its gradient, or be an attribute: a loss of `nn`.
 
-        (value, doutput) are a mean over the micro-batch, and its gradient, shaped as the output of
-        the last layer. A third value is its weight: how many things it is a mean over. Without it a
-        micro-batch counts by the entries of its target.
+        A loss of `adapters` will do, too. (value, doutput) are a mean over the micro-batch, and its
+        gradient, shaped as the output of the last layer. A third value is its weight: how many
+        things it is a mean over. Without it a micro-batch counts by the entries of its target.
         """
         raise NotImplementedError
 
@@ -194,15 +192,12 @@ class Task:
 
     # -- what it may have
 
-    def metrics(self, output: Tree, target: Tree) -> Mapping[str, float]:
-        """Return further numbers of a micro-batch of the validation, by name: each a mean over its
-        numpy arrays.
-        """
+    def metrics(self, output: Tree, target: Tree) -> Named:
+        """Return means over a micro-batch of the validation, of numpy arrays, by name."""
         return {}
 
     def show(self, output: Tree, target: Tree, shard: Shard) -> str:
-        """Show what the trained model makes of the first micro-batch of the validation, as lines
-        for the end.
+        """Show the output of the trained model for some rows of the validation, as lines.
 
         Parameters
         ----------
@@ -214,8 +209,7 @@ class Task:
         return ""
 
     def optimizer(self, stages: Stages, config: Any) -> Any:
-        """Return an optimizer of the stages of this rank in place of the one that the options name;
-        None for that.
+        """Return an optimizer of the stages of this rank; None for the one that options name.
 
         It has `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as
         `optim.AdamW`, and steps with the `lr` that it is called with, which is that of `rate_at`.
@@ -223,15 +217,11 @@ class Task:
         return None
 
     def rate_at(self, step: int, config: Any) -> float:
-        """Return the learning rate of a step, from 0, the same on all ranks; `return config.lr` is
-        a constant one.
-        """
+        """Return the learning rate of a step, from 0, the same on all ranks."""
         return optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
 
-    def costs(self) -> Sequence[float]:
-        """Return the operations of each layer, in any unit, by which stages are cut; by default all
-        are alike.
-        """
+    def costs(self) -> Numbers:
+        """Return the operations of each layer, in any unit, by which stages are cut."""
         return [1.0] * len(self.outline)
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
@@ -250,12 +240,10 @@ class Task:
         """Find out what the data are, without opening them; collective."""
 
     def shard(self, comm: Communicator, size: int) -> Shard:
-        """Make this rank's share of each sample, which `size` ranks divide; on paper the single
-        rank of `comm`.
-        """
+        """Make this rank's share of each sample; on paper `comm` is one of `size` ranks."""
         return Shard(comm, self.layout, size)
 
-    def trained(self) -> Mapping[str, Parameter]:
+    def trained(self) -> Described:
         """Return the parameters that are trained, by name.
 
         Raises ConfigError if there are none, or a pattern of `freeze` or of `groups` fits no name.
@@ -296,9 +284,7 @@ class Task:
             raise too_few_pieces(counted(count, "layer"), stages, remedy)
 
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
-        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for
-        what is not known.
-        """
+        """Return bytes of a sample, and of the message of a layer for these rows; 0 if unknown."""
         return 0, 0
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
@@ -320,9 +306,7 @@ class Task:
         raise NotImplementedError  # `batch` gives them
 
     def begin(self, more: Any) -> None:
-        """Take what `batch` or `validation` returned besides inputs and targets, before the call
-        that it is for.
-        """
+        """Take what came with inputs and targets, before the call that it is for."""
 
     @property
     def fingerprint(self) -> str:
@@ -342,15 +326,11 @@ class Task:
         return None
 
     def message_shape(self, rows: int, shard: Shard) -> Shape | None:
-        """Return the shape of what a stage hands to the next for these rows; None: the largest one
-        is measured.
-        """
+        """Return the shape of a message for these rows; None: the largest one is measured."""
         return None
 
     def load(self, stages: Stages, mesh: Mesh) -> None:
-        """Set the parameters with which a new training begins, where they are not those that were
-        drawn; collective.
-        """
+        """Set the parameters of a new training, where they were not drawn; collective."""
 
     # -- what is said and written
 
@@ -359,15 +339,11 @@ class Task:
         return {}
 
     def compared(self, sizes: Facts) -> Facts:
-        """Return what of such sizes must be the same in a training and in the checkpoint that it
-        continues from.
-        """
+        """Return the sizes that must be the same in a training and in its checkpoint."""
         return sizes
 
     def resolve(self, keys: Facts) -> Facts:
-        """Return the options of a training with those of the task filled in, and its paths
-        absolute.
-        """
+        """Return the options of a training with those of the task, and with absolute paths."""
         return keys
 
     @property
@@ -383,16 +359,14 @@ class Task:
         return f"{type(self).__name__}: {count:,} parameters{part} on {place}"
 
     def beginning(self) -> str:
-        """Return where the weights come from with which the training begins; "" where they are
-        drawn.
-        """
+        """Return where the weights come from at the begin; "" where they are drawn."""
         return ""
 
     def derived(self, loss: float | None, validation: float | None) -> Facts:
         """Return further fields of a record, from the losses."""
         return {}
 
-    def summary(self, record: Mapping[str, float]) -> str:
+    def summary(self, record: Named) -> str:
         """Return what the last line says besides, from the facts of the last record."""
         return ""
 
@@ -415,14 +389,11 @@ class Task:
         )
 
     def state_name(self, name: str) -> str:
-        """Return what a parameter is called in the file that `mpipipe convert` writes; by default
-        what it is here.
-        """
+        """Return what a parameter is called in the file that `mpipipe convert` writes."""
         return name
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
-        """Return what the trained model makes, as text to show, where that is not what `show`
-        returns; collective.
+        """Return a sample of the trained model as text, in place of what `show` returns.
 
         Parameters
         ----------

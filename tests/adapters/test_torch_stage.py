@@ -85,7 +85,7 @@ def test_arrays_and_tensors_are_one_memory():
     np.testing.assert_array_equal(stage.parameters["bias"], before[1].numpy() - 1)
     x = np.ones((4, 3))
     y, saved = stage.forward(x)
-    (leaf,), (output,), _ = saved[0].saved.kept
+    (leaf,), (output,), _ = saved[0].saved.of_library
     assert np.shares_memory(leaf.detach().numpy(), x) and np.shares_memory(y, output.detach())
 
 

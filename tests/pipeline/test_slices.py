@@ -281,7 +281,7 @@ def test_check_mode_watches_slices_and_errors_name_them():
 def test_modules_and_functions_of_others_say_themselves_whether_they_mix_positions():
     layer = ForeignLayer.__new__(ForeignLayer)
     alone = SimpleNamespace(mixes_positions=False)
-    for layer.given, mixes in ((alone, False), ((alone, {}), False), (SimpleNamespace(), True), ((len, {}), True)):
+    for layer.entry, mixes in ((alone, False), ((alone, {}), False), (SimpleNamespace(), True), ((len, {}), True)):
         assert layer.mixes_positions is mixes
 
 
