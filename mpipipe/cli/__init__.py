@@ -1,6 +1,4 @@
-"""The command line `python -m mpipipe`: its first line. What has to come at once comes before
-anything is imported.
-"""
+"""The command line `python -m mpipipe`: what has to come before anything is imported."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from mpipipe.cli.output import on_ranks, refusing, show
 
 
 def main() -> None:
-    """Run the command that sys.argv names, and exit with its code: 2 for wrong usage, which one
-    rank reports.
-    """
+    """Run the command that sys.argv names, and exit with its code: 2 for wrong usage."""
     name, *words = sys.argv[1:] or [""]
     if name == "train" and "--dry-run" not in words:
         from mpipipe.job import stop_signals

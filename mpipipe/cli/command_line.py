@@ -29,18 +29,18 @@ from mpipipe.job import INTERRUPTED, Stop, group_of, run_or_abort, runtime, sett
 from mpipipe.options import Option
 from mpipipe.text import as_word, near
 
-WIDTH = 12  # of the longest name of a command, and two spaces
+# Of the longest name of a command, and two spaces.
+WIDTH = 12
 
 
 def run() -> int:
-    """Run the command that sys.argv names; return its exit code: 2 for wrong usage, which one rank
-    reports.
-    """
+    """Run the command that sys.argv names; return its exit code: 2 for wrong usage."""
     if _is_job():
         return run_or_abort(_command_of_job)
     try:
         code = execute(sys.argv[1:])
-        show("")  # what was written without it is flushed
+        # What was written without it is flushed.
+        show("")
     except Stop as stop:
         write(stop.text)
         code = stop.code
@@ -51,16 +51,12 @@ def run() -> int:
 
 
 def execute(words: list[str]) -> int:
-    """Run a command in this process; return its exit code. Raises Stop for what is refused,
-    SystemExit after a help.
-    """
+    """Run a command in this process. Raises Stop for what is refused, SystemExit after a help."""
     return _chosen(words)()
 
 
 def _is_job() -> bool:
-    """Whether this process is one rank of several: then nothing may end it alone, not even wrong
-    usage.
-    """
+    """True for one rank of several, which nothing may end alone, not even wrong usage."""
     try:
         return settings.launcher_size(os.environ) is not None and runtime.mpi().COMM_WORLD.size > 1
     except BackendError:
@@ -68,9 +64,7 @@ def _is_job() -> bool:
 
 
 def _command_of_job() -> None:
-    """Read the command line on rank 0, and run the command on all ranks. A rank with other words
-    reads its own.
-    """
+    """Read the command line on rank 0, and run it on all ranks; other words are read there."""
     words = sys.argv[1:]
     group = group_of()
     outcome = (words, _outcome(words)) if group.rank == 0 else None
@@ -83,14 +77,13 @@ def _command_of_job() -> None:
 
 
 def _outcome(words: list[str]) -> partial[int]:
-    """Return what a command line lets every rank call: a command, or the error that refuses it; 0
-    after a help.
-    """
+    """Return what every rank is to call: a command, or the error that refuses it."""
     try:
         return _chosen(words)
     except Stop as stop:
         return partial(_refuse, stop.text, stop.code)
-    except SystemExit:  # the help has been shown
+    except SystemExit:
+        # The help has been shown.
         return partial(int)
 
 
@@ -99,9 +92,7 @@ def _refuse(text: str, code: int) -> int:
 
 
 def _chosen(words: list[str]) -> partial[int]:
-    """Read the command line. Raises Stop for wrong usage, and SystemExit where help or version were
-    asked for.
-    """
+    """Read the command line. Raises Stop for wrong usage, SystemExit after help or version."""
     prog = program()
     command = ALL
     while command.commands:
@@ -115,7 +106,9 @@ def _chosen(words: list[str]) -> partial[int]:
             show(f"mpipipe {__version__}\n")
             raise SystemExit(0)
         if name not in command.commands:
-            known = [*command.commands, "--help", *(["--version"] if command is ALL else [])]
+            known = [*command.commands, "--help"]
+            if command is ALL:
+                known.append("--version")
             remedy = INSTEAD.get(f"{prog.removeprefix(program())} {name}".strip())
             likely = near(name, known) if remedy is None else ()
             raise wrong_usage(prog, f"there is no command {name}", likely, remedy)
@@ -137,12 +130,12 @@ def _listing(prog: str, group: Command) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(command: Command, given: dict[str, Any]) -> int:
-    level = given.pop("log_level", None)
+def _run(command: Command, arguments: dict[str, Any]) -> int:
+    level = arguments.pop("log_level", None)
     if level is not None:
         logging.basicConfig(format="%(name)s: %(levelname)s: %(message)s")
         logging.getLogger("mpipipe").setLevel(level.upper())
-    return int(command.load()(**given) or 0)
+    return int(command.load()(**arguments) or 0)
 
 
 # -- The list of all commands, and where each one is. Only the chosen one is imported --------------
@@ -150,10 +143,10 @@ def _run(command: Command, given: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or several under one name."""
+    """A command, or several under one name; `place` is that of a function, `module:function`."""
 
     summary: str
-    place: str = ""  # of the function of a command, `module:function`
+    place: str = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
@@ -192,7 +185,7 @@ COMMANDS = {
     "info": Command("Show what a run finds on this machine", "cli.info:info"),
     "run": Command("Run a script on every rank; an error ends the whole job", "cli.run:run"),
 }
-# commands that are gone, and what to use in their place
+# Commands that are gone, and what to use in their place.
 INSTEAD = {
     "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, "
     "train_preemptable.sbatch or train.pbs",
@@ -211,7 +204,8 @@ ALL = Command("Pipeline parallelism and ring attention over MPI.", commands=COMM
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-WIDEST = 100  # columns of the help
+# Columns of the help.
+WIDEST = 100
 NOUNS: dict[type, str] = {int: "an integer", float: "a number"}
 
 
@@ -225,7 +219,8 @@ def wrong_usage(
 ) -> Stop:
     """Return the error that ends a program whose arguments cannot be understood."""
     hint = f"  did you mean: {' or '.join(near)}\n" if near else ""
-    remedy = f"`{prog} --help` explains what there is" if remedy is None else remedy
+    if remedy is None:
+        remedy = f"`{prog} --help` explains what there is"
     return Stop(f"{prog}: {problem}\n{hint}  remedy: {remedy}\n", WRONG_USAGE)
 
 
@@ -237,70 +232,65 @@ class Parser(argparse.ArgumentParser):
             prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options
         )
         self.headings: dict[str, Any] = {}
-        self.after_dashes: str | None = None  # the parameter that takes what follows --
-        self.instead: Mapping[str, str] = {}  # what has no flag here, and what to do instead
+        # The parameter that takes what follows --.
+        self.after_dashes: str | None = None
+        # What has no flag here, and what to do instead.
+        self.instead: Mapping[str, str] = {}
 
     def under(self, heading: str) -> Any:
         """Return argparse's group of the flags that the help lists under `heading`."""
-        return self.headings.get(heading) or self.headings.setdefault(
-            heading, self.add_argument_group(heading)
-        )
+        if heading not in self.headings:
+            self.headings[heading] = self.add_argument_group(heading)
+        return self.headings[heading]
 
     def parse(self, words: list[str]) -> dict[str, Any]:
-        """Return the arguments that were given, by parameter name."""
+        """Return the arguments of these words, by parameter name."""
         rest: dict[str, Any] = {}
         if self.after_dashes is not None and "--" in words:
             cut = words.index("--")
-            words, rest = words[:cut], {self.after_dashes: words[cut + 1 :]}
-        given, unknown = self.parse_known_args(words)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            if not name.startswith("-"):
-                file = (
-                    [f"--config {name}"]
-                    if name.endswith(".toml") and self.near("--config") == ["--config"]
-                    else []
-                )
-                raise wrong_usage(self.prog, f"there is no place for {name}", file)
-            place = "" if self.after_dashes is None else " before --"
-            problem = f"there is no option {name}{place}"
-            instead = self.instead.get(as_word(name.lstrip("-")))
-            raise wrong_usage(
-                self.prog, problem, self.near(name) if instead is None else (), instead
-            )
-        return vars(given) | rest
+            rest = {self.after_dashes: words[cut + 1 :]}
+            words = words[:cut]
+        arguments, unknown = self.parse_known_args(words)
+        if not unknown:
+            return vars(arguments) | rest
+        name = unknown[0].partition("=")[0]
+        likely: list[str] = []
+        if not name.startswith("-"):
+            if name.endswith(".toml") and self.near("--config") == ["--config"]:
+                likely = [f"--config {name}"]
+            raise wrong_usage(self.prog, f"there is no place for {name}", likely)
+        instead = self.instead.get(as_word(name.lstrip("-")))
+        if instead is None:
+            likely = self.near(name)
+        place = "" if self.after_dashes is None else " before --"
+        raise wrong_usage(self.prog, f"there is no option {name}{place}", likely, instead)
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
         options = [option for action in self._actions for option in action.option_strings]
         known = [option.removeprefix("--") for option in options if option.startswith("--")]
-        return [f"--{each}" for each in near(name.lstrip("-"), known)]
+        return [f"--{option}" for option in near(name.lstrip("-"), known)]
 
     def print_help(self, file: Any = None) -> None:
-        """Show the help, and end with an error where it cannot be written, which argparse passes
-        over.
-        """
+        """Show the help. An error where it cannot be written ends the program."""
         show(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        given = re.sub(
-            "ignored explicit argument (.*)", r"it takes no value, but \1 is given", message
-        )
-        raise wrong_usage(self.prog, given.removeprefix("argument "))
+        words = r"it takes no value, but \1 is given"
+        message = re.sub("ignored explicit argument (.*)", words, message)
+        raise wrong_usage(self.prog, message.removeprefix("argument "))
 
 
 class _Help(argparse.HelpFormatter):
     """Help that keeps paragraphs, in lines of at most WIDEST columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(
-            prog, max_help_position=28, width=min(WIDEST, shutil.get_terminal_size().columns - 2)
-        )
+        width = min(WIDEST, shutil.get_terminal_size().columns - 2)
+        super().__init__(prog, max_help_position=28, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(
-            textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n")
-        )
+        parts = [" ".join(part.split()) for part in text.split("\n\n")]
+        return "\n\n".join(textwrap.fill(part, width) for part in parts)
 
 
 def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
@@ -320,19 +310,20 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
         if isinstance(entry.flag, Operand):
             if entry.flag.after_dashes:
                 parser.after_dashes = entry.name
-            operand = parser.under("arguments").add_argument(
-                entry.name, **_operand(entry, entry.flag)
-            )
-            operand.required = (
-                entry.default is REQUIRED
-            )  # as Python < 3.12 does not say of argparse.REMAINDER
+            group = parser.under("arguments")
+            operand = group.add_argument(entry.name, **_operand(entry, entry.flag))
+            # Python < 3.12 does not say so of argparse.REMAINDER.
+            operand.required = entry.default is REQUIRED
         else:
             names = entry.flag.names or (f"--{entry.name.rstrip('_').replace('_', '-')}",)
             parser.under(entry.flag.group).add_argument(*names, **_flag(entry, entry.flag))
-    parser.under("general").add_argument("-h", "--help", action="help", help="show this and exit")
-    level: dict[str, Any] = {"choices": LOG_LEVELS, "default": argparse.SUPPRESS}
-    parser.under("general").add_argument(
-        "--log-level", help="least severe messages to show", **level
+    general = parser.under("general")
+    general.add_argument("-h", "--help", action="help", help="show this and exit")
+    general.add_argument(
+        "--log-level",
+        help="least severe messages to show",
+        choices=LOG_LEVELS,
+        default=argparse.SUPPRESS,
     )
 
 
@@ -358,12 +349,9 @@ def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
 def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
     parts = [flag.text, flag.range_words]
     default = entry.default
-    if (
-        default is not REQUIRED
-        and default is not None
-        and not isinstance(default, (bool, list, tuple))
-    ):
-        parts.append(f"default: {default}")
+    if default is not REQUIRED and isinstance(default, (str, int, float, Path)):
+        if not isinstance(default, bool):
+            parts.append(f"default: {default}")
     text = _escaped("; ".join(filter(None, parts)))
     options: dict[str, Any] = {"help": text, "dest": entry.name, "default": argparse.SUPPRESS}
     if default is REQUIRED:
@@ -384,9 +372,8 @@ def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
 def _converter(entry: Argument) -> Callable[[str], Any]:
     """Return a function that reads a value, and refuses it in plain words."""
     flag = entry.flag
-    empty = (
-        flag.empty if isinstance(flag, Option) else flag.rest
-    )  # the words for a script are its own
+    # The words for a script are its own.
+    empty = flag.empty if isinstance(flag, Option) else flag.rest
 
     def read(text: str) -> Any:
         if not text and not empty and entry.kind not in NOUNS:
@@ -394,15 +381,12 @@ def _converter(entry: Argument) -> Callable[[str], Any]:
         try:
             value = entry.kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not {NOUNS.get(entry.kind, 'usable')}"
-            ) from None
-        if (
-            isinstance(flag, Option)
-            and not flag.key
-            and entry.kind in NOUNS
-            and not flag.has(value)
-        ):
+            noun = NOUNS.get(entry.kind, "usable")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
+        # A configuration checks its keys itself.
+        if not isinstance(flag, Option) or flag.key or entry.kind not in NOUNS:
+            return value
+        if not flag.has(value):
             raise argparse.ArgumentTypeError(f"{text} is out of range: expected {flag.range_words}")
         return value
 

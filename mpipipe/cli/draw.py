@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from mpipipe import files, schedules, tracing
 from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.output import refusing, show
-from mpipipe.cli.simulate import costs_of, given_of, refuse
+from mpipipe.cli.simulate import costs_of, refuse, without_none
 from mpipipe.errors import ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import Timeline, from_file, is_path
@@ -50,7 +50,7 @@ def _of_schedule(
 ) -> None:
     def simulated() -> Timeline:
         costs = costs_of(forward, input_grad, weight_grad, transfer)
-        sizes = given_of(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
+        sizes = without_none(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
         if is_path(schedule):
             refuse("a file, whose order says it", sizes)
             return schedules.simulate(from_file(schedule), costs)
@@ -60,9 +60,8 @@ def _of_schedule(
                 found=f"--schedule {schedule}",
                 expected="--ranks and --microbatches, or --schedule FILE.csv",
             )
-        return schedules.simulate(
-            schedules.by_name(schedule, **{"chunks": 1, **sizes}, costs=costs), costs
-        )
+        sizes.setdefault("chunks", 1)
+        return schedules.simulate(schedules.by_name(schedule, **sizes, costs=costs), costs)
 
     _drawn(out, lambda: draw(simulated(), out))
 

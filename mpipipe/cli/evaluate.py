@@ -37,11 +37,10 @@ def evaluate(
         str, Option("cpu, cuda, or auto: a GPU for each rank where all see one")
     ] = "auto",
 ) -> None:
-    """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate
-    runs/first --data book.txt).
+    """Compute loss, perplexity and bits per byte of a model.
 
-    Windows follow each other, and each token but the first is predicted once. The ranks are pipe x
-    data x seq.
+    An example: mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt. Windows follow
+    each other, and each token but the first is predicted once. The ranks are pipe x data x seq.
     """
     comm = runtime.world()
     group = group_of(comm)
@@ -59,11 +58,9 @@ def evaluate(
         ):
             result = evaluator.run(tokens, length, windows)
         if mesh.rank == 0:
-            bits = (
-                ""
-                if result.bits_per_byte is None
-                else f", {result.bits_per_byte:.6f} bits per byte"
-            )
+            bits = ""
+            if result.bits_per_byte is not None:
+                bits = f", {result.bits_per_byte:.6f} bits per byte"
             outlet = SafeStream(sys.stdout)
             outlet.write(f"mpipipe: {result.tokens:,} {unit} predicted{bits}\n")
             outlet.write(

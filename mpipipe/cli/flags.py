@@ -1,6 +1,4 @@
-"""The parameters of a command: those of its function, with `Option` or `Operand`, and fields of a
-configuration.
-"""
+"""The parameters of a command: those of its function, and fields of a configuration."""
 
 from __future__ import annotations
 
@@ -17,78 +15,73 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter that is given by position. A list takes one or more values, or any number if it
-    has a default.
+    """A parameter by position; a list takes several values, or any number if it has a default.
+
+    Attributes
+    ----------
+    text, metavar : str
+        What it means, and its name in the help; by default that of the parameter in capitals.
+    rest, after_dashes : bool
+        Take all that follows, flags too; take what follows `--`, and nothing else.
     """
 
-    text: str  # what it means, for the help
-    metavar: str | None = None  # its name in the help; by default that of the parameter in capitals
-    rest: bool = False  # take all that follows, flags too
-    after_dashes: bool = False  # take what follows `--`, and nothing else
+    text: str
+    metavar: str | None = None
+    rest: bool = False
+    after_dashes: bool = False
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of a command."""
+    """One parameter of a command: its default may be REQUIRED.
+
+    The kind is str, int, float, bool or Path; of a list (`many`) that of its elements.
+    """
 
     name: str
-    kind: type  # str, int, float, bool or Path; of a list, that of its elements
-    many: bool  # whether it is a list
-    default: Any  # or REQUIRED
+    kind: type
+    many: bool
+    default: Any
     flag: Option | Operand
 
 
 def parameters_of(command: Callable[..., Any]) -> list[Argument]:
-    """Return the parameters of a command: those of the function, or those that its attribute
-    `parameters` lists.
-    """
+    """Return the parameters of a function, or those that its attribute `parameters` lists."""
     listed = getattr(command, "parameters", None)
     if listed is not None:
         return list(listed)
     hints = get_type_hints(command, include_extras=True)
     entries = inspect.signature(command).parameters.values()
-    return [
-        _parameter(entry, hints[entry.name])
-        for entry in entries
-        if entry.kind is not entry.VAR_KEYWORD
-    ]
+    named = [entry for entry in entries if entry.kind is not entry.VAR_KEYWORD]
+    return [_parameter(entry, hints[entry.name]) for entry in named]
 
 
 def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
     flag: Option | Operand = Option()
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
-    parts = (
-        [part for part in get_args(hint) if part is not type(None)]
-        if get_origin(hint) is not list
-        else []
-    )
-    if parts:  # X | None
-        hint = parts[0]
+    if get_origin(hint) is not list:
+        # X of X | None
+        parts = [part for part in get_args(hint) if part is not type(None)]
+        hint = parts[0] if parts else hint
     many = get_origin(hint) is list
     return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
 
 
 def fields_of(config: type) -> list[Argument]:
-    """Return the parameters that the fields of a configuration are, under the headings of its
-    parts.
-    """
+    """Return the fields of a configuration as parameters, under the headings of its parts."""
     kinds = kinds_of(config)
-    parts = [part for part in config.__mro__ if "heading" in vars(part)]
+    headings: dict[str, str] = {}
+    for part in reversed(config.__mro__):
+        if "heading" in vars(part):
+            for entry in fields(part):
+                headings.setdefault(entry.name, vars(part)["heading"])
     parameters = []
     for entry in fields(config):
-        heading = next(
-            vars(part)["heading"]
-            for part in parts
-            if entry.name in {own.name for own in fields(part)}
-        )
-        option = replace(option_of(entry), group=heading)
+        option = replace(option_of(entry), group=headings[entry.name])
         kind = kinds[entry.name]
-        parameters.append(
-            Argument(
-                entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option
-            )
-        )
+        many = kind is tuple
+        parameters.append(Argument(entry.name, str if many else kind, many, entry.default, option))
     return parameters
 
 

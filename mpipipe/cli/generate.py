@@ -34,7 +34,8 @@ from mpipipe.options import Option
 from mpipipe.train import SafeStream
 
 DTYPES = ("float32", "float64")
-AT_ONCE = 8  # prompts for each micro-batch in flight, by default
+# Prompts for each micro-batch in flight, by default.
+AT_ONCE = 8
 
 
 @on_ranks
@@ -59,12 +60,12 @@ def generate(
         str | None, Option("to compute in; default: that of the model", choices=DTYPES)
     ] = None,
 ) -> None:
-    """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt
-    "def main(").
+    """Continue prompts with a model.
 
-    The ranks are a pipeline, however the training was cut. A text may be longer than the sequences
-    of the training. Each layer then looks back over their length. Many prompts go through the model
-    at once; the answers come in their order.
+    An example: mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(". The ranks
+    are a pipeline, however the training was cut. A text may be longer than the sequences of the
+    training. Each layer then looks back over their length. Many prompts go through the model at
+    once; the answers come in their order.
     """
     comm = runtime.world()
     group = group_of(comm)
@@ -77,21 +78,21 @@ def generate(
             if mesh.rank == 0:
                 vocab = folder.model.vocab
                 tokenizer = tokenizer_of(folder, vocab)
-                asked = read_prompts(prompt, prompts, tokenizer)
-                check_prompts(asked.tokens, count, vocab)
-                prepared = asked.tokens, Sampling(temperature, seed, stop_ids(folder, tokenizer))
+                read = read_prompts(prompt, prompts, tokenizer)
+                check_prompts(read.tokens, count, vocab)
+                prepared = read.tokens, Sampling(temperature, seed, stop_ids(folder, tokenizer))
                 if out is None:
-                    show = printed(asked, tokenizer)
+                    show = printed(read, tokenizer)
                 else:
-                    show = opened.enter_context(written_lines(asked, tokenizer, out))
-        asked_tokens, sampling = group.broadcast("generate: the prompts", prepared)
-        capacity = max(map(len, asked_tokens)) + count
-        at_once = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
+                    show = opened.enter_context(written_lines(read, tokenizer, out))
+        tokens, sampling = group.broadcast("generate: the prompts", prepared)
+        capacity = max(map(len, tokens)) + count
+        at_once = min(len(tokens), batch or AT_ONCE * plan.schedule.microbatches)
         load = partial(folder.load, mesh=mesh)
         with build_decoder(
             folder.model, plan, mesh, dtype or folder.dtype, capacity, load, batch=at_once
         ) as decoder:
-            for drawn in answers(decoder, asked_tokens, count, sampling):
+            for drawn in answers(decoder, tokens, count, sampling):
                 if show is not None:
                     show(drawn)
         with group.raise_together("generate: the end of the output"):
@@ -99,36 +100,35 @@ def generate(
 
 
 def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
-    """Return the tokenizer of a model, None if text is nothing that it knows. Raises ConfigError
-    for another's.
-    """
-    found = folder.tokenizer()
-    if found is None:
-        return Bytes() if vocab == Bytes.vocab else None
-    if found.vocab > vocab:
+    """Return the tokenizer of a model, None without one. ConfigError for that of another model."""
+    tokenizer = folder.tokenizer()
+    if tokenizer is None and vocab == Bytes.vocab:
+        return Bytes()
+    if tokenizer is not None and tokenizer.vocab > vocab:
         raise ConfigError(
             "the tokenizer is one of another model",
-            found=f"{found.vocab} token ids in {folder.path}",
+            found=f"{tokenizer.vocab} token ids in {folder.path}",
             expected=f"at most {vocab}, which the model knows",
         )
-    return found
+    return tokenizer
 
 
 def stop_ids(folder: ModelFolder, tokenizer: FolderTokenizer | None) -> tuple[int, ...]:
     """Return the ids that end an answer: of the folder, or its tokenizer."""
-    return folder.ends or (() if tokenizer is None or tokenizer.end is None else (tokenizer.end,))
+    if folder.ends or tokenizer is None or tokenizer.end is None:
+        return folder.ends or ()
+    return (tokenizer.end,)
 
 
 # -- Where the answers to prompts go: to the terminal, or into a file ------------------------------
 
 
-Take: TypeAlias = Callable[[Drawn], None]  # what is done, on rank 0, with one token of one answer
+# It is called on rank 0, with one token of one answer.
+Take: TypeAlias = Callable[[Drawn], None]
 
 
 def _in_order(show: Callable[[int, list[int], str], None]) -> Take:
-    """Show each answer whole, in the order of prompts: its number, its tokens, and why it ends,
-    "stop" or "count".
-    """
+    """Show each answer whole, in the order of prompts: number, tokens, and why it has ended."""
     answers: dict[int, list[int]] = {}
     ended: dict[int, str] = {}
     awaited = 0
@@ -146,16 +146,14 @@ def _in_order(show: Callable[[int, list[int], str], None]) -> Take:
 
 
 def _text_of(tokenizer: FolderTokenizer, answer: list[int], ended: str, before: list[int]) -> str:
-    """Return the text of an answer after other tokens, with them; without the token that has
-    stopped it.
-    """
-    return tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
+    """Return the text of an answer after other tokens, without the token that has stopped it."""
+    if ended == "stop":
+        answer = answer[:-1]
+    return tokenizer.decode([*before, *answer])
 
 
 def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
-    """Print prompts and answers: text, of several under a line with the number, or a line of
-    ids.
-    """
+    """Print prompts and answers: text, of several under a line with the number, or ids."""
     several = len(prompts.texts) > 1
 
     def show(number: int, answer: list[int], ended: str) -> None:
@@ -172,9 +170,7 @@ def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
 
 @contextmanager
 def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str) -> Iterator[Take]:
-    """Write a new file with a line of JSON for each prompt, which appears as a whole. Raises
-    ConfigError.
-    """
+    """Write a new file with a line of JSON for each prompt, which appears as a whole."""
     writing = partial(files.writing, "the answers", path, remedy="name another --out")
     files.check_new("the file of answers", path)
     with ExitStack() as opened:

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -29,13 +28,15 @@ from mpipipe.job import (
 from mpipipe.options import Option
 from mpipipe.text import counted
 
-COLUMNS = 100  # of a terminal that is wide enough for all lines
+# Of a terminal that is wide enough for all lines.
+COLUMNS = 100
 REMEDY = (
     "bind ranks to more cores (--cpus-per-task of srun, PE= or core:N of mpiexec), or lower "
     "MPIPIPE_THREADS"
 )
 REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
-NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
+# OpenBLAS's names for its AVX2 kernels.
+NARROW_KERNELS = ("Haswell", "Zen")
 
 
 def info(
@@ -44,16 +45,14 @@ def info(
         Option("print what train writes as environment.json, and nothing else", names=("--json",)),
     ] = False,
 ) -> None:
-    """Show MPI, launcher, ranks, hosts, cores, threads, GPUs and versions (mpiexec -n 2 python -m
-    mpipipe info).
-    """
+    """Show MPI, ranks, hosts, cores, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
     if as_json:
         try:
-            found = environment.gather()
+            surroundings = environment.gather()
         except MpipipeError:
-            found = _alone()
-        if found is not None:
-            show(json.dumps(found, indent=2) + "\n")
+            surroundings = _alone()
+        if surroundings is not None:
+            show(json.dumps(surroundings, indent=2) + "\n")
         return
     facts = {"mpipipe": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     root = True
@@ -85,46 +84,41 @@ def _alone(gpus: bool = True) -> dict[str, Any] | None:
 
 
 def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
-    """Return cores, ranks and threads, and free memory in words, and warnings where the placement
-    of ranks is bad.
-    """
-    binding = surroundings["binding"]
-    cores = [
-        (place["rank"], f"{place['cores'] or 'not known'} on {place['host']}") for place in binding
-    ]
-    memory = [
-        f"{host['host']}: {host['free_memory'] / 2**30:.1f} of {host['memory'] / 2**30:.1f} GiB"
-        for host in surroundings["hosts"]
-        if host["free_memory"] is not None and host["memory"] is not None
-    ]
+    """Return cores, threads and free memory in words, and warnings about the placement."""
+    cores = []
+    for place in surroundings["binding"]:
+        cores.append((place["rank"], f"{place['cores'] or 'not known'} on {place['host']}"))
+    memory = []
+    for host in surroundings["hosts"]:
+        if host["free_memory"] is not None and host["memory"] is not None:
+            free = host["free_memory"] / 2**30
+            memory.append(f"{host['host']}: {free:.1f} of {host['memory'] / 2**30:.1f} GiB")
     facts = {
         "cores": "\n".join(rank_list.grouped(cores)),
         "threads": "\n".join(_threads(surroundings)),
         "free memory": "\n".join(memory) or "not known",
     }
     crowded = surroundings["oversubscribed_threads"]
-    warnings = (
+    warnings = [
         surroundings["oversubscribed"],
         crowded and f"{crowded}: {REMEDY}",
         _idle(surroundings),
-    )
-    return facts | ({"warning": "\n".join(filter(None, warnings))} if any(warnings) else {})
+    ]
+    if any(warnings):
+        facts["warning"] = "\n".join(filter(None, warnings))
+    return facts
 
 
 def _threads(surroundings: Mapping[str, Any]) -> Iterator[str]:
     """Yield for each host the ranks and threads of a training, and the cores that they share."""
     for host, places in _by_host(surroundings):
-        sizes = Counter(place["threads"] for place in places)
-        ranks = " and ".join(
-            f"{counted(sizes[each], 'rank')} x {counted(each, 'thread')}" for each in sorted(sizes)
-        )
+        sizes = sorted(Counter(place["threads"] for place in places).items())
+        texts = [f"{counted(n, 'rank')} x {counted(threads, 'thread')}" for threads, n in sizes]
         used = frozenset().union(*(parse_cores(place["cores"]) for place in places))
-        where = (
-            f"{cores_text(sorted(used))}: {len(used)} of {host['cores']} cores"
-            if used
-            else "cores that are not known"
-        )
-        yield f"{host['host']}: {ranks} in train, on {where}"
+        where = "cores that are not known"
+        if used:
+            where = f"{cores_text(sorted(used))}: {len(used)} of {host['cores']} cores"
+        yield f"{host['host']}: {' and '.join(texts)} in train, on {where}"
 
 
 def _by_host(
@@ -136,18 +130,16 @@ def _by_host(
 
 
 def _idle(surroundings: Mapping[str, Any]) -> str | None:
-    """Return a sentence where ranks are pinned to one core each, and a host has more than twice as
-    many cores.
-    """
+    """Warn where ranks are pinned to one core each, and more than half of the cores are idle."""
     for host, places in _by_host(surroundings):
-        here = [parse_cores(place["cores"]) for place in places]
-        used = frozenset().union(*here)
-        if all(len(own) == 1 for own in here) and 2 * len(used) <= (host["cores"] or 0):
+        cores = [parse_cores(place["cores"]) for place in places]
+        used = frozenset().union(*cores)
+        pinned = all(len(of_rank) == 1 for of_rank in cores)
+        if pinned and 2 * len(used) <= (host["cores"] or 0):
+            verb = "is" if len(used) == 1 else "are"
             return (
                 f"each rank on {host['host']} is pinned to one core, and of {host['cores']} cores "
-                f"{len(used)} "
-                f"{'is' if len(used) == 1 else 'are'} used: see --cpus-per-task of srun, "
-                "--bind-to of mpiexec"
+                f"{len(used)} {verb} used: see --cpus-per-task of srun, --bind-to of mpiexec"
             )
     return None
 
@@ -185,20 +177,16 @@ def _toolkit() -> str:
 
 
 def _blas() -> str:
-    """List the BLAS libraries that numpy has loaded. Their threads are those before `train` and
-    `run` set one.
-    """
-    import numpy  # noqa: F401  (what it loads is what is looked for)
+    """List the BLAS libraries of numpy, with their threads before `train` and `run` set one."""
+    import numpy  # noqa: F401  (what it loads is looked for)
 
-    pools = environment.blas()
-    texts = [
-        f"{p['library']} {p['version']} ({p['kernels']}), {counted(p['threads'], 'thread')}"
-        for p in pools
-    ]
-    if (
-        any(pool["kernels"] in NARROW_KERNELS for pool in pools)
-        and "avx512f" in processor.features()
-    ):
+    texts = []
+    narrow = False
+    for pool in environment.blas():
+        threads = counted(pool["threads"], "thread")
+        texts.append(f"{pool['library']} {pool['version']} ({pool['kernels']}), {threads}")
+        narrow = narrow or pool["kernels"] in NARROW_KERNELS
+    if narrow and "avx512f" in processor.features():
         texts.append(
             "this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts"
         )
@@ -208,12 +196,15 @@ def _blas() -> str:
 def _show(facts: dict[str, str]) -> None:
     """Show names and values in two columns; a value that is too long goes on below itself."""
     width = max(map(len, facts)) + 2
+    # Between words alone: a path can be copied.
+    fold = textwrap.TextWrapper(
+        COLUMNS - width, break_long_words=False, break_on_hyphens=False
+    ).wrap
     lines = []
     for name, value in facts.items():
-        # between words alone: a path can be copied
-        fold = partial(
-            textwrap.wrap, width=COLUMNS - width, break_long_words=False, break_on_hyphens=False
-        )
-        parts = [part for line in str(value).split("\n") for part in fold(line) or [""]]
-        lines += [f"{head:<{width}}{part}" for head, part in zip((name, *[""] * len(parts)), parts)]
-    show("".join(f"{line}\n" for line in lines))
+        head = name
+        for line in str(value).split("\n"):
+            for part in fold(line) or [""]:
+                lines.append(f"{head:<{width}}{part}\n")
+                head = ""
+    show("".join(lines))

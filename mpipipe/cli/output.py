@@ -1,6 +1,4 @@
-"""What commands share: text on the standard output, refusals, and that all ranks of a job run one
-together.
-"""
+"""Text of commands on the standard output, refusals, and commands that all ranks run together."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ from mpipipe.job import (
 from mpipipe.text import counted
 
 PACKAGE = Path(__file__).parents[1]
-UNWRITTEN = 1  # exit code
-READER_LEFT = 128 + signal.SIGPIPE  # the same, as of a program that the signal ends
+# Exit codes; the second is that of a program that the signal ends.
+UNWRITTEN = 1
+READER_LEFT = 128 + signal.SIGPIPE
 
 
 def show(text: str) -> None:
@@ -56,10 +55,11 @@ def show(text: str) -> None:
         ) from None
 
 
-# -- How a command ends when it cannot do what was asked: one report, and the exit code of wrong usage --
+# -- How a command is refused: one report, and the exit code of wrong usage ------------------------
 
 
-WRONG_USAGE = AGREED  # exit code: all ranks of a job end with the same error
+# Exit code: all ranks of a job end with the same error.
+WRONG_USAGE = AGREED
 
 
 @contextmanager
@@ -85,8 +85,7 @@ def refusing(alone: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def naming_exits() -> Iterator[None]:
-    """Make an error of an exit that code of a user asks for: the job would seem to have done its
-    work.
+    """Make an error of an exit in code of a user: the job would seem to have done its work.
 
     Raises ConfigError with the line. What the commands themselves raise stays as it is.
     """
@@ -97,12 +96,9 @@ def naming_exits() -> Iterator[None]:
         if Path(frames[-1].filename).is_relative_to(PACKAGE):
             raise
         theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
-        own = [
-            frame
-            for frame in theirs
-            if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))
-        ]
-        last = (own or theirs)[-1]
+        installed = (sys.prefix, sys.base_prefix, "<")
+        of_user = [frame for frame in theirs if not frame.filename.startswith(installed)]
+        last = (of_user or theirs)[-1]
         raise ConfigError(
             f"code of yours ends the program, with the exit code {leaving.code}",
             found=f"line {last.lineno} of {last.filename}: {last.line}",
@@ -113,8 +109,9 @@ def naming_exits() -> Iterator[None]:
 def on_ranks(
     work: Callable[..., object], threads: Callable[[], int] = share_of_cores
 ) -> Callable[..., int]:
-    """Make a command of what all ranks do, with `threads()` threads each, so that an error on one
-    rank ends the job.
+    """Make a command of what all ranks do, with `threads()` threads each.
+
+    An error on one rank ends the job.
     """
 
     @wraps(work)

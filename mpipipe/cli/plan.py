@@ -1,6 +1,4 @@
-"""mpipipe plan: measures a model on these ranks, and finds the fastest way to train it, with the
-flags of train.
-"""
+"""mpipipe plan: measures a model on these ranks, and finds the fastest way to train it."""
 
 from __future__ import annotations
 
@@ -41,39 +39,31 @@ def plan(
     ] = None,
     **flags: Any,
 ) -> int:
-    """Find the fastest schedule, chunks, micro-batches, partition and recomputation for a training
-    (mpiexec -n 4 ...).
+    """Find the fastest schedule, cut and recomputation for a training.
 
-    Takes the flags of train. What is given stays as it is; all else is chosen by measurements with
-    all ranks at work.
+    Takes the flags of train, such as mpiexec -n 4 python -m mpipipe plan --batch 64 --out FILE.
+    What these say stays as it is; all else is chosen by measurements with all ranks at work.
     """
     check_task_file(task)
-
-    def read() -> tuple[TaskConfig, dict[str, Any]]:
-        """Return the configuration, and the keys that the user gave."""
-        given = {**({} if config is None else read_keys(Path(config))), **flags}
-        chosen = load_config(task, config, **{**flags, "plan": "auto"})
-        return chosen, {
-            **given,
-            **({"task": chosen.task} if isinstance(chosen, TaskFileConfig) else {}),
-        }
 
     def work() -> None:
         comm = runtime.world()
         with group_of(comm).raise_together("plan: reading the configuration"):
-            chosen, given = read()
+            keys = {} if config is None else read_keys(Path(config))
+            keys.update(flags)
+            chosen = load_config(task, config, **{**flags, "plan": "auto"})
+            if isinstance(chosen, TaskFileConfig):
+                keys["task"] = chosen.task
             if comm.rank == 0:
                 check_output(out)
-        found, problem = make_plans(chosen, comm)
+        report, problem = make_plans(chosen, comm)
         with group_of(comm).raise_together("plan: the result"):
             if comm.rank == 0:
-                show(found)
+                show(report)
                 if out is not None:
-                    write(
-                        Path(out),
-                        {**given, "pipe": problem.ranks, "seq": problem.seq},
-                        found.choice,
-                    )
+                    keys["pipe"] = problem.ranks
+                    keys["seq"] = problem.seq
+                    write(Path(out), keys, report.choice)
 
     return on_ranks(work)()
 
@@ -94,44 +84,45 @@ def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, Plan
         return find_plan(measured, place), measured.problem
 
 
-def show(found: PlanReport) -> None:
-    """Write the best plans to the standard output, and the lines of a job script for the ranks that
-    were measured.
-    """
-    scale = found.profile.scale
-    _say(
-        *table(found.plans),
-        f"real steps take {scale:.3f} of what measured layers and messages add up to; that is "
-        "counted above",
-        *([found.oversubscribed] if found.oversubscribed else []),
+def show(report: PlanReport) -> None:
+    """Write the best plans to the standard output, and the lines of a job script for them."""
+    lines = [
+        *table(report.plans),
+        f"real steps take {report.profile.scale:.3f} of what measured layers and messages add up "
+        "to; that is counted above",
+    ]
+    if report.oversubscribed:
+        lines.append(report.oversubscribed)
+    lines += [
         "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",
-        f"#SBATCH --ntasks-per-node={found.ranks_per_node}",
-        f"#SBATCH --cpus-per-task={found.threads}",
-    )
+        f"#SBATCH --ntasks-per-node={report.ranks_per_node}",
+        f"#SBATCH --cpus-per-task={report.threads}",
+    ]
+    _say(*lines)
 
 
 def _say(*lines: str) -> None:
     SafeStream(sys.stdout).write("".join(f"{line}\n" for line in lines))
 
 
-def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
-    """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it
-    cannot be.
-    """
-    keys = {
-        name.rstrip("_"): value
-        for name, value in given.items()
-        if name not in (*NOT_WRITTEN, *PLANNED)
-    }
-    if "task" in keys:  # the file of a configuration names it from its own folder
-        keys["task"] = os.path.relpath(keys["task"], path.parent)
-    keys |= {name: getattr(choice, name) for name in ("schedule", "chunks", "microbatches")}
-    keys["partition"] = ",".join(map(str, choice.partition))
-    keys |= {"recompute": True} if choice.recompute else {}
-    keys |= {} if choice.recompute_limit is None else {"recompute_limit": choice.recompute_limit}
-    content = "".join(toml_line(*key) for key in keys.items())
+def write(path: Path, keys: Mapping[str, Any], choice: Choice) -> None:
+    """Write a configuration with the best plan, for `train --config`. ConfigError if it cannot."""
+    left_out = (*NOT_WRITTEN, *PLANNED)
+    values = {name.rstrip("_"): value for name, value in keys.items() if name not in left_out}
+    if "task" in values:
+        # The file of a configuration names it from its own folder.
+        values["task"] = os.path.relpath(values["task"], path.parent)
+    for name in ("schedule", "chunks", "microbatches"):
+        values[name] = getattr(choice, name)
+    values["partition"] = ",".join(map(str, choice.partition))
+    if choice.recompute:
+        values["recompute"] = True
+    if choice.recompute_limit is not None:
+        values["recompute_limit"] = choice.recompute_limit
+    content = "".join(toml_line(*key) for key in values.items())
     with files.writing("the plan", path):
-        files.write_whole(path, content.encode(errors="surrogateescape"))  # a path may be no text
+        # A path may be no text.
+        files.write_whole(path, content.encode(errors="surrogateescape"))
     _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")
 
 

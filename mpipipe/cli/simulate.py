@@ -59,22 +59,21 @@ def simulate(
     ] = False,
     out: Annotated[Path | None, Option("write the order to this new file")] = None,
 ) -> None:
-    """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate
-    --schedule all).
+    """Simulate a schedule: time, bubble, memory, distance from the best.
 
-    It runs in one process, without MPI. Without --memory-limit a schedule is compared with
-    schedules that need no more memory than it does.
+    An example: python -m mpipipe simulate --schedule all. It runs in one process, without MPI.
+    Without --memory-limit a schedule is compared with schedules that need no more memory than it.
     """
     with refusing("simulate"):
-        given = given_of(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+        sized = without_none(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
         csv = schedule if is_path(schedule) else None
         if csv is not None:
-            refuse(f"--schedule {schedule}, whose order says it", given)
-        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **given}
+            refuse(f"--schedule {schedule}, whose order says it", sized)
+        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **sized}
         costs = costs_of(forward, input_grad, weight_grad, transfer)
         links = _links(transfer_model, message_bytes, costs)
         if schedule == "all":
-            refuse("--schedule all", given_of(recompute=recompute or None, out=out))
+            refuse("--schedule all", without_none(recompute=recompute or None, out=out))
         if out is not None:
             files.check_new("the order", out)
 
@@ -82,11 +81,10 @@ def simulate(
             """Return the costs, with the times of messages between the stages of this schedule."""
             if links is None:
                 return costs
-            placement = (
-                from_file(csv).placement
-                if csv
-                else placement_of(name, sizes["ranks"], sizes["chunks"])
-            )
+            if csv is None:
+                placement = placement_of(name, sizes["ranks"], sizes["chunks"])
+            else:
+                placement = from_file(csv).placement
             return replace(costs, transfer=links.times(placement, message_bytes))
 
         if schedule == "all":
@@ -94,12 +92,12 @@ def simulate(
         else:
             costs = with_links(schedule)
             limit = None if recompute else memory_limit
-            made = (
-                from_file(csv)
-                if csv
-                else schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
-            )
-            made = schedules.with_recompute(made, costs, memory_limit) if recompute else made
+            if csv is None:
+                made = schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
+            else:
+                made = from_file(csv)
+            if recompute:
+                made = schedules.with_recompute(made, costs, memory_limit)
             lines = [*_one(made, costs, memory_limit)]
             if out is not None:
                 with files.writing("the order", out):
@@ -108,24 +106,28 @@ def simulate(
     show("".join(f"{line}\n" for line in lines))
 
 
-def given_of(**options: Any) -> dict[str, Any]:
-    """Return the options that are given."""
+def without_none(**options: Any) -> dict[str, Any]:
+    """Return the options that have a value."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def costs_of(*texts: str) -> Costs:
     """Read costs, each as one number for all stages, or one for each of them."""
     options = ("forward", "input-grad", "weight-grad", "transfer")
-    found = (numbers(option, text) for option, text in zip(options, texts))
-    return Costs(*(each[0] if len(each) == 1 else each for each in found))
+    costs = []
+    for option, text in zip(options, texts):
+        times = numbers(option, text)
+        costs.append(times[0] if len(times) == 1 else times)
+    return Costs(*costs)
 
 
-def refuse(beside: str, given: dict[str, Any]) -> None:
-    """Raise ConfigError if one of these options is given."""
-    if given:
-        found = ", ".join(f"--{name} {value}" for name, value in given.items())
+def refuse(beside: str, options: dict[str, Any]) -> None:
+    """Raise ConfigError if one of these options has a value."""
+    if options:
         raise ConfigError(
-            f"--{next(iter(given))} does not go with {beside}", found=found, remedy="leave it out"
+            f"--{next(iter(options))} does not go with {beside}",
+            found=", ".join(f"--{name} {value}" for name, value in options.items()),
+            remedy="leave it out",
         )
 
 
@@ -158,35 +160,33 @@ def _links(text: str | None, message_bytes: float, costs: Costs) -> Links | None
 # -- The lines of text that show one schedule, or all of them --------------------------------------
 
 
-# of larger ones no timeline is shown
+# Of larger ones no timeline is shown.
 SMALL_RANKS = 16
 SMALL_ORDER = 60
 
 
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
-    found = schedules.simulate(made, costs)
-    limit = memory_limit if memory_limit is not None else max(found.peak_activations) or None
-    bound, gap = _bound_and_gap(found, costs, limit)
-    held = " ".join(map(str, found.peak_activations))
+    result = schedules.simulate(made, costs)
+    limit = max(result.peak_activations) or None if memory_limit is None else memory_limit
+    bound, gap = _bound_and_gap(result, costs, limit)
+    activations = " ".join(map(str, result.peak_activations))
     unit = "chunks of slices" if made.slices > 1 else "chunks"
     yield (
         f"schedule    {made.name}: {counted(made.ranks, 'rank')}, "
         f"{counted(made.stages, 'stage')}, {made.batch}"
     )
-    yield f"makespan    {found.makespan:.6g}"
+    yield f"makespan    {result.makespan:.6g}"
     yield (
-        f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy "
+        f"bubble      {result.bubble_fraction:.4f} of all time, {result.bubble_ratio:.4f} of busy "
         "time"
     )
-    yield f"activations {held} on each rank, in {unit}, at most"
+    yield f"activations {activations} on each rank, in {unit}, at most"
+    room = ""
     if made.recomputed:
         room = " that runs as many forwards again"
-    else:
-        room = (
-            ""
-            if limit is None
-            else f" with {limit:g} {'activation' if limit == 1 else 'activations'} on each rank"
-        )
+    elif limit is not None:
+        noun = "activation" if limit == 1 else "activations"
+        room = f" with {limit:g} {noun} on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
     yield f"gap         {gap:.2%}: it is at most so much slower than the best one"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:
@@ -195,13 +195,14 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
 
 def _bound_and_gap(timeline: Timeline, costs: Costs, limit: float | None) -> tuple[float, float]:
     """Return the time that no schedule beats, and by which share of it this one is longer."""
-    held = max(timeline.peak_activations)
-    if limit is not None and held > limit:
+    peak = max(timeline.peak_activations)
+    if limit is not None and peak > limit:
+        rank = timeline.peak_activations.index(peak)
         raise ArgumentError(
             "the schedule does not keep the memory limit",
-            found=f"{counted(held, 'activation')} on rank {timeline.peak_activations.index(held)}",
+            found=f"{counted(peak, 'activation')} on rank {rank}",
             expected=f"at most {limit:g}",
-            remedy=f"--memory-limit {held}, or another schedule",
+            remedy=f"--memory-limit {peak}, or another schedule",
         )
     bound = schedules.lower_bound(timeline.schedule, costs, limit)
     return bound, max(0.0, timeline.makespan / bound - 1) if bound else 0.0
@@ -214,13 +215,12 @@ def _table(
     for name in names(sizes["chunks"]):
         costs = costs_of(name)
         made = schedules.by_name(name, **sizes, costs=costs, memory_limit=memory_limit)
-        found = schedules.simulate(made, costs)
-        held = max(found.peak_activations)
-        row = f"{name:<24}{found.makespan:>10.6g}{found.bubble_fraction:>8.4f}{held:>12}"
-        if memory_limit is not None and held > memory_limit:
-            yield f"{row}  above the limit of {memory_limit:g}"
+        result = schedules.simulate(made, costs)
+        peak = max(result.peak_activations)
+        limit = peak if memory_limit is None else memory_limit
+        row = f"{name:<24}{result.makespan:>10.6g}{result.bubble_fraction:>8.4f}{peak:>12}"
+        if peak > limit:
+            yield f"{row}  above the limit of {limit:g}"
         else:
-            bound, gap = _bound_and_gap(
-                found, costs, held if memory_limit is None else memory_limit
-            )
+            bound, gap = _bound_and_gap(result, costs, limit)
             yield f"{row}{bound:>10.6g}{gap:>8.2%}"

@@ -10,7 +10,8 @@ from mpipipe.cli.output import refusing, show
 from mpipipe.language.data import tokenize as run_tokenize
 from mpipipe.options import Option
 
-SECONDS = 5.0  # between two lines of progress
+# Seconds between two lines of progress.
+SECONDS = 5.0
 
 
 def tokenize(

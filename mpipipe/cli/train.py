@@ -1,6 +1,4 @@
-"""mpipipe train: its flags are the fields of TrainConfig, or of TaskFileConfig for a task in a
-file.
-"""
+"""mpipipe train: its flags are the fields of TrainConfig; of TaskFileConfig for a task."""
 
 from __future__ import annotations
 
@@ -68,11 +66,11 @@ def train(
     ] = False,
     **flags: Any,
 ) -> int:
-    """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first), or the
-    task in FILE.py.
+    """Train a GPT on text or tokens, or the task in FILE.py.
 
-    The keys of the file given by --config are the flags without leading dashes, and with _ for -.
-    Flags win over keys. The options of data and model are for text; a task in a file has its own.
+    An example: mpiexec -n 4 python -m mpipipe train --out runs/first. The keys of the file given by
+    --config are the flags without leading dashes, and with _ for -. Flags win over keys. The
+    options of data and model are for text; a task in a file has its own.
     """
     check_task_file(task)
     load = partial(load_config, task, config, **flags)
@@ -90,8 +88,8 @@ def train(
                 )
         chosen = group.from_one("train: the configuration", load)
         stop_signals.change(chosen.preempt_signals)
-        chosen, own = task_of(chosen, runtime.world())
-        run(own, chosen)
+        chosen, trained = task_of(chosen, runtime.world())
+        run(trained, chosen)
 
     if check:
         return print_check(load)
@@ -101,9 +99,7 @@ def train(
 
 
 def print_check(load: Callable[[], TaskConfig]) -> int:
-    """Show whether the layers and the loss of a task have the gradients of their forwards; for one
-    process.
-    """
+    """Check the gradients of the layers and of the loss of a task, in one process."""
     with refusing("--check"):
         config = load()
         if not isinstance(config, TaskFileConfig):
@@ -116,56 +112,47 @@ def print_check(load: Callable[[], TaskConfig]) -> int:
             return check_task(task, config.seed, comm, rows=min(2, config.batch))
 
         lines, right = inprocess.run(1, work)[0]
-    show(
-        "".join(
-            f"{line}\n"
-            for line in [*lines, f"mpipipe: check {'ok' if right else 'failed'} in float64"]
-        )
-    )
+    result = "ok" if right else "failed"
+    lines.append(f"mpipipe: check {result} in float64")
+    show("".join(f"{line}\n" for line in lines))
     return 0 if right else 1
 
 
 def check_task_file(task: str | None) -> None:
     """Raise Stop for what is no name of a file with a task."""
     if task is not None and not task.partition(":")[0].endswith(".py"):
+        remedy = None
+        if task.endswith(".toml"):
+            remedy = f"--config {task} names a file with a configuration"
         with refusing():
             raise ConfigError(
                 f"there is no place for {task}",
                 expected="nothing, or FILE.py or FILE.py:CLASS with a task of your own",
-                remedy=f"--config {task} names a file with a configuration"
-                if task.endswith(".toml")
-                else None,
+                remedy=remedy,
             )
 
 
 def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfig:
-    """Return the configuration of the task that is named here or in a file, or of text. Raises
-    ConfigError.
-    """
+    """Return the configuration of the task that is named here or in a file, or of text."""
     keys = {} if config is None else read_keys(Path(config))
     if task is None and "task" not in keys:
         return TrainConfig.load(config, **flags)
     known = {entry.name for entry in fields(TaskFileConfig)}
     others = [key_of(entry) for entry in fields(TrainConfig) if entry.name not in known]
-    strange = [
-        name
-        for name in (*keys, *flags)
-        if name.rstrip("_") in others and flags.get(name, 0) is not None
-    ]
-    if strange:
-        raise ConfigError(
-            f"{strange[0].rstrip('_')} is an option of text, and a task in a file has its own",
-            found=f"{strange[0].rstrip('_')} and the task {task or keys['task']}",
-            expected="options of any training: `mpipipe train --help` lists them first",
-            remedy="let it be an attribute of the task, which --set NAME=VALUE changes",
-        )
+    for name in (*keys, *flags):
+        option = name.rstrip("_")
+        if option in others and flags.get(name, 0) is not None:
+            raise ConfigError(
+                f"{option} is an option of text, and a task in a file has its own",
+                found=f"{option} and the task {task or keys['task']}",
+                expected="options of any training: `mpipipe train --help` lists them first",
+                remedy="let it be an attribute of the task, which --set NAME=VALUE changes",
+            )
     return TaskFileConfig.load(config, task=task, **flags)
 
 
 def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
-    """Return the configuration with what its task says, and that task, of text or from a file;
-    collective.
-    """
+    """Return the configuration with what its task says, and the task; collective."""
     check_same_config(group_of(comm), config)
     if isinstance(config, TaskFileConfig):
         return config, load_task(str(config.task), config.set, comm)
@@ -175,12 +162,11 @@ def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
 
 
 FIELDS = fields_of(TrainConfig)
-FIELDS += [
-    entry for entry in fields_of(TaskFileConfig) if entry.name in ("init", "set", "changed_task")
-]
-GENERAL = {
-    entry.name for entry in fields(TaskFileConfig)
-}  # which the help lists before those of text
+for _entry in fields_of(TaskFileConfig):
+    if _entry.name in ("init", "set", "changed_task"):
+        FIELDS.append(_entry)
+# The help lists these before those of text.
+GENERAL = {entry.name for entry in fields(TaskFileConfig)}
 FIELDS.sort(key=lambda entry: entry.name not in GENERAL)
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
 train.instead = INSTEAD  # type: ignore[attr-defined]
@@ -239,16 +225,15 @@ def _show(config: TaskConfig, ranks: int) -> None:
     show(f"{described(estimate_task(partial(task_of, config), ranks))}\n")
 
 
-def described(found: MemoryEstimate) -> str:
-    """Return all lines."""
-    config = found.config
-    plan = found.plan
-    problem = found.problem
+def described(estimate: MemoryEstimate) -> str:
+    """Return the plan of a training, and a table of the memory of each rank, as lines."""
+    config = estimate.config
+    plan = estimate.plan
+    problem = estimate.problem
     schedule = plan.schedule
-    count = found.count
-    total = sum(rank.total for rank in found.ranks)
+    count = estimate.count
     rows = plan.microbatch_rows
-    units = found.task.units
+    units = estimate.task.units
     size = f"{rows} x {-(-units // config.seq)}" if units > 1 else counted(rows, "row")
     times = [sum(problem.costs[start:stop]) for start, stop in plan.layer_ranges]
     bubble = schedules.simulate(schedule, schedules.Costs(times, times, times)).bubble_fraction
@@ -256,33 +241,29 @@ def described(found: MemoryEstimate) -> str:
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
         f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}",
-        f"mpipipe: {found.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
+        f"mpipipe: {estimate.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {size} on each rank",
         f"mpipipe: bubble {bubble:.3f} if a layer takes as long as its operations are many",
         "",
         "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory",
     ]
-    cuts = [
-        " ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values())
-        for each in found.ranks
-    ]
-    cells = [[str(each.rank), cut, *_sizes(each)] for each, cut in zip(found.ranks, cuts)]
+    cells = []
+    for memory in estimate.ranks:
+        cuts = [f"{start}-{stop - 1}" for start, stop in memory.stages.values()]
+        cells.append([str(memory.rank), " ".join(cuts), *_sizes(memory)])
     lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
-    worst = max(found.ranks, key=lambda each: each.total)
-    whole = (
-        f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}"
-        if count > 1
-        else ""
-    )
-    return "\n".join(
-        [*lines, "", f"rank {worst.rank} takes most: {shown_bytes(worst.total)}{whole}"]
-    )
+    worst = max(estimate.ranks, key=lambda memory: memory.total)
+    last = f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
+    if count > 1:
+        total = sum(memory.total for memory in estimate.ranks) * problem.replicas * problem.seq
+        last += f"; all {count} ranks: {shown_bytes(total)}"
+    return "\n".join([*lines, "", last])
 
 
-def _sizes(each: RankBytes) -> list[str]:
-    sizes = vars(each) | {
-        "scratch": each.scratch + each.tables + each.batch,
-        "later": max(0, each.sample - each.step, each.sums - each.step),
-        "total": each.total,
+def _sizes(memory: RankBytes) -> list[str]:
+    sizes = vars(memory) | {
+        "scratch": memory.scratch + memory.tables + memory.batch,
+        "later": max(0, memory.sample - memory.step, memory.sums - memory.step),
+        "total": memory.total,
     }
     return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]
