@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class StageOfLayer(Protocol):
     device: str
     dtype: np.dtype
     seed: int
+    version: int
     kernels: Kernels
     tables: RopeTables
 
@@ -244,15 +245,13 @@ class Layer(Differentiable):
     takes_any = False
     has_backward = True
     ends = False
-    changes: ClassVar[int] = (
-        0  # of attributes of layers in this process: CUDA graphs have read them
-    )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # CUDA graphs have read the attributes. A pipeline knows of those that it sets in steps.
         is_gradient = name.endswith("_grad") and name[:-5] in self.declared
-        # a pipeline sets the excepted ones around steps, and knows of them
-        if name != "on_layer_done" and not is_gradient and vars(self).get(name, self) is not value:
-            Layer.changes += 1
+        if self.stage is not None and name != "on_layer_done" and not is_gradient:
+            if vars(self).get(name, self) is not value:
+                self.stage.version += 1
         super().__setattr__(name, value)
 
     def upload(self, x: Array) -> Array:
