@@ -144,23 +144,20 @@ class GPT:
     head_slices: int = 1
 
     def __post_init__(self) -> None:
-        given = vars(self)
-        check_sizes(
-            {
-                name: value
-                for name, value in given.items()
-                if value is not None or name not in FILLED
-            }
-        )
+        fields = vars(self)
+        checked = {}
+        for name, value in fields.items():
+            if value is not None or name not in FILLED:
+                checked[name] = value
+        check_sizes(checked)
         heads = self.heads if self.kv_heads is None else self.kv_heads
-        check_heads({**given, "kv_heads": heads})
-        check_positions(given)
+        check_heads({**fields, "kv_heads": heads})
+        check_positions(fields)
         check_slice_count(self.head_slices, self.vocab)
         self._fill("kv_heads", self.heads)
-        self._fill(
-            "hidden",
-            4 * self.dim if self.feed_forward == "gelu" else -(-8 * self.dim // (3 * 64)) * 64,
-        )
+        if self.feed_forward == "gelu":
+            self._fill("hidden", 4 * self.dim)
+        self._fill("hidden", -(-8 * self.dim // (3 * 64)) * 64)
         self._fill("head_dim", self.dim // self.heads)
         if self.positions == "learned":
             self._fill("max_positions", self.seq)
@@ -227,42 +224,47 @@ class GPT:
 
     def _heads(self, tie: str | None, name: str, labels: bool) -> list[nn.Layer]:
         """Return the head, or its slices; `name` is that of its weight."""
-        if self.head_slices == 1:
-            return [nn.Head(self.dim, self.vocab, tie=tie)]
-        sizes = (self.dim, self.vocab)
         of = self.head_slices
-        return [
-            nn.HeadSlice(*sizes, number, of, tie, labels=labels, stream=name)
-            for number in range(of)
-        ]
+        if of == 1:
+            return [nn.Head(self.dim, self.vocab, tie=tie)]
+        slices: list[nn.Layer] = []
+        for number in range(of):
+            slices.append(
+                nn.HeadSlice(self.dim, self.vocab, number, of, tie, labels=labels, stream=name)
+            )
+        return slices
 
     def _attend_with(
         self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward]
     ) -> Callable[[int | None], ForwardAndBackward]:
         """Return a function from the window of a layer to its attend object."""
-        if not callable(attend):
-            return lambda window: (
-                attend if window is None else as_attend(attend).with_window(window)
-            )
-        if self.windows is None:
-            return lambda _: attend()
-        return lambda window: attend(window=window)
+        if callable(attend):
+            if self.windows is None:
+                return lambda _: attend()
+            return lambda window: attend(window=window)
+
+        def attend_with(window: int | None) -> ForwardAndBackward:
+            return attend if window is None else as_attend(attend).with_window(window)
+
+        return attend_with
 
     def _attention(
         self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float
     ) -> nn.Layer:
-        same = ("head_dim", "rope_scaling", "qkv_bias", "out_bias", "qk_norm", "eps")
-        options: dict[str, Any] = {name: getattr(self, name) for name in same}
-        base = self.rope_base if self.positions == "rotary" else None
         return nn.SelfAttention(
             self.dim,
             self.heads,
             self.kv_heads,
             attend,
             positions,
-            rope_base=base,
+            rope_base=self.rope_base if self.positions == "rotary" else None,
             gain=gain,
-            **options,
+            head_dim=self.head_dim,
+            rope_scaling=self.rope_scaling,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=self.qk_norm,
+            eps=self.eps,
         )
 
     def _feed_forward(self, gain: float) -> nn.Layer:
@@ -271,11 +273,9 @@ class GPT:
         return nn.SwiGLU(self.dim, self.hidden, gain=gain, bias=self.feed_forward_bias)
 
     def _norm(self) -> nn.Layer:
-        return (
-            nn.LayerNorm(self.dim, self.eps)
-            if self.norm == "layer"
-            else nn.RMSNorm(self.dim, self.eps)
-        )
+        if self.norm == "layer":
+            return nn.LayerNorm(self.dim, self.eps)
+        return nn.RMSNorm(self.dim, self.eps)
 
     def _residual(self, layer: nn.Layer) -> nn.Layer:
         dropout = [nn.Dropout(self.dropout)] if self.dropout else []
@@ -291,28 +291,23 @@ class GPT:
         width = self.heads * self.head_dim
         projections = 2 * self.dim * (2 * width + 2 * self.kv_heads * self.head_dim)
         products = 4 if self.feed_forward == "gelu" else 6
-        blocks: list[float] = []
+        tables = 1 if self.max_positions is None else 2
+        costs = [float(tables * self.dim)]
         for window in self.windows or (None,) * self.layers:
             seen = self.seq if window is None else min(window, self.seq)
-            scores = (
-                2 * self.seq * width
-                if seen == self.seq
-                else 4 * width * (seen - seen**2 / (2 * self.seq))
-            )
-            blocks += [float(projections + scores), float(products * self.dim * self.hidden)]
-        tables = 1 if self.max_positions is None else 2
-        heads = [
-            float(2 * self.dim * len(rows)) for rows in even_split(self.vocab, self.head_slices)
-        ]
-        return [float(tables * self.dim), *blocks, *heads]
+            scores = 4 * width * (seen - seen**2 / (2 * self.seq))
+            costs += [float(projections + scores), float(products * self.dim * self.hidden)]
+        for rows in even_split(self.vocab, self.head_slices):
+            costs.append(float(2 * self.dim * len(rows)))
+        return costs
 
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        every = declared(self.build(Local()))
-        return sum(
-            {parameter.tie or name: parameter.size for name, parameter in every.items()}.values()
-        )
+        sizes = {}
+        for name, parameter in declared(self.build(Local())).items():
+            sizes[parameter.tie or name] = parameter.size
+        return sum(sizes.values())
 
 
 # -- How a training makes a model ------------------------------------------------------------------
@@ -336,30 +331,31 @@ CHOICES = {
 LAYERS = (
     4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
 )
-NEAR = 1000  # numbers of heads that are tried for a remedy
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
 
 def check_sizes(values: dict[str, Any]) -> None:
     """Raise ArgumentError unless each of these fields means something by itself."""
-    rules: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
-        (SIZES, _is_size, "an integer of at least 1"),
-        *(
-            ((name,), kinds.__contains__, " or ".join(map(repr, kinds)))
-            for name, kinds in CHOICES.items()
-        ),
-        (SWITCHES, lambda value: type(value) is bool, "True or False"),
-        (("eps",), lambda value: _is_number(value) and value >= 0, "a finite number of at least 0"),
-        (
-            ("embedding_scale",),
-            lambda value: _is_number(value) and value != 0,
-            "a finite number other than 0",
-        ),
-    )
-    for names, fits, expected in rules:
-        for name in names:
-            if name in values and not fits(values[name]):
-                raise _wrong(name, values[name], expected)
+    for name, value in values.items():
+        fits = True
+        expected = ""
+        if name in SIZES:
+            fits = _is_size(value)
+            expected = "an integer of at least 1"
+        elif name in CHOICES:
+            fits = value in CHOICES[name]
+            expected = " or ".join(map(repr, CHOICES[name]))
+        elif name in SWITCHES:
+            fits = type(value) is bool
+            expected = "True or False"
+        elif name == "eps":
+            fits = _is_number(value) and value >= 0
+            expected = "a finite number of at least 0"
+        elif name == "embedding_scale":
+            fits = _is_number(value) and value != 0
+            expected = "a finite number other than 0"
+        if not fits:
+            raise _wrong(name, value, expected)
 
 
 def check_heads(values: dict[str, Any]) -> None:
@@ -368,18 +364,16 @@ def check_heads(values: dict[str, Any]) -> None:
     heads = values["heads"]
     head_dim = values["head_dim"]
     rotary = values["positions"] == "rotary"
-    unit = 2 if rotary else 1
-    if head_dim is None and dim % (unit * heads):
-        near = range(heads - 1, max(0, heads - NEAR), -1)
-        fewer = next(
-            (f", or heads = {number}" for number in near if dim % (unit * number) == 0), ""
-        )
-        pairs = "2 x heads, since rotary positions turn pairs of elements"
+    unit = 2 * heads if rotary else heads
+    if head_dim is None and dim % unit:
+        expected = "dim a multiple of heads"
+        if rotary:
+            expected = "dim a multiple of 2 x heads, since rotary positions turn pairs of elements"
         raise ArgumentError(
             "the heads do not divide the width of a GPT evenly",
             found=f"dim {dim}, heads {heads}",
-            expected=f"dim a multiple of {pairs if rotary else 'heads'}",
-            remedy=f"for example dim = {-(-dim // (unit * heads)) * unit * heads}{fewer}",
+            expected=expected,
+            remedy=f"for example dim = {-(-dim // unit) * unit}",
         )
     if head_dim is not None and rotary and head_dim % 2:
         raise ArgumentError(
@@ -396,18 +390,16 @@ def check_heads(values: dict[str, Any]) -> None:
 
 def check_positions(values: dict[str, Any]) -> None:
     """Raise ArgumentError for options of rotary and of learned positions together."""
-    most = values["max_positions"]
     learned = values["positions"] == "learned"
-    kind, other, name = (
-        ("learned", "rotary", "rope_scaling") if learned else ("rotary", "learned", "max_positions")
-    )
+    name = "rope_scaling" if learned else "max_positions"
     if values[name] is not None:
         raise ArgumentError(
-            f"a GPT with {kind} positions has no {name}",
+            f"a GPT with {values['positions']} positions has no {name}",
             found=f"{name} {values[name]!r}",
             expected="None",
-            remedy=f"say positions={other!r}, or leave {name} out",
+            remedy=f"say positions={'rotary' if learned else 'learned'!r}, or leave {name} out",
         )
+    most = values["max_positions"]
     if learned and most is not None and (not _is_size(most) or most < values["seq"]):
         raise _wrong("max_positions", most, f"an integer of at least seq, {values['seq']}")
 

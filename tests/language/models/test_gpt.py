@@ -263,7 +263,7 @@ def test_parameters_are_counted_and_tied_ones_once():
         ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_base": 1}, "rope_base"),
         ({"head_dim": 5}, "head_dim"),
-        ({"heads": 3}, "or heads = 2"),
+        ({"heads": 3}, "for example dim ="),
         ({"windows": (3, 0)}, "windows"),
         ({"windows": 3}, "windows"),
         ({"feed_forward": "relu"}, "feed_forward"),
