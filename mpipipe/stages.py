@@ -456,23 +456,22 @@ class UserStage:
 
 
 def takes_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name: a user's function is given only those that
-    it has.
-    """
+    """Return True if a user's function has a parameter of this name."""
     try:
         return name in signature(function).parameters
     except (TypeError, ValueError):  # not a function, or a function without a signature
         return False
 
 
-# -- Named pieces of one flat array, where the array and its names are a user's own: what FlatBuffer has by itself --
+# -- Named pieces of one flat array of a user's own; FlatBuffer has them by itself -----------------
 
 WHOLE = "flat"  # name of all parameters together, where their stage gives them none
 
 
 class FlatView(Mapping[str, Array]):
-    """A one-dimensional array as named arrays. One of complex numbers is seen as pairs of real
-    ones, with an axis more.
+    """A one-dimensional array as named arrays.
+
+    One of complex numbers is seen as pairs of real ones, with an axis more.
 
     `parts` is how many numbers of `flat` make one of the given array: 2 for complex ones.
     """
@@ -487,9 +486,7 @@ class FlatView(Mapping[str, Array]):
 
     @classmethod
     def of(cls, holder: Any) -> FlatView:
-        """Return the view of a user's `parameters`: an object with `flat`, and a mapping of names
-        where it has any.
-        """
+        """Return the view of a user's `parameters`: an object with `flat`, perhaps with names."""
         flat = flat_of(holder, "the parameters of a stage")
         if not isinstance(holder, Mapping) or not holder:
             return cls(flat, {WHOLE: 0}, {WHOLE: flat.shape})
@@ -497,9 +494,7 @@ class FlatView(Mapping[str, Array]):
         return cls(flat, offsets, {name: array.shape for name, array in holder.items()})
 
     def like(self, holder: Any) -> FlatView:
-        """Return the view of a user's `gradients`, which lie in their flat array as the parameters
-        do in theirs.
-        """
+        """Return the view of a user's `gradients`, which lie as the parameters do."""
         flat = flat_of(holder, "the gradients of a stage")
         if (flat.dtype, flat.size) != self._given:
             raise ArgumentError(
@@ -513,9 +508,7 @@ class FlatView(Mapping[str, Array]):
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, decay) of the flat array: matrices decay and vectors do not; without names
-        all of it does.
-        """
+        """(start, stop, decay) ranges: matrices decay, vectors do not; without names all does."""
         decays = {
             name: array.ndim > self.parts or name == WHOLE
             for name, array in self.items()

@@ -1,6 +1,4 @@
-"""A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of
-gradients.
-"""
+"""A stage: consecutive layers of the model on one rank, with flat buffers of their arrays."""
 
 from __future__ import annotations
 
@@ -145,9 +143,7 @@ class Stage(Differentiable):
         self._bind()
 
     def _bind(self) -> None:
-        """Bind the layers. Those with adapters compute with the sums of their matrices and
-        adapters.
-        """
+        """Bind the layers; those with adapters compute with sums of matrices and adapters."""
         self.sync_compute()
         named = self._named_layers()
         for name, layer in named:
@@ -242,9 +238,7 @@ class Stage(Differentiable):
 
     @property
     def adapted(self) -> dict[str, Layer]:
-        """Layers with adapters, by the name of the matrix; they compute with `buffers.merged` (see
-        nn.LoRA).
-        """
+        """Layers with adapters (see nn.LoRA), by the name of the matrix."""
         return {
             f"{name}.{key}": layer for name, layer in self._named_layers() for key in layer.adapters
         }
@@ -276,8 +270,9 @@ class Stage(Differentiable):
     # -- the copy of parameters that layers compute with, and the sums with their adapters
 
     def refresh(self) -> None:
-        """Let layers compute with the parameters as they are now. A pipeline does this at the start
-        of each call.
+        """Let layers compute with the parameters as they are now.
+
+        A pipeline does this at the start of each call.
         """
         for layer in self._preparing:
             layer.begin_call()
@@ -299,8 +294,9 @@ class Stage(Differentiable):
         merge(self, self.buffers.merged, anew=True)
 
     def optimizer_writes_compute(self) -> None:
-        """From now on let optimizers write `compute`, and `refresh` do nothing: nothing else may
-        write parameters.
+        """Let optimizers write `compute` from now on, so that `refresh` does nothing.
+
+        Nothing else may write parameters.
         """
         self.refresh()
         self.buffers.optimizer_writes = self.compute is not self.parameters or bool(self.adapted)
@@ -384,9 +380,7 @@ class Stage(Differentiable):
             self.end_backward(ends, runs_again)
 
     def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, as within a step, or to the gradients; a
-        pipeline does.
-        """
+        """Let layers add to the parts of shared gradients, as in a step, or to the gradients."""
         parts = self.buffers.parts
         if not parts:
             return
@@ -398,9 +392,7 @@ class Stage(Differentiable):
 
     @property
     def on_layer_done(self) -> Callable[[Layer], object] | None:
-        """Called with each of `layers` that has added its part to the gradients; set by a
-        pipeline.
-        """
+        """Called with each of `layers` once its part of the gradients is added."""
         return self._chain.on_layer_done
 
     @on_layer_done.setter
@@ -408,8 +400,7 @@ class Stage(Differentiable):
         self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool, runs_again: bool = False) -> None:
-        """Let backwards end with the lowest layer that is trained, where the gradient of the input
-        is not asked for.
+        """Let backwards end with the lowest trained layer, if dx is not asked for.
 
         From then on they return None for that gradient. Integers have none. Where forwards are to
         run again, all layers keep what they keep for a backward.
@@ -431,17 +422,14 @@ class Stage(Differentiable):
                 layer.has_backward = runs_again or place >= lowest
 
     def drop_sequences(self) -> None:
-        """Drop what a call that failed has left of sequences in slices; a pipeline does this before
-        its first call.
-        """
+        """Drop sequences in slices that a failed call has left."""
         for _, layer in self._named_layers():
             attend: Any = getattr(layer, "_attend", None)
             if getattr(attend, "slice_rows", None) is not None:
                 attend.begin(Position(-1))
 
     def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
-        """Return the names of layers that cannot take a sequence in slices, along axis 1, such as
-        "3 (Conv)".
+        """Name the layers that cannot take a sequence in slices along axis 1, such as "3 (Conv)".
 
         Parameters
         ----------
@@ -501,8 +489,9 @@ class Stage(Differentiable):
             self.names.hand_on(names)
 
     def taken(self, name: str) -> Tree:
-        """Return what stands under a name, not to be written to, in the forward of a layer that has
-        it in `takes`.
+        """Return what stands under a name, in the forward of a layer that lists it in `takes`.
+
+        It is not to be written to.
 
         A layer before has given it, or the input has it.
         """
@@ -517,8 +506,7 @@ class Stage(Differentiable):
         return values[name]
 
     def give(self, name: str, tree: Tree) -> None:
-        """Let later layers take something by a name, in the forward of a layer that has the name in
-        `gives`.
+        """Give later layers something by a name, in a forward that lists it in `gives`.
 
         It is not to be written to any more.
         """
@@ -527,8 +515,7 @@ class Stage(Differentiable):
         self.position.values[name] = tree  # type: ignore[attr-defined]  # of a chain with names
 
     def add_gradient(self, name: str, gradient: Tree) -> None:
-        """Add to the gradient of what was taken by a name, in `backward_input` of the layer that
-        took it.
+        """Add to the gradient of what was taken by a name, in `backward_input`.
 
         The gradient is shaped as what was taken, with None in place of an array of integers.
         """
@@ -537,8 +524,7 @@ class Stage(Differentiable):
         gradients[name] = sum_of(gradients.get(name), gradient)
 
     def gradient_of(self, name: str) -> Tree:
-        """Return the gradient of what was given under a name, in `backward_input` of the layer that
-        gave it.
+        """Return the gradient of what was given by a name, in `backward_input`.
 
         It is the sum of what all takers have added; None where none has.
         """
@@ -580,9 +566,7 @@ class Stage(Differentiable):
 
 
 def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
-    """Let each bound layer know whether all parameters in it are frozen; refuse a part where it
-    cannot do with that.
-    """
+    """Let each layer know if all of its parameters are frozen; refuse parts where it cannot."""
     for name, layer in named:
         frozen = [
             getattr(inner, f"{key}_grad") is None
@@ -602,8 +586,9 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
 
 
 def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False) -> Any:
-    """Return an input on the stage's device, checked. An Embedding checks integers before it
-    uploads them.
+    """Return an input, checked, on the device of the stage.
+
+    An Embedding checks integers before it uploads them.
 
     What is `named` comes next to the input, under a name, and may be of integers. A `part` of
     several may have the dtype of parameters, as sums over the vocabulary have.

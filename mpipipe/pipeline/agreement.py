@@ -37,8 +37,7 @@ class Agreement:
         scale: float = 1.0,
         accumulate: bool = False,
     ) -> tuple[BatchFacts, MpipipeError | None]:
-        """Return what was agreed on, and the error that every rank is to raise, or None;
-        collective.
+        """Agree on a call; return what all ranks know, and the error that all are to raise.
 
         All ranks get the same error, and can go on together after it; they cannot after one that is
         raised here.

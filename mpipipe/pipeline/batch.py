@@ -30,8 +30,9 @@ STEPS = ("step", "forward_train")  # calls that begin a training step, with all 
 
 
 class BatchFacts(NamedTuple):
-    """What this rank knows of the batch, with zeros where it holds neither inputs nor targets; or
-    what all agreed on.
+    """What this rank knows of a batch, or what all ranks agreed on.
+
+    It has zeros where the rank holds neither inputs nor targets.
 
     After the agreement `counted` and `entries` are of all replicas, and the last two are true where
     any rank says so.
@@ -56,8 +57,9 @@ class BatchFacts(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Inputs and targets of this rank, by unit; None if it holds none. `counts`: rows or entries of
-    each.
+    """Inputs and targets of this rank, by unit; None if it holds none.
+
+    `counts` are the rows or entries of each unit.
     """
 
     facts: BatchFacts = BatchFacts()
@@ -149,9 +151,7 @@ class BatchReader:
 
     @staticmethod
     def _check_names(inputs: list[Tree] | AskedBatch, names: Collection[str]) -> None:
-        """Raise ArgumentError unless each micro-batch has the names that layers take from the
-        inputs.
-        """
+        """Raise ArgumentError unless each micro-batch has the names that layers take."""
         specs = inputs.specs[:1] if isinstance(inputs, AskedBatch) else map(MessageSpec.of, inputs)
         for structure in (spec.structure for spec in specs):
             there = (
@@ -173,8 +173,9 @@ class BatchReader:
                 )
 
     def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], list[int], int, bool]:
-        """Return what each micro-batch counts, its rows, all entries, and whether rows differ in
-        how many they have.
+        """Count what each micro-batch weighs, its rows, and all entries.
+
+        The last value is true if rows of some micro-batches have more entries than rows of others.
         """
         if isinstance(targets, AskedBatch):
             entries = [spec.entries for spec in targets.specs]
@@ -210,9 +211,7 @@ class BatchReader:
         return split(batch, microbatches)
 
     def _signature(self, batch: Any) -> int:
-        """A number from 1 to 2^62 for the shapes and dtypes of a batch, the same in every
-        process.
-        """
+        """Return a number from 1 to 2^62 for shapes and dtypes, the same in every process."""
         listed: Any = isinstance(batch, list)
         if isinstance(batch, AskedBatch):
             facts = [(batch.specs[0].structure, batch.specs[0].leaves)]
@@ -251,9 +250,7 @@ def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
 
 
 def _compared(batch: Any, rows: Sequence[int]) -> int:
-    """The rows of inputs that must be those of the targets: not of a list, which the user has
-    cut.
-    """
+    """Return the rows to compare between inputs and targets; 0 for a list, cut by the user."""
     return 0 if isinstance(batch, list) or 0 in rows else sum(rows)
 
 
@@ -263,8 +260,10 @@ def _entries(tree: Tree) -> int:
 
 
 class MessageSpec:
-    """The arrays of one micro-batch on one edge: structure, (shape, dtype) of each leaf and of
-    those with gradients.
+    """The arrays of one micro-batch on one edge.
+
+    `structure` is that of the tree, `leaves` are (shape, dtype) of each array, `gradients` of those
+    with one.
     """
 
     __slots__ = ("floating", "gradients", "leaves", "structure")
@@ -337,9 +336,7 @@ class MessageSpec:
     def gradient_leaves(
         self, tree: Tree, what: str = "an input gradient", like: str = "its input"
     ) -> list:
-        """Return the arrays of the gradient `what`, in C order; raises ArgumentError if it does not
-        fit `like`.
-        """
+        """Return the arrays of a gradient in C order; raise ArgumentError if it does not fit."""
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
         leaves, structure = ([tree], None) if tree is None else flatten(arrays.in_c_order(tree))
@@ -364,9 +361,7 @@ class MessageSpec:
 
 
 def owned(tree: Tree) -> Tree:
-    """Return copies, read-only: a function may fill the same arrays again for the next
-    micro-batch.
-    """
+    """Return read-only copies: a function may fill the same arrays again."""
     return read_only(arrays.mapped(arrays.copied, tree))
 
 
@@ -443,9 +438,7 @@ class AskedBatch:
 
     @contextmanager
     def _locating(self, microbatch: int) -> Iterator[None]:
-        """Let errors say which micro-batch they are of; those of the function become a
-        StageError.
-        """
+        """Let errors name their micro-batch; those of the function become a StageError."""
         try:
             yield
         except PeerError:

@@ -1,15 +1,14 @@
-"""Check mode (`Pipeline(check=True)`): finds the first array that is not finite or is written to,
-where that happens.
+"""Check mode (`Pipeline(check=True)`) finds the first array that is not finite or is written to.
 
-    forward   x -> y        x as it was; y finite                             y watched from here ...
+    forward   x -> y        x as it was; y finite                           y watched from here ...
     message   y -> x        x finite, as the sender found y
     loss      y -> dy       y and targets as they were; dy finite
-    backward  dy -> dx      x, dy and saved as they were; gradients and dx finite     ... to here
+    backward  dy -> dx      x, dy and saved as they were; gradients and dx finite   ... to here
 
 Stages, losses and messages are wrapped then, by classes that look at what goes in and comes out.
 Checksums tell whether an array was written to. Each array is looked at a few times: results after
-the next actions of the rank, where a buffer that is used again shows, and until their messages have
-left; what was saved, when its backward begins; the batch at the end of the call.
+the next actions of the rank, where a buffer that is used again shows; what was saved, when its
+backward begins; the batch at the end of the call.
 
 With a `scale` other than 1 gradients may overflow: an optim.LossScaler looks for that. They are not
 looked at then.
@@ -17,6 +16,7 @@ looked at then.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -39,6 +39,7 @@ from mpipipe.text import counted
 OWN_ARRAYS = (
     "write into arrays of your own: x.copy(), dy.copy(), and a new y and dx for each micro-batch"
 )
+RECENT = 8  # results of stages that are looked at after each action
 OVERFLOW = (
     "look for a division by 0, a log or sqrt out of range, an overflow of exp or of a "
     "product, a step too large"
@@ -54,13 +55,11 @@ Sources: TypeAlias = (
 )
 
 
-# -- What is seen in arrays: entries that are not finite, and checksums that tell whether one was written to --
+# -- What is seen in arrays: entries that are not finite, and checksums ----------------------------
 
 
 def non_finite(value: Any, name: str) -> str | None:
-    """Describe the first array in `value` that has entries which are NaN or infinite; None where
-    all are finite.
-    """
+    """Describe the first array that is not finite; None if all are."""
     for leaf, array in arrays.named_leaves(value, name):
         if arrays.is_floating(array.dtype):
             host = arrays.on_host(array)
@@ -79,16 +78,16 @@ def non_finite(value: Any, name: str) -> str | None:
 
 
 def first_source(sources: Sources) -> str:
-    """Return the end of a sentence that describes the first of these that is not finite; "" where
-    all are.
-    """
+    """Return the end of a sentence about the first array that is not finite; "" if all are."""
     found = next(filter(None, (non_finite(tree, what) for what, tree in sources)), None)
     return f"; before that: {found}" if found else ""
 
 
-class Watched(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Watched:
     """Arrays that must stay as they are, with their checksums."""
 
+    name: str
     stage: int | None
     microbatch: int | None
     leaves: list[tuple[str, Array]]  # (name, array) of each
@@ -105,9 +104,7 @@ class Watched(NamedTuple):
 def watched(
     stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()
 ) -> Watched:
-    """Take the checksums of the arrays in `value`, except those that share memory with an array in
-    `without`.
-    """
+    """Take the checksums of arrays, without those that share memory with `without`."""
     others = [array for _, array in arrays.named_leaves(without, "")]
     leaves = [
         (leaf, array)
@@ -115,7 +112,7 @@ def watched(
         if not array.dtype.hasobject
         and not any(arrays.shares_memory(array, other) for other in others)
     ]
-    return Watched(stage, microbatch, leaves, [_checksum(array) for _, array in leaves])
+    return Watched(name, stage, microbatch, leaves, [_checksum(array) for _, array in leaves])
 
 
 def _checksum(array: Array) -> int:
@@ -129,40 +126,28 @@ def _described(array: Array) -> str:
 # -- What is known of the arrays of a call ---------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class Returned:
-    """What a stage has returned, and who may read it."""
-
-    arrays: Watched  # of y or dx
-    action: tuple[
-        int, str
-    ]  # (stage, name of the action): the next of its kind would use a buffer again
-    sent: int | None = None  # messages after which it is read no more; None before its own was sent
-
-
 class Checks:
-    """What is known of the arrays of the call under way on this rank; the mailbox knows what has
-    been sent.
-    """
+    """Knows the arrays of the call under way on this rank."""
 
-    def __init__(self, rank: int, last_stage: int, mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, last_stage: int) -> None:
         self.rank = rank
         self.last_stage = last_stage
-        self.mailbox = mailbox
-        self.gradients_of: dict[
-            int, Callable[[], dict[str, Array]]
-        ] = {}  # stage -> its gradients by their names
+        # By stage, a function that gives its gradients by name.
+        self.gradients_of: dict[int, Callable[[], dict[str, Array]]] = {}
         self._clear()
 
     def _clear(self, training: bool = False, gradients: bool = False) -> None:
-        # whether backwards follow; whether they are looked at
+        # True if backwards follow, and if their gradients are looked at.
         self.training = training
         self.gradients = gradients
-        self.handed: dict[tuple[int, int], Watched] = {}  # (stage, micro-batch) -> x
-        self.batch: dict[tuple[str, int], Watched] = {}  # the user's arrays
-        self.recent: list[Returned] = []
-        # (stage, micro-batch, name) -> those after `recent`
-        self.returned: dict[tuple[int, int | None, str], Watched] = {}
+        # The inputs of stages, by stage and micro-batch, and the user's arrays.
+        self.handed: dict[tuple[int, int], Watched] = {}
+        self.batch: dict[tuple[str, int], Watched] = {}
+        # Results that a stage returned last: a buffer that is used again shows in them.
+        self.recent: deque[Watched] = deque(maxlen=RECENT)
+        # Results that are held until their backward, or for the user, by stage and micro-batch.
+        self.outputs: dict[tuple[int, int], Watched] = {}
+        self.input_gradients: dict[int, Watched] = {}
 
     def begin(self, call: Call) -> None:
         """Begin a call: take the checksums of its batch."""
@@ -181,16 +166,14 @@ class Checks:
     def end(self) -> None:
         """End a call whose actions have ended and whose messages have left."""
         self._look_at_recent("the end of the call")
-        for (_, _, name), copies in self.returned.items():
-            self.unchanged(copies, f"{name} was written to after its stage had returned it")
+        for copies in (*self.outputs.values(), *self.input_gradients.values()):
+            self.unchanged(copies, f"{copies.name} was written to after its stage had returned it")
         for (name, _), copies in self.batch.items():
             self.unchanged(copies, f"the {name} of a call were written to before its end")
         self._clear(gradients=self.gradients)
 
     def look_at_sums(self) -> None:
-        """Look at the gradients that a step hands out, after the sums over replicas and places of
-        tied parameters.
-        """
+        """Look at the gradients of a step, after the sums over replicas and tied parameters."""
         if self.gradients:
             what = (
                 "the sum of a gradient over replicas, or places of a tied parameter, is not finite"
@@ -207,9 +190,7 @@ class Checks:
         remedy: str = OVERFLOW,
         stage: int | None = None,
     ) -> None:
-        """Raise NonFiniteError if an array is not finite; the first of its `sources` that is not is
-        named, too.
-        """
+        """Raise NonFiniteError if an array is not finite; name the first source that is not."""
         found = non_finite(tree, name)
         if found is not None:
             source = first_source(sources)
@@ -233,46 +214,38 @@ class Checks:
                 what, **place, found=found, expected="the content that it had", remedy=OWN_ARRAYS
             )
 
-    def after(self, action: tuple[int, str], microbatch: int) -> None:
-        """Look at what was returned by the actions before this one."""
-        sent = len(self.mailbox.sent)
-        left = len(self.mailbox.sent) - len(self.mailbox.outgoing)
-        self._look_at_recent(f"{action[1]} of stage {action[0]}, micro-batch {microbatch}")
-        recent = self.recent
-        self.recent = []
-        for result in recent:
-            result.sent = sent if result.sent is None else result.sent
-            if result.action != action or left < result.sent:
-                self.recent.append(result)
-                continue
-            # once more when its backward comes, or at the end, where the rank holds it until then
-            stage, name = result.action
-            if name == "forward" and (self.training or stage == self.last_stage):
-                self.returned[stage, result.arrays.microbatch, "y"] = result.arrays
-            elif name != "forward" and stage == 0:
-                self.returned[stage, result.arrays.microbatch, "dx"] = result.arrays
+    def after(self, action: str, stage: int, microbatch: int) -> None:
+        """Look at results of earlier actions, which this one may have written to."""
+        self._look_at_recent(f"{action} of stage {stage}, micro-batch {microbatch}")
 
     def _look_at_recent(self, when: str) -> None:
-        for result in self.recent:
-            name = "y" if result.action[1] == "forward" else "dx"
-            what = f"{name} was written to after its stage had returned it, at the latest by {when}"
-            self.unchanged(result.arrays, what)
+        for copies in self.recent:
+            what = "was written to after its stage had returned it, at the latest by"
+            self.unchanged(copies, f"{copies.name} {what} {when}")
+
+    def add_output(self, stage: int, microbatch: int, y: Watched) -> None:
+        """Watch an output, until its backward where one follows."""
+        self.recent.append(y)
+        if self.training or stage == self.last_stage:
+            self.outputs[stage, microbatch] = y
+
+    def add_input_gradient(self, stage: int, microbatch: int, dx: Watched) -> None:
+        """Watch a gradient of an input, to the end of the call where the user gets it."""
+        self.recent.append(dx)
+        if stage == 0:
+            self.input_gradients[microbatch] = dx
 
     def take_back(self, stage: int, microbatch: int) -> None:
-        """Look at y for the last time, before the backward: from now on the stage may write to
-        it.
-        """
-        found = self.returned.pop((stage, microbatch, "y"), None)
-        for result in self.recent:
-            if result.action == (stage, "forward") and result.arrays.microbatch == microbatch:
-                found = result.arrays
-                self.recent.remove(result)
-                break
-        if found is not None:
-            self.unchanged(found, "y was written to after its stage had returned it")
+        """Look at an output before its backward: from now on the stage may write to it."""
+        y = self.outputs.pop((stage, microbatch), None)
+        if y is None:
+            return
+        self.unchanged(y, "y was written to after its stage had returned it")
+        if y in self.recent:
+            self.recent.remove(y)
 
 
-# -- Stages, losses and messages in check mode: as others, with a look at what goes in and comes out --
+# -- Stages, losses and messages in check mode -----------------------------------------------------
 
 
 class Kept(NamedTuple):
@@ -316,11 +289,9 @@ class CheckedStage:
             return result  # the executor says so
         y, saved = result
         checks.finite(y, "y", "forward returned an output that is not finite", self._sources(x))
-        checks.after((self.number, "forward"), microbatch)
+        checks.after("forward", *key)
         if not again:
-            checks.recent.append(
-                Returned(watched(*key, y, "y", without=x), (self.number, "forward"))
-            )
+            checks.add_output(*key, watched(*key, y, "y", without=x))
         if not checks.training:
             return y, saved
         checks.handed[key] = handed
@@ -360,9 +331,7 @@ class CheckedStage:
         return named
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
-        """Look at what the backward of a micro-batch is given; return what it must leave as it
-        is.
-        """
+        """Look at what a backward is given; return the arrays that it must leave as they are."""
         checks = self.checks
         microbatch = kept.microbatch
         for name, copies in kept.arrays.items():
@@ -374,7 +343,7 @@ class CheckedStage:
     def _after(self, name: str, handed: dict[str, Watched], kept: Kept) -> None:
         for array, copies in handed.items():
             self.checks.unchanged(copies, f"{name} wrote to {array}, which the stage was handed")
-        self.checks.after((self.number, name), kept.microbatch)
+        self.checks.after(name, self.number, kept.microbatch)
         if self.checks.gradients and name != "input gradient":
             what = f"{name} left the gradient of a parameter that is not finite"
             self.checks.finite(self.named_gradients(), "gradient", what, self._sources())
@@ -387,18 +356,14 @@ class CheckedStage:
                 dx, "dx", f"{name} returned an input gradient that is not finite", self._sources()
             )
         result = watched(self.number, kept.microbatch, dx, "dx", without=others)
-        checks.recent.append(Returned(result, (self.number, name)))
+        checks.add_input_gradient(self.number, kept.microbatch, result)
 
     def _watched(self, microbatch: int, value: Any, name: str) -> Watched:
-        """What a stage keeps for its backward, without the gradients, to which other micro-batches
-        add meanwhile.
-        """
+        """Watch what a stage keeps for its backward, without gradients: others add to them."""
         return watched(self.number, microbatch, value, name, without=self.attached.gradient_arrays)
 
     def _sources(self, x: Tree = ()) -> Sources:
-        """What a result was computed from: of a stage, all but the first have had their x looked
-        at.
-        """
+        """Return what a result was computed from; inputs of later stages were looked at before."""
         parameters = named_arrays(self.stage, "parameters")
         return [("the input of this call", x), ("parameter", parameters)]
 

@@ -1,5 +1,4 @@
-"""How long actions take: by the host's clock, or by events on a GPU, where the host runs ahead of
-the work.
+"""How long actions take: by the host's clock, or by events on a GPU.
 
 A call leaves two marks for each action. They become seconds when somebody asks, or when many calls
 have piled up.
@@ -70,9 +69,7 @@ class HostClock:
         return max(self.host_elapsed, self.span)
 
     def begin(self, actions: Sequence[PlannedAction], training: bool) -> list:
-        """Begin the actions of a call; return the list that takes its marks, two for each action,
-        in order.
-        """
+        """Begin a call; return the list that takes two marks for each action, in order."""
         if self.running is not None:  # it has failed
             self.end()
         while len(self.ended) > MOST_CALLS or (self.ended and self._can_read(self.ended[0])):
@@ -98,15 +95,14 @@ class HostClock:
             self.running.others.append((name, start, end))
 
     def settle(self) -> None:
-        """Make the numbers of all calls that have ended final; on a GPU this waits for the last
-        action.
-        """
+        """Make the numbers of all calls final; on a GPU this waits for the last action."""
         while self.ended:
             self._read(self.ended.popleft())
 
     def means(self, stages: int, recompute: bool) -> np.ndarray:
-        """Return mean seconds of forward, input gradient and weight gradient, (3, stages); 0 for
-        stages elsewhere.
+        """Return mean seconds of forward, input gradient and weight gradient, (3, stages).
+
+        They are 0 for stages on other ranks.
 
         An R counts as a forward; with `recompute` as a part of the input gradient, for the user's
         schedule has no R.
@@ -155,9 +151,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """The same for actions whose work is on the current stream: marks are events, read once the
-    work is done.
-    """
+    """The clock of a GPU: marks are events on the current stream, read once the work is done."""
 
     waits = True
 

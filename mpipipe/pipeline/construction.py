@@ -1,6 +1,4 @@
-"""The agreement of all ranks on the pipeline that they are about to build, before anything is
-built.
-"""
+"""The agreement of all ranks on a pipeline, before anything is built."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class Arguments(NamedTuple):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there are several; not for what cannot be their communicator, which is an error
-        by now.
-        """
+        """True if there are several; False for what cannot be their communicator."""
         try:
             return self.replicas is not None and runtime.resolve(self.replicas).size > 1
         except MpipipeError:
@@ -84,9 +80,7 @@ class AgreedRanks(NamedTuple):
 
 
 def agree_on_construction(comm: Communicator, arguments: Arguments) -> AgreedRanks:
-    """Check the arguments of a Pipeline on every rank of `comm`; raises the same error on all where
-    one is wrong.
-    """
+    """Check the arguments of a Pipeline on all ranks of `comm`; all raise the same error."""
     known = attributes(comm).get("group")
     if known is not None:  # it can say who is missing, which a new communicator cannot
         known.agree(CALL)
@@ -100,9 +94,7 @@ def agree_on_construction(comm: Communicator, arguments: Arguments) -> AgreedRan
 
 
 def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
-    """Free groups after an error that all their ranks raise; let the other ranks know of any other
-    error.
-    """
+    """Free groups after an error that all their ranks raise; tell the other ranks of any other."""
     for group in groups:
         if group.agreed_on(error):
             with suppress(
@@ -143,9 +135,7 @@ def _agree(groups: list[RankGroup], arguments: Arguments) -> AgreedRanks:
 
 
 def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
-    """Check the arguments on each rank, and compare what all ranks of the pipe must have in
-    common.
-    """
+    """Check the arguments on each rank, and compare what the ranks of a pipe must share."""
     error: Exception | None = None
     stages: list[PipelineStage] = []
     facts: tuple = ()
@@ -223,8 +213,11 @@ def choose_nccl(ranks: AgreedRanks) -> NcclChoice:
 
 # -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------
 #
-#     pipe 0    rank 0 . rank 1 . rank 2        every rank first agrees within its pipe, then with its partners, which
-#     pipe 1    rank 0 . rank 1 . rank 2        are the ranks below and above it, and then within its pipe once more
+#     pipe 0    rank 0 . rank 1 . rank 2
+#     pipe 1    rank 0 . rank 1 . rank 2
+#
+# Every rank first agrees within its pipe, then with its partners, which are the ranks below and
+# above it, and then within its pipe once more.
 #
 # Where only some ranks of a pipe were given replicas, the others have no partners to agree with:
 # their partners in other pipes would wait in vain. So partners first ask each other whether that is
@@ -237,8 +230,7 @@ def _error_of_replicas(
     arguments: Arguments,
     error: MpipipeError | None,
 ) -> MpipipeError | None:
-    """Return the error that all partners are to raise: of one of their pipes, or because their
-    stages differ.
+    """Return the error that all partners are to raise, of a pipe or for stages that differ.
 
     Raises where the pipe of any partner has ranks without replicas. Its own pipe learns that from
     this rank.
@@ -281,9 +273,7 @@ def _error_of_replicas(
 
 
 def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
-    """Let the state of modules, such as statistics of batch norm, begin as that of replica 0, as
-    PyTorch's DDP does.
-    """
+    """Let the state of modules, such as batch norm's, begin as that of replica 0."""
     inner_stages = [inner for stage in stages for inner in stage.inner_stages]
     state = [array for inner in inner_stages for array in inner.state.values()]
     if state:
@@ -295,9 +285,7 @@ def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
 
 
 def _digests(stages: Sequence[PipelineStage]) -> list[str]:
-    """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their
-    values.
-    """
+    """Return hashes of this rank's parameters: of names, shapes and dtypes, and of values."""
     shapes = blake2b(digest_size=8)
     values = blake2b(digest_size=8)
     for stage in stages:
@@ -314,9 +302,7 @@ def _digests(stages: Sequence[PipelineStage]) -> list[str]:
 
 
 def device_of(stages: Sequence[PipelineStage]) -> str:
-    """Where the stages of this rank compute, "cpu" or "cuda"; raises ArgumentError if they
-    differ.
-    """
+    """Return "cpu" or "cuda", where this rank's stages compute; ArgumentError if they differ."""
     devices = [stage.device for stage in stages]
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
@@ -339,9 +325,7 @@ def device_of(stages: Sequence[PipelineStage]) -> str:
 
 
 def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineStage]:
-    """Return this rank's stages; raise ArgumentError or ScheduleError for arguments of Pipeline
-    that are wrong.
-    """
+    """Return this rank's stages; raise ArgumentError or ScheduleError for wrong arguments."""
     stages = arguments.stages
     schedule = arguments.schedule
     loss = arguments.loss
@@ -410,9 +394,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
 
 
 def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> None:
-    """Raise ArgumentError where lengths, a stage or the loss do not go together with the slices of
-    a schedule.
-    """
+    """Raise ArgumentError if lengths, a stage or the loss do not fit a schedule with slices."""
     count = arguments.schedule.slices
     lengths = arguments.slice_lengths
     loss = arguments.loss
@@ -480,9 +462,7 @@ def names_given(schedule: Schedule, stage: int) -> list[str]:
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:
-    """Raise ArgumentError unless the last stage has all of its forwards before its first
-    backward.
-    """
+    """Raise ArgumentError unless the last stage has all forwards before its first backward."""
     last = schedule.stages - 1
     ops = [
         action.op for action in schedule.orders[schedule.placement[last]] if action.stage == last
@@ -500,9 +480,7 @@ def check_forwards_first(schedule: Schedule, what: str) -> None:
 
 
 def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]) -> None:
-    """Refuse stages with gradients in one memory: replicas sum those of each stage, one stage after
-    the other.
-    """
+    """Refuse stages with gradients in one memory, which replicas would sum twice."""
     for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
         for flat in gradient_arrays(second):
             if any(arrays.shares_memory(flat, there) for there in gradient_arrays(stage)):
@@ -524,11 +502,11 @@ PROMISED_TAG_UB = 32767  # what every MPI offers
 
 
 def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
-    """Return the plan of a rank, after all that its constructor of a Pipeline does with a schedule
-    that `build` makes.
+    """Return the plan of a rank, after all checks of a Pipeline that need no MPI.
 
     >>> from mpipipe import schedules
-    >>> len(construct_on_paper(lambda: schedules.one_f_one_b(ranks=64, microbatches=256), rank=7).steps)
+    >>> plan = construct_on_paper(lambda: schedules.one_f_one_b(64, microbatches=256), rank=7)
+    >>> len(plan.steps)
     512
     """
     schedule = build()

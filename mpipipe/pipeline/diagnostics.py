@@ -1,5 +1,4 @@
-"""What a pipeline says when something goes wrong: how far it is, in a report of a hang; a GPU
-without memory.
+"""What a pipeline says when something goes wrong: how far it is, and where an error came from.
 
 Nothing extra is noted for an action. The clock makes two marks for each action of the plan anyway:
 
@@ -105,7 +104,7 @@ class PipelineFlight:
         )
 
 
-# -- Errors of an action: the layer that they came through, and what helps where a GPU runs out of memory --
+# -- Errors of an action ---------------------------------------------------------------------------
 
 
 REMEDY = (
@@ -116,9 +115,7 @@ REMEDY = (
 
 
 def layer_of(error: Exception) -> str:
-    """Return " of layer 3 (Conv)" for the innermost layer that an error has come through; "" for
-    none.
-    """
+    """Return " of layer 3 (Conv)" for the innermost layer of an error's traceback; "" for none."""
     found = ""
     for frame, _ in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
@@ -138,9 +135,7 @@ def action_error(what: str, error: Exception) -> StageError:
 
 
 def memory_error(what: str, error: Exception) -> StageError | None:
-    """Return the error that explains a lack of device memory in the action `what`; None if `error`
-    is another kind.
-    """
+    """Return the error that explains a lack of GPU memory in an action; None for other errors."""
     shortage = arrays.memory_shortage(error)
     if shortage is None:
         return None

@@ -34,9 +34,7 @@ from mpipipe.pipeline.ties import Ties
 
 
 class LayerBuckets:
-    """The buckets of a stage in the order in which its layers complete them; they take their turns
-    as layers end.
-    """
+    """The buckets of a stage, in the order in which its layers complete them."""
 
     def __init__(self, model: Stage, ready: GradientReady) -> None:
         # which gradients are ready once a layer has ended
@@ -54,8 +52,9 @@ class LayerBuckets:
 
 
 class GradientSums:
-    """The sums of one rank's gradients over the replicas; the constructor and `close` are
-    collective over them.
+    """The sums of one rank's gradients over the replicas.
+
+    The constructor and `close` are collective over the replicas.
 
     `messages` is True where the pipeline has other ranks, which send this one messages.
     """
@@ -89,8 +88,7 @@ class GradientSums:
                     self._by_layers[chunk] = None
 
     def by_layers(self, chunk: int) -> LayerBuckets | None:
-        """Return the buckets of a stage whose sums start as its layers end; None if they start
-        after its backward.
+        """Return the buckets whose sums start as layers end; None if they start later.
 
         So they do where the gradients are elsewhere by now: a later pipeline may let parameters
         share their storage.
@@ -105,9 +103,7 @@ class GradientSums:
         self._postponed = []
 
     def watch(self, chunk: int) -> None:
-        """Before the action that completes a stage's gradients: start the sums of its layers as
-        these end.
-        """
+        """Let the sums of a stage's layers start as these end, in its last action."""
         buckets = self.by_layers(chunk)
         if buckets is not None:
             buckets.left = deque(buckets.buckets)
@@ -139,9 +135,7 @@ class GradientSums:
                 self.underway.append(AllReduce(self.replicas.comm, array))
 
     def wait(self) -> None:
-        """Start the sums that were postponed, and wait for all of this call; its messages have
-        ended.
-        """
+        """Start the sums that were postponed, and wait for all; messages have ended."""
         for chunk in self._postponed:
             self._complete(chunk)
         for pending in self.underway:
@@ -242,8 +236,7 @@ class Bucket(NamedTuple):
 
 
 def cut(series: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]:
-    """Return the buckets of some arrays, of at most `count` elements, those first that are complete
-    first.
+    """Cut arrays into buckets of at most `count` elements, those first that are complete first.
 
     An array is given by its pieces in the order of memory: (where it ends, place of the layer that
     writes to it).
@@ -256,9 +249,7 @@ def cut(series: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]
 
 
 def _rising(pieces: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Pieces as (start, stop, place), in longest runs of consecutive ones whose places do not
-    fall.
-    """
+    """Return pieces as (start, stop, place), in longest runs whose places do not fall."""
     runs: list[list[tuple[int, int, int]]] = []
     start = 0
     before = -1

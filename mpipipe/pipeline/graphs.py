@@ -1,5 +1,4 @@
-"""The actions of a stage as CUDA graphs: one launch each, where small micro-batches leave the GPU
-waiting for Python.
+"""The actions of a stage as CUDA graphs: one launch each, so that no GPU waits for Python.
 
 A graph repeats the same work on the same memory. So there are slots: the arrays of one micro-batch
 under way, from its forward to its last backward, at fixed places. A forward takes a free slot and
@@ -63,9 +62,7 @@ class Kind:
     )  # slots that no micro-batch has, by their numbers
 
     def take(self, x: Array) -> Slot:
-        """Take the first free slot, so that a micro-batch has the same one in all steps; make one
-        if none is free.
-        """
+        """Take the first free slot, the same in all steps for a micro-batch, or make one."""
         if self.free:
             return self.free.pop(min(self.free))
         self.made += 1
@@ -90,9 +87,7 @@ class Saved:
     pending_by_graph: bool = False  # whether a recorded input gradient writes `pending` each time
 
     def __del__(self) -> None:
-        """The slot is free once what was saved is dropped: after the last backward, or after a call
-        that failed.
-        """
+        """Free the slot once what was saved is dropped, also after a failed call."""
         if self.kind is not None and self.slot is not None:
             self.kind.free[self.slot.number] = self.slot
 
@@ -154,9 +149,7 @@ class StageGraphs:
         return y, Saved(saved, mode, kind)
 
     def _forget_if_changed(self) -> None:
-        """Record anew where parameters have moved, and where an attribute of some layer was set
-        since the last time.
-        """
+        """Record anew if parameters have moved, or an attribute of a layer was set."""
         stage = self.stage
         flats = (stage.compute.flat, stage.gradients.flat)
         owners = tuple(stage.buffers.owners.items())

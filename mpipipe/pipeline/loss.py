@@ -1,12 +1,11 @@
-"""The loss of a pipeline: what a user's function returns, what each micro-batch counts, and how all
-ranks learn it.
+"""The loss of a pipeline: the function, the weights of micro-batches, what all ranks learn.
 
 The loss of a step is sum(w v) / sum(w), over all micro-batches of all replicas. A backward begins
 before the last weight is known. So each one carries a provisional share w c, and the whole is
 divided by their sum at the end:
 
-    last stage    share w0 c   share w1 c   share w2 c | sum s of all shares |
-    all ranks     backward 0   backward 1   backward 2 | ................... | gradients / s, loss / s
+    last stage   share w0 c   share w1 c   share w2 c | sum s of all shares |
+    all ranks    backward 0   backward 1   backward 2 | ................... | gradients and loss, / s
 
 c is a power of two, near 1 / sum(w) of the step before, and the same on all ranks: it changes the
 exponents of what is computed, and no bits. With it half-precision gradients keep the range that
@@ -43,8 +42,10 @@ LARGEST = 1000  # exponent of c, so that weights may have any size that a float 
 
 
 class Loss:
-    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding,
-    for others after.
+    """A user's loss function.
+
+    With a parameter `factor` it multiplies its gradient by it before rounding; others are
+    multiplied after.
 
     One with a parameter `weigh` has gradients of its own parameters, which nobody can scale after
     it. In a training step it calls weigh(weight or None) once, and multiplies all its gradients by
@@ -74,9 +75,7 @@ class Loss:
         position: Position | None = None,
         weigh: Weigh | None = None,
     ) -> Any:
-        """Return what the function returns. Beside an output on a GPU, it has its target there
-        too.
-        """
+        """Return what the function returns; the target is on the GPU if the output is."""
         if self.uploads and type(output) is not np.ndarray:
             target = _beside(output, target)
         if self.weighs:
@@ -90,8 +89,9 @@ class Loss:
         )
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
-        """Return (value, gradient, weight or None) of a result, or raise ArgumentError. Weight 0
-        has value NaN.
+        """Return (value, gradient, weight or None); ArgumentError for another result.
+
+        Weight 0 has value NaN.
         """
         if type(result) is not tuple or len(result) not in (2, 3):
             raise ArgumentError(
@@ -134,8 +134,9 @@ class Loss:
 
     @staticmethod
     def scaled(gradient: Any, factor: float, output: Any) -> Any:
-        """Return the gradient times a factor; raises ArgumentError if it does not fit the output. 0
-        zeroes all.
+        """Return the gradient times a factor; ArgumentError if it does not fit the output.
+
+        0 gives zeros.
         """
         if (
             factor == 1 and type(gradient) is type(output) is np.ndarray
@@ -186,9 +187,7 @@ def _beside(output: Any, target: Any) -> Any:
 
 
 def checked_weight(weight: Any) -> float:
-    """Return the weight of a loss as a float; raises ArgumentError unless it is a finite number of
-    at least 0.
-    """
+    """Return the weight of a loss as a float; ArgumentError unless it is finite and at least 0."""
     if isinstance(weight, (np.ndarray, np.generic)) and weight.ndim == 0:
         weight = weight.item()
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
@@ -204,9 +203,7 @@ def checked_weight(weight: Any) -> float:
 
 
 def check_finite(value: Any) -> None:
-    """Raise NonFiniteError for a loss that is infinite or NaN, ArgumentError for what is no
-    number.
-    """
+    """Raise NonFiniteError for a loss that is infinite or NaN, ArgumentError for no number."""
     try:
         finite = math.isfinite(value)
     except (TypeError, ValueError):
@@ -260,24 +257,19 @@ class Weighing:
 
     @property
     def exponent(self) -> int:
-        """That of c; before the first training step with weights, by the number of target
-        entries.
-        """
+        """Exponent of c; before the first step with weights that of the number of entries."""
         assert self._facts is not None  # asked for within a call
         return _exponent(self._facts.entries) if self._exponent is None else self._exponent
 
     def weight_of(self, shared: SharedLoss) -> float:
-        """Return the sum of the weights of a call; where the loss gives none, the rows or entries
-        of all targets.
-        """
+        """Return the sum of the weights of a call, or the rows or entries of all targets."""
         assert self._facts is not None  # asked for after a call
         return (
             math.ldexp(shared.total, self.exponent) if shared.givers else float(self._facts.total)
         )
 
     def take(self, microbatch: int, weight: float | None, training: bool) -> float:
-        """Take the weight of a micro-batch; return the factor from its presumed share to the real
-        one.
+        """Take the weight of a unit; return the factor from its presumed share to the real one.
 
         Raises ArgumentError where the loss should have given a weight, or no weight.
         """
@@ -328,8 +320,7 @@ class Weighing:
     def settle(
         self, shared: SharedLoss, stages: Sequence[AttachedStage] = ()
     ) -> tuple[float, MpipipeError | None]:
-        """Return (sum of all shares, error that all ranks are to raise), and divide gradients of
-        `stages` by the sum.
+        """Divide gradients by the sum of all shares; return it, and an error for all ranks.
 
         The sum is 1 where the loss gives no weights.
         """
@@ -389,13 +380,14 @@ def _exponent(count: float) -> int:
 
 # -- The losses of a call: from the rank of the last stage to all ranks of its pipeline ------------
 #
-# table    losses of this pipeline's micro-batches | sum of share x loss | sum of shares | replicas with weights |
-#                                                    these three are sums over all replicas
+# table    losses of micro-batches | sum of share x loss | sum of shares | replicas with weights |
+#                                    these three are sums over all replicas
 
 
 class OwnLosses(NamedTuple):
-    """The losses of a call on the rank of the last stage. `waiting` are on the device, and
-    `download` brings them.
+    """The losses of a call on the rank of the last stage.
+
+    `waiting` are on the device, and `download` brings them.
     """
 
     losses: dict[int, Any]  # by unit
@@ -408,9 +400,7 @@ class OwnLosses(NamedTuple):
         return self.download is None or self.download.is_done()
 
     def read(self) -> list[float]:
-        """Return the losses in order. Raises NonFiniteError for the first one from the device that
-        is not finite.
-        """
+        """Return the losses in order; NonFiniteError for the first one that is not finite."""
         values = [] if self.download is None else self.download.result()
         for unit, value in zip(self.waiting, values):
             self.losses[unit] = float(value.item())
@@ -425,8 +415,7 @@ class OwnLosses(NamedTuple):
 
 
 class SharedLoss:
-    """Mean loss over all replicas, and losses of this pipeline's micro-batches, on every rank;
-    collective.
+    """Mean loss over all replicas, and losses of this pipeline's micro-batches; collective.
 
     `own` are the losses of this pipeline on the rank of its last stage, and None elsewhere. Where
     there is no other rank they may stay on the device until somebody reads them.
@@ -484,9 +473,7 @@ class SharedLoss:
         self._table[-3] = mean
 
     def _by_microbatch(self, losses: Sequence[float]) -> Any:
-        """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where
-        these have none.
-        """
+        """Return the loss of each micro-batch: the mean of its slices by their shares."""
         microbatches = len(self._table) - 3
         if len(losses) == microbatches:
             return losses

@@ -1,5 +1,4 @@
-"""What travels between stages: which arrays a message holds, and the messages of one rank, as trees
-of arrays.
+"""What travels between stages: the arrays of a message, and the messages of one rank, as trees.
 
 The shapes of all messages follow from the shapes of the inputs. The first call with new input
 shapes sends a header before each activation; the specs of its messages are kept, so that later
@@ -86,8 +85,9 @@ class StageMessages:
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
-        """Bytes that the last call sent (a failed call: all of a whole one), by (edge or name of a
-        skip, way).
+        """Bytes that the last call sent, by (edge or name of a skip, direction).
+
+        After a failure they are those of a whole call.
         """
         totals: dict[tuple[int | str, str], int] = {}
         for envelope in () if self.plan is None else self.plan.sends:
@@ -106,9 +106,7 @@ class StageMessages:
         return unflatten([slot.view for slot in lease], spec.structure), lease
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        """Return (gradient of the activation that was sent under this edge and micro-batch,
-        lease).
-        """
+        """Return the gradient of the activation of this edge and unit, and its lease."""
         spec = self.specs[envelope.edge, envelope.unit]
         lease = self._take(envelope, spec.gradients)
         return spec.gradient_tree([slot.view for slot in lease]), lease
@@ -122,9 +120,7 @@ class StageMessages:
         )
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
-        """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the
-        same inputs.
-        """
+        """Start sending; ArgumentError if shapes differ from calls with the same inputs."""
         key = envelope.edge, envelope.unit
         if not self.known:
             tree = arrays.in_c_order(tree)
@@ -152,9 +148,7 @@ class StageMessages:
     # -- what comes to an action and leaves it, along the chain of stages and over skips -----------
 
     def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
-        """Return what comes to an action, in Branches where some comes over skips, and the lease of
-        all of it.
-        """
+        """Return what comes to an action, in Branches if some comes over skips, and its lease."""
         forward = action.op == "F"
         receive, way = (self.receive_activation, "F") if forward else (self.receive_gradient, "B")
         lease: Lease = ()
@@ -179,8 +173,9 @@ class StageMessages:
     def give(
         self, action: PlannedAction, local: Local, main: Tree, skips: dict[str, Tree], lease: Lease
     ) -> None:
-        """Hand on what an action gives to the next stage, and then over skips: both ends know this
-        order.
+        """Hand on what an action gives: to the next stage, then over skips.
+
+        Both ends know this order.
 
         `lease` is that of the arrays which the action took.
         """
@@ -207,9 +202,7 @@ class StageMessages:
 
 
 def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
-    """Return `tree`, with a copy in place of each leaf that shares memory with an array of
-    `leases`.
-    """
+    """Return `tree`, with copies of the leaves that share memory with received arrays."""
     if (
         type(tree) is np.ndarray and tree.base is None
     ):  # it owns its memory, and a received array on the host does not
@@ -234,9 +227,7 @@ def _shares_memory(leaf: Array | None, buffers: Sequence[Array]) -> bool:
 
 
 def remedy_of(error: Exception) -> str | None:
-    """What to do where a stage or a loss has tried to write to an array that it was handed; None
-    for other errors.
-    """
+    """Return what helps if a stage or loss wrote to an array that it was handed; None otherwise."""
     if not isinstance(error, ValueError) or "read-only" not in str(error):
         return None
     return (
@@ -255,14 +246,13 @@ def wrong_result(result: object) -> ArgumentError:
     )
 
 
-# -- What a stage with skips returned, taken apart: the tree for the chain of stages, and one tree for each skip --
+# -- What a stage with skips returned, taken apart -------------------------------------------------
 
 
 def parted(
     result: Tree | Branches, ports: Sequence[Port], what: str
 ) -> tuple[Tree, dict[str, Tree]]:
-    """Take what a stage returned apart: (tree for the chain, name -> tree for each of its skips
-    that wants one).
+    """Take apart what a stage returned: the tree for the chain, and the tree for each skip by name.
 
     Raises StageError if one of these is missing, or one is there that the stage does not have.
     `what` is the action.

@@ -104,10 +104,11 @@ class Pipeline:
 
     Notes
     -----
-    A stage, such as `nn.Stage`, has `forward(x) -> (y, saved)` and `backward(dy, saved) -> dx`. Schedules that split
-    the backward need `backward_input(dy, saved) -> (dx, pending)` and `backward_weight(pending)` as well. x and y are
-    an array, or a tuple or dict of arrays. A stage may keep x until its backward, must not write to x or dy (on the
-    host they are read-only), nor use the memory of y or dx again within the step: they are sent from where they lie.
+    A stage, such as `nn.Stage`, has `forward(x) -> (y, saved)` and `backward(dy, saved) -> dx`.
+    Schedules that split the backward need `backward_input(dy, saved) -> (dx, pending)` and
+    `backward_weight(pending)` as well. x and y are an array, or a tuple or dict of arrays. A stage
+    may keep x until its backward. It must not write to x or dy (on the host they are read-only),
+    nor use the memory of y or dx again within the step: they are sent from where they lie.
 
     To take part in replicas a stage has `gradients`: None, or an object whose `flat` is one
     contiguous array of all gradients, the same in all steps: zeroed at the start of each, summed at
@@ -189,7 +190,7 @@ class Pipeline:
             group=pipe,
         )
         mailbox = Mailbox(transport, pipe)
-        checks = Checks(self.rank, schedule.stages - 1, mailbox) if ranks.check else None
+        checks = Checks(self.rank, schedule.stages - 1) if ranks.check else None
         messages = StageMessages(mailbox)
         if checks is not None:
             messages = CheckedMessages(mailbox, checks)
@@ -312,8 +313,7 @@ class Pipeline:
         return StepResult(shared, self._state, partial(self._read_losses, True), input_grads)
 
     def forward_train(self, inputs: Batched) -> Batched:
-        """Run the forwards of a training step, for gradients that the caller makes from the
-        outputs.
+        """Run the forwards of a training step; the caller makes gradients from the outputs.
 
         `backward` follows, and no other call of this pipeline comes between the two, nor an
         optimizer. The schedule has all forwards of the last stage before its first backward, as
@@ -340,8 +340,7 @@ class Pipeline:
     def backward(
         self, gradients: Batched, scale: float = 1.0, accumulate: bool = False
     ) -> list | None:
-        """Run the backwards of the step that `forward_train` has begun, and leave its gradients in
-        the stages.
+        """Run the backwards of the step that `forward_train` began; leave its gradients.
 
         After an ArgumentError on all ranks the step is as `forward_train` left it.
 
@@ -383,8 +382,7 @@ class Pipeline:
     # -- Calls without gradients
 
     def evaluate(self, inputs: Batched, targets: Batched) -> float:
-        """Compute the mean loss over the batch of all replicas, on every rank; no gradients are
-        computed.
+        """Compute the mean loss over the batch of all replicas, on every rank, without gradients.
 
         Arguments and weights are as for `step`. A batch with fewer rows than M has a micro-batch
         for each row.
@@ -432,8 +430,7 @@ class Pipeline:
     # -- What is known of the calls so far
 
     def durations(self) -> Costs:
-        """Return the mean seconds of forward, input gradient and weight gradient of each stage over
-        all training steps.
+        """Return mean seconds of forward, input and weight gradient of each stage so far.
 
         Collective: they are those of all ranks, on every rank, and what `schedules.simulate` takes.
         """
@@ -453,8 +450,7 @@ class Pipeline:
 
     @property
     def peak_activations(self) -> int:
-        """Most activations of a unit in a stage held at once in the last training step, as
-        `simulate` counts.
+        """Most activations held at once in the last training step, as `simulate` counts.
 
         That is as for the schedule that was given, without the R's of `recompute`.
         """
@@ -462,9 +458,7 @@ class Pipeline:
 
     @property
     def live_activations(self) -> int:
-        """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step
-        is under way.
-        """
+        """Activations that are held now, counted as `peak_activations`; 0 between steps."""
         call = self.executor.call
         if call is None or not call.training:
             return 0
@@ -477,24 +471,27 @@ class Pipeline:
 
     @property
     def busy(self) -> float:
-        """Seconds of the last call spent in stages and loss; on a GPU by events, and this waits for
-        the last action.
+        """Seconds of the last call in stages and loss.
+
+        On a GPU by events, and this waits for the last action.
         """
         self.executor.clock.settle()
         return self.executor.clock.busy
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the last call, in all; on a GPU by events, and this waits for the last
-        action.
+        """Seconds of the last call, in all.
+
+        On a GPU by events, and this waits for the last action.
         """
         self.executor.clock.settle()
         return self.executor.clock.elapsed
 
     @property
     def training_seconds(self) -> tuple[float, float]:
-        """`busy` and `elapsed` of all training steps so far, added up; on a GPU this waits for the
-        last action.
+        """`busy` and `elapsed` of all training steps so far, added up.
+
+        On a GPU this waits for the last action.
         """
         clock = self.executor.clock
         clock.settle()
@@ -508,8 +505,9 @@ class Pipeline:
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
-        """`bytes_sent` by (edge or name of a skip, "forward" or "backward"); edge e joins stage e -
-        1 to stage e.
+        """`bytes_sent` by (edge or name of a skip, "forward" or "backward").
+
+        Edge e joins stage e - 1 to stage e.
         """
         return self.executor.messages.bytes_per_edge
 
@@ -537,8 +535,9 @@ class Pipeline:
     # -- The end
 
     def close(self) -> None:
-        """Free the communicators; collective, may be called twice. After a failure nothing
-        collective is done.
+        """Free the communicators; collective, may be called twice.
+
+        After a failure nothing collective is done.
         """
         if not self._state.is_open:
             return

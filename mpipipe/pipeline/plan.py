@@ -1,6 +1,4 @@
-"""What one rank does in a step: its actions in the order of the schedule, each with its messages,
-as data.
-"""
+"""What one rank does in a step, as data: its actions in order, each with its messages."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ class Plans:
 
 
 class ActionPlan:
-    """The steps of `rank`, its messages in the order in which steps need and make them, and its
-    window of receives.
-    """
+    """The actions of one rank, its messages in the order of these, and its window of receives."""
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
         self.schedule = schedule
@@ -111,8 +107,9 @@ class ActionPlan:
 
 
 def _activations(steps: Sequence[PlannedAction], whole: bool) -> list[int]:
-    """Numbers of activations that are held before the first step and after each; whole ones, or
-    also inputs for R's.
+    """Count the activations held before the first action and after each.
+
+    With `whole` the inputs that wait for an R do not count.
     """
     counts = [0]
     for step in steps:
@@ -177,8 +174,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
 
 
 def receive_window(timeline: Timeline, rank: int) -> int:
-    """Return the fewest receives kept posted by which each of a rank is there before its message is
-    sent.
+    """Return the fewest posted receives by which each is there before its message is sent.
 
     The timeline is that of a simulation for stages of equal cost.
     """

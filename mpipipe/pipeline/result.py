@@ -44,15 +44,15 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its
-        weight, or rows.
+        """Mean loss over the batch of all replicas, on every rank.
+
+        Each micro-batch counts by its weight, or rows.
         """
         return self._read().mean
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each micro-batch of this pipeline, in order, the mean of its slices where it has
-        some.
+        """Loss of each micro-batch of this pipeline, in order; the mean of its slices.
 
         The same on every rank; NaN where the weight is 0.
         """
@@ -60,8 +60,7 @@ class StepResult:
 
     @property
     def input_grads(self) -> list | None:
-        """On the rank of stage 0, the gradients of `loss` with respect to the inputs, by
-        micro-batch.
+        """Gradients of `loss` with respect to the inputs, by micro-batch, on the rank of stage 0.
 
         None on the other ranks, and for integers. An ArgumentError where the pipeline has
         input_grads=False.
@@ -93,8 +92,9 @@ class StepResult:
 
 
 class PipelineState:
-    """Whether a pipeline is "open", "closed" or "failed". Any error inside `with state:` ends it on
-    all ranks.
+    """Whether a pipeline is "open", "closed" or "failed".
+
+    Any error inside `with state:` ends it on all ranks.
 
     `groups` are the ranks that must learn of a failure; `where` says where this rank is; `abandon`
     gives up a call that has failed. While a call is under way, `running` is true.
@@ -144,8 +144,9 @@ class PipelineState:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End the pipeline, and let the other ranks know. Messages and kernels of the broken call
-        may be under way.
+        """End the pipeline, and let the other ranks know.
+
+        Messages and kernels of the broken call may be under way.
         """
         self.state = "failed"
         if isinstance(error, MpipipeError):
@@ -158,9 +159,7 @@ class PipelineState:
         self._abandon()
 
     def leave(self, error: BaseException | None, close: Callable[[], object]) -> None:
-        """End a with-block: close the pipeline, or let it fail for an error that not all ranks
-        raise.
-        """
+        """End a with-block: close the pipeline, or fail it for an error of this rank alone."""
         if error is None:
             close()
         elif self.is_open and all(group.agreed_on(error) for group in self.groups):

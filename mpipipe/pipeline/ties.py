@@ -1,5 +1,4 @@
-"""Parameters that stand in several places of a model (embedding and head): one array on each rank,
-with one gradient.
+"""Parameters that stand in several places of a model, such as embedding and head.
 
 All places on one rank compute with the array of the first of them. Where places are on several
 ranks, each of these has an array of its own, equal to the others: they start equal, and after each
@@ -46,9 +45,7 @@ Facts: TypeAlias = dict[
 
 
 def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
-    """Return the facts of this rank; raise ArgumentError for a stage that shares a parameter with
-    an absent one.
-    """
+    """Return the ties of this rank; ArgumentError if a parameter lies in an absent stage."""
     facts: Facts = {}
     here = {id(inner) for stage in stages for inner in stage.inner_stages}
     for stage, number in zip(stages, numbers):
@@ -78,9 +75,7 @@ def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
 
 
 def check_ties(table: Sequence[Facts]) -> None:
-    """Raise MismatchError if places of one parameter differ in shape or dtype; `table` has every
-    rank's facts.
-    """
+    """Raise MismatchError if places of one parameter differ; `table` has every rank's facts."""
     for key in sorted({key for facts in table for key in facts}):
         first, *others = sorted(place for facts in table for place in facts.get(key, []))
         for place in others:
@@ -142,9 +137,7 @@ class TieNames:
 
 
 class Ties:
-    """The tied parameters of one pipeline; the constructor is collective. The transport carries
-    their gradients.
-    """
+    """The tied parameters of one pipeline; the constructor is collective."""
 
     def __init__(
         self,
@@ -187,8 +180,9 @@ class Ties:
 
 
 class TiedParameter:
-    """One parameter that has a place on this rank; `places` in the order of the model, `users`
-    those of this rank.
+    """One parameter that has a place on this rank.
+
+    `places` are in the order of the model; `users` are those of this rank.
     """
 
     def __init__(
@@ -228,9 +222,7 @@ class TiedParameter:
         self._start_equal(values, first)
 
     def _start_equal(self, values: list[Array], user: User | None) -> None:
-        """Give all arrays of the parameter the values that it has at its first place, which is that
-        of `user`.
-        """
+        """Give all arrays of the parameter the values at its first place, of `user`."""
         first = self.places[0]
         if user is not None:
             value = user.stage.parameters[user.name]
@@ -280,7 +272,7 @@ class TiedParameter:
 #
 #     before   parameters   | ... | w of place 0 |      | ... | w of place 1 |
 #              gradients    | ... | g of place 0 |      | ... | g of place 1 |
-#     after    parameters   | ... | w            |      | ... |                 both names are this array
+#     after    parameters   | ... | w            |      | ... |            both names are this array
 #              gradients    | ... | g            |      | ... | part           |
 #
 # Within a step of a pipeline each place adds to the memory that its gradient had, which is now a
@@ -305,8 +297,9 @@ class User(NamedTuple):
 
 
 def share(places: list[tuple[User, User]]) -> None:
-    """Let each user compute with the storage of another, as far as that is possible: (user, owner
-    of the storage).
+    """Let each user compute with the storage of another, as far as that is possible.
+
+    `places` are (user, owner of the storage).
 
     It is where both stages have one dtype and device, and where no other parameter lies after the
     user's. Users that have shared before are pointed to their new owner.

@@ -1,5 +1,4 @@
-"""A batch cut into units, and what comes out put together: micro-batches along axis 0, slices of
-them along axis 1.
+"""A batch cut into units and put together: micro-batches along axis 0, their slices along axis 1.
 
 With slices, unit m n + s is slice s of micro-batch m:
 
@@ -27,15 +26,12 @@ AskedBatch: TypeAlias = Any  # of batch.py
 
 
 def rows_of(tree: Tree, axis: int = 0) -> int:
-    """Return the extent of the first axis, or of the second, which all leaves share; ArgumentError
-    if they do not.
-    """
+    """Return the extent of an axis that all leaves share; ArgumentError if they do not."""
     return _extent([leaf.shape for leaf in _sendable(tree)], axis)
 
 
 def rows_of_any(tree: Tree) -> int:
-    """Return the extent of the first axis that all leaves share, or 0 for arrays of other shapes,
-    such as a graph.
+    """Return the rows that all leaves share, or 0 for arrays of other shapes, such as a graph.
 
     Raises ArgumentError for a micro-batch without rows. Some of its arrays may have none: a graph
     has perhaps no edges.
@@ -76,8 +72,9 @@ def _extent(shapes: Sequence[Shape], axis: int) -> int:
 
 
 def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list[int]]:
-    """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is
-    cut already.
+    """Cut a batch along axis 0; return the micro-batches and the rows of each.
+
+    A list is cut already.
 
     Arrays of an entry of a list may have any shapes; the number is 0 where they share no axis of
     rows.
@@ -130,9 +127,7 @@ def _ranges(rows: int, microbatches: int) -> tuple[list[int], list[slice]]:
 
 
 def split_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> list[Tree]:
-    """Cut gradients of `merge(pieces, axis)` as these lie in it; a list is cut already. None stays
-    None.
-    """
+    """Cut gradients of `merge(pieces, axis)` as these lie in it. A list is cut already."""
     if isinstance(whole, list):
         if len(whole) != len(pieces):
             raise ArgumentError(
@@ -178,8 +173,9 @@ def merge(pieces: Sequence[Tree], axis: int = 0) -> Tree:
 
 
 class Slicing:
-    """How each micro-batch is cut along axis 1 into slices; `lengths` are their positions, by
-    default even ones.
+    """How each micro-batch is cut along axis 1 into slices.
+
+    `lengths` are their positions, by default even ones.
     """
 
     def __init__(self, count: int = 1, lengths: Sequence[int] | None = None) -> None:
@@ -187,9 +183,7 @@ class Slicing:
         self.lengths = lengths
 
     def lengths_of(self, shapes: Sequence[Shape]) -> Sequence[int]:
-        """Return the positions of each slice, for a micro-batch of arrays of these shapes;
-        ArgumentError for others.
-        """
+        """Return the positions of each slice of a micro-batch of arrays of these shapes."""
         positions = _extent(shapes, 1)
         if self.lengths is not None and sum(self.lengths) != positions:
             raise ArgumentError(
@@ -208,9 +202,7 @@ class Slicing:
         return self.lengths or [len(part) for part in even_split(positions, self.count)]
 
     def cut(self, tree: Tree) -> list[Tree]:
-        """Return the slices of a micro-batch, read-only and C-contiguous: views of one row, copies
-        of several.
-        """
+        """Return the slices of a micro-batch, read-only and contiguous."""
         leaves, structure = flatten(tree)
         edges = pairwise(accumulate(self.lengths_of([leaf.shape for leaf in leaves]), initial=0))
         parts = (
@@ -230,9 +222,7 @@ class Slicing:
         return [arrays.in_c_order(part) for parts in cut for part in parts]
 
     def units(self, batch: list[Tree] | AskedBatch) -> Any:
-        """Return the units of a batch of micro-batches, by their numbers; ArgumentError where it
-        cannot be cut.
-        """
+        """Return the units of a batch, by their numbers; ArgumentError if it cannot be cut."""
         if self.count == 1:
             return batch
         if isinstance(batch, list):
@@ -266,8 +256,9 @@ def shapes_of(batch: list[Tree] | AskedBatch) -> list[list[Shape]]:
 
 
 class AskedSlices:
-    """The slices of micro-batches that a user's function gives, each asked for with its first
-    slice, kept to its last.
+    """The slices of micro-batches that a user's function gives.
+
+    A micro-batch is asked for with its first slice, and kept to its last.
 
     On each stage the slices of a sequence are taken in rising order.
     """

@@ -1,6 +1,4 @@
-"""Pipeline schedules as data: built by name, proven by `check`, timed by `simulate`. No MPI, no
-arrays.
-"""
+"""Pipeline schedules as data: built by name, proven, simulated. No MPI, no arrays."""
 
 from mpipipe.schedules.action import INPUT_GRAD, Action
 from mpipipe.schedules.bounds import lower_bound

@@ -13,8 +13,7 @@ OPS = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE)
 
 
 class Action(NamedTuple):
-    """One computation of one micro-batch in one stage; its text form is ``2F0``: stage, op,
-    micro-batch.
+    """One computation of one micro-batch in one stage, written as ``2F0``.
 
     Parameters
     ----------
@@ -38,17 +37,13 @@ class Action(NamedTuple):
 
 
 def cell(action: tuple[int, str, int], slices: int) -> str:
-    """Write an action as ``2F0``, or as ``2F0.1``, with its slice, where sequences are cut into
-    several.
-    """
+    """Write an action as ``2F0``, or with its slice as ``2F0.1``."""
     stage, op, unit = action
     return f"{stage}{op}{unit}" if slices == 1 else f"{stage}{op}{unit // slices}.{unit % slices}"
 
 
 def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
-    """Return micro-batch and slice of a unit, by the names of errors; no slice where sequences are
-    whole.
-    """
+    """Return micro-batch and slice of a unit, as errors name them; no slice where there is one."""
     if slices == 1 or unit is None:
         return {"microbatch": unit}
     return {"microbatch": unit // slices, "slice": unit % slices}

@@ -1,5 +1,4 @@
-"""How fast any schedule can be: a time that none can beat with these stages on these ranks, and
-this memory.
+"""How fast any schedule can be with these stages on these ranks, and this memory.
 
 The backward may be split. Where the schedule has R actions, the bound is for schedules which
 recompute the same forwards. Memory is no argument then, since an activation that is recomputed is
@@ -11,11 +10,11 @@ in time, all are taken to be as short as the shortest, but for the work of a ran
 
 Two arguments give a bound each, and the largest counts.
 
-    a busy rank     work that cannot begin before the first F has come to this rank, and after whose last action
-                    an I still has to travel to stage 0; for every set of a rank's F's, I's, W's and
-                    R's
-    a round trip    an activation lives from its F until its W at least as long as a micro-batch is away, and no
-                    more of them live at once than the limit allows
+    a busy rank     work that cannot begin before the first F has come to this rank, and after
+                    whose last action an I still has to travel to stage 0; for every set of a
+                    rank's F's, I's, W's and R's
+    a round trip    an activation lives from its F until its W at least as long as a micro-batch
+                    is away, and no more of them live at once than the limit allows
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 def lower_bound(
     schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None
 ) -> float:
-    """Return a time that no schedule with the same stages on the same ranks, and as many
-    micro-batches, can beat.
+    """Return a time that no schedule with the same stages and micro-batches can beat.
 
     It is in the unit of the costs. ArgumentError is raised where a cost does not fit, or no
     schedule keeps the limit.
@@ -76,9 +74,7 @@ def lower_bound(
 
 
 def _whole_limit(schedule: Schedule, memory_limit: float | None) -> int:
-    """Return a limit as a number of activations, no more than there are; refuse one that no
-    schedule keeps.
-    """
+    """Return a limit as a number of activations; refuse one that no schedule keeps."""
     memory_limit = checks.limit(memory_limit)
     on_ranks = Counter(schedule.placement[_trained_from(schedule) :])
     stages = max(on_ranks.values(), default=1)
@@ -115,9 +111,7 @@ class _Stage(NamedTuple):
 
 
 def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> list[_Stage]:
-    """Return the stages where each slice takes this share of the mean one's time; `slices` of them
-    are a sequence.
-    """
+    """Return the stages with the share of the mean time that each slice takes."""
     count = schedule.stages
     first = _trained_from(schedule)
     trained = [stage >= first for stage in range(count)]
@@ -156,8 +150,7 @@ def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> li
 
 
 def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
-    """Yield earliest begin + work + what follows, of the actions that begin and are followed no
-    less than some.
+    """Yield earliest begin + work + what follows, for actions that begin late and end early enough.
 
     Valid since all of that work is on one rank, after the earliest of these begins and before the
     latest of its ends.
@@ -188,8 +181,7 @@ def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
 
 
 def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[float]:
-    """Yield the time that all activations live, over the limit: no more than that many live at any
-    moment.
+    """Yield the time that all activations live over the limit, which bounds how many live at once.
 
     With one stage each limit-th F waits for the W of a micro-batch that has been away in between.
     """

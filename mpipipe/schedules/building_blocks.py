@@ -1,10 +1,12 @@
-"""Schedules on a V whose memory is chosen: one micro-batch's way through the ranks is a block,
-repeated at even times.
+"""Schedules on a V whose memory is chosen: one micro-batch's way is a block, repeated evenly.
 
-    rank 0  F . . . . . . . f i . . . . . . . I      F, f: forward down and up; i, I: gradient of the input
+    rank 0  F . . . . . . . f i . . . . . . . I
     rank 1  . F . . . . . f . . i . . . . . I .
-    rank 2  . . F . . . f . . . . i . . . I . .      each step from rank to rank takes 1 cell in this block
+    rank 2  . . F . . . f . . . . i . . . I . .
     rank 3  . . . F . f . . . . . . i . I . . .
+
+F and f are forwards on the way down and up, i and I gradients of the input. Each step from rank to
+rank takes one cell in this block.
 
 A block begins every 6 cells: the six actions of a micro-batch on a rank, F, f, i, I and two W's,
 fill that time. A rank holds an activation from its F until its I, so a rank holds as many as the
@@ -129,9 +131,7 @@ def _repeated(
     *,
     slices: int,
 ) -> Schedule:
-    """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the
-    best one.
-    """
+    """Try blocks on few micro-batches and ranks; repeat the best one."""
     ranks, _, microbatches, slices = checks.sizes(
         ranks=ranks, chunks=2, microbatches=microbatches, slices=slices
     )
@@ -206,9 +206,12 @@ def _queues(ranks: int, units: int, block: BuildingBlock) -> Queues:
 
 # -- ZB-2P: as little waiting as a limit of memory allows, for costs that are given ----------------
 #
-#     rank 0  F0 F1 F2 F3 .  I0 W0 I1 F4 I2 W1 I3 F5 W2 W3 I4 W4 I5 W5       more F's than 1F1B before the first I
-#     rank 1  .  F0 F1 F2 I0 F3 I1 W0 I2 F4 I3 W1 .  F5 I4 W2 I5 W3 W4 W5    W's late: some are left for the end,
-#     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5    where I's travel through all ranks
+#     rank 0  F0 F1 F2 F3 .  I0 W0 I1 F4 I2 W1 I3 F5 W2 W3 I4 W4 I5 W5
+#     rank 1  .  F0 F1 F2 I0 F3 I1 W0 I2 F4 I3 W1 .  F5 I4 W2 I5 W3 W4 W5
+#     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+#
+# More F's than in 1F1B come before the first I. W's come late: some are left for the end, where I's
+# travel through all ranks.
 #
 # The picture is that of a limit of 4 activations.
 #
@@ -355,9 +358,7 @@ class _Ranks:
 
 
 def _away(costs: Costs, stages: int) -> list[float]:
-    """How long after its end a forward comes back to each stage as a gradient, in F's as they come
-    there.
-    """
+    """Return how long after its end a forward comes back to each stage as a gradient."""
     forward = costs.per_stage("forward", stages)
     input_grad = costs.per_stage("input_grad", stages)
     transfer = costs.per_stage("transfer", stages)

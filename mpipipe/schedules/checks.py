@@ -14,9 +14,7 @@ LARGEST = 1e100  # time of an action: sums of times are numbers, too
 
 
 def at_least_one(name: str, value: SupportsIndex) -> int:
-    """Convert `value` to int; refuse it with the argument's name if it is no integer or below
-    one.
-    """
+    """Convert `value` to int; refuse it by name if it is no integer or below one."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -46,9 +44,7 @@ def sizes(
     microbatches: SupportsIndex,
     slices: SupportsIndex = 1,
 ) -> list[int]:
-    """Convert the sizes of a schedule; refuse one with more forwards than each rank can prove in
-    seconds.
-    """
+    """Convert the sizes of a schedule; refuse more forwards than each rank can prove in seconds."""
     values = dict(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
     converted = counts(**values)
     if math.prod(converted) > MOST_UNITS:
@@ -63,9 +59,7 @@ def sizes(
 
 
 def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
-    """Convert `value`, a number or one for each stage, to a float for each; refuse others than 0 to
-    `LARGEST`.
-    """
+    """Convert a number, or one for each stage, to floats; refuse negative or huge ones."""
     values: Any = [value] * stages if isinstance(value, Real) else value
     try:
         numbers = [float(number) for number in values]
@@ -81,9 +75,7 @@ def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: 
 
 
 def number(name: str, value: Any) -> Any:
-    """Return `value`; refuse True, text, NaN and whatever else is no number, with the argument's
-    name.
-    """
+    """Return `value`; refuse by name True, text, NaN and whatever else is no number."""
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
         raise ArgumentError(
             f"{name} is no number", found=f"{name}={value!r}", expected="a number such as 4 or 2.5"

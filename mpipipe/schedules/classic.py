@@ -115,8 +115,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
 #     rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk
-    at a time.
+    """Build interleaved 1F1B: a group of micro-batches passes one chunk of a rank at a time.
 
     Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the
     first group, rank r holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations. Source: Narayanan et
@@ -152,8 +151,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .  .
 def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk
-    begins.
+    """Build the breadth-first schedule: a chunk takes all micro-batches before the next begins.
 
     The gradients of a chunk are complete early, which leaves time to communicate them.
     Source: Lamy-Poirier 2023, arXiv:2211.05953.

@@ -33,8 +33,7 @@ EXPECTED = (
 
 
 def from_csv(text: str) -> Schedule:
-    r"""Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0``, ``0R3`` per
-    action, in order.
+    r"""Read a schedule: one row for each rank, one cell such as ``2F0`` for each action.
 
     Where sequences are cut into slices, all cells say theirs: ``2F0.1`` is slice 1 of micro-batch
     0. Empty cells are idle slots and are skipped. A cell ``(0F3;3B1)OVERLAP_F_B`` of PyTorch's

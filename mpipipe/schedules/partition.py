@@ -1,6 +1,4 @@
-"""Cut a chain of layers into stages: the slowest stage as fast as possible, the others as even as
-possible.
-"""
+"""Cut a chain of layers into stages: the slowest as fast as possible, the others even."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ def _whole_numbers(costs: Sequence[float | Fraction]) -> list[int]:
 
 
 def _bottleneck(before: list[int], stages: int) -> int:
-    """Find the least cost of the most expensive stage by bisection: each stage takes layers as long
-    as they fit.
-    """
+    """Find by bisection the least cost of the most expensive stage."""
     low = max(stop - start for start, stop in pairwise(before))
     high = before[-1]
     while low < high:
@@ -98,9 +94,7 @@ def _bottleneck(before: list[int], stages: int) -> int:
 
 
 def _stop(before: list[int], start: int, limit: int) -> int:
-    """Return where a stage from a layer on stops at the latest, if its cost is to be within the
-    limit.
-    """
+    """Return where a stage from a layer on ends at the latest within a limit of its cost."""
     return bisect_right(before, before[start] + limit) - 1
 
 
@@ -136,12 +130,12 @@ def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[in
     return list(pairwise(cuts))
 
 
-# -- Schedules of models of which a part is frozen: no weight gradient there, and no backward below what is trained --
+# -- Schedules of models of which a part is frozen -------------------------------------------------
 
 
 #     stage 0  frozen     F0 F1 F2 .  .  .              nothing below it is trained: no backward
 #     stage 1  trained    .  F0 F1 B0 F2 B1 ...         its gradient of the input is not sent
-#     stage 2  frozen     .  .  F0 B0 F1 B1 ...         I W becomes B, which has the gradient of the input alone
+#     stage 2  frozen     .  .  F0 B0 F1 B1 ...         B, the gradient of the input alone
 def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
     """Take out of a schedule what frozen stages do not need, and leave the order of all else.
 

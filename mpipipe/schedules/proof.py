@@ -37,8 +37,9 @@ LISTED_RANKS = 6  # most ranks of a wait cycle that the error lists
 
 
 def check(schedule: Schedule) -> None:
-    r"""Prove that `schedule` runs to its end, or raise. A second call costs nothing, since the
-    proof is remembered.
+    r"""Prove that a schedule runs to its end, or raise.
+
+    A second call costs nothing, since the proof is remembered.
 
     The proof shows that
 
@@ -186,9 +187,7 @@ def _check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
-    """Tell (what is wrong, what is expected) if this is no action, or none that this rank can
-    run.
-    """
+    """Tell (what is wrong, what is expected) of what is no action, or none of this rank."""
     if type(action) is not Action or action.op not in OPS:
         return "not an action", "Action(stage, op, microbatch) with op F, B, I, W or R"
     stage, op, microbatch = action
@@ -211,8 +210,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
 
 
 def _first_missing(state: bytearray, op: str, unit: int, slices: int) -> int | None:
-    """Return the slice next to a unit, of the same sequence, that `op` must have been run for
-    before; None if it was.
+    """Return the slice of the same sequence that `op` must have run for before; None if it has.
 
     F's rise, B's and I's fall; R and W follow their own F and I.
     """
@@ -223,9 +221,7 @@ def _first_missing(state: bytearray, op: str, unit: int, slices: int) -> int | N
 
 
 def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[str, str]:
-    """Tell (what is wrong, what is expected) of an action that comes twice, or before one that it
-    needs.
-    """
+    """Tell (what is wrong, what is expected) of an action that comes twice or too early."""
     op = action.op
     unit = action.microbatch
     state = states[unit]
@@ -314,9 +310,7 @@ def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
 def _wait_cycle(
     schedule: Schedule, stopped: Sequence[int], rank: int
 ) -> tuple[list[int], list[Action]]:
-    """Follow the waits, from a stopped rank, until a rank repeats: (ranks, the action each waits
-    for).
-    """
+    """Follow the waits of a stopped rank until one repeats: (ranks, what each waits for)."""
     path: list[int] = []
     awaited: list[Action] = []
     while rank not in path:

@@ -1,5 +1,4 @@
-"""Recomputation put into a schedule: which forwards are run again, so that memory suffices, and
-when.
+"""Recomputation put into a schedule: which forwards are run again, and when.
 
     rank 0 0F0 0F1 0R0 ........0B0---- 0F2 0R1 0B1---- 0R2 ....0B2----
     rank 1 ....1F0 1R0 1B0---- 1F1 1R1 1B1---- 1F2 1R2 1B2----
@@ -124,9 +123,7 @@ def with_recompute(
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
-    """Put an R just before the backward of these pairs, of all for None; R's that are there
-    stay.
-    """
+    """Put an R just before the backward of these pairs, or of all. Existing R's stay."""
     return replace(
         schedule, orders=tuple(tuple(_before_backwards(pairs, order)) for order in schedule.orders)
     )
@@ -143,9 +140,7 @@ def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -
 
 
 class _Life(NamedTuple):
-    """One activation of a rank: slots of its forward and its backward, how much time an R adds, and
-    what it frees.
-    """
+    """One activation of a rank: slots of its forward and backward, time of an R, what it frees."""
 
     begin: int
     end: int
@@ -169,9 +164,7 @@ PREFERENCES: tuple[Callable[[_Life], tuple[float, float]], ...] = (
 def _lives(
     timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence[float]
 ) -> dict[Pair, _Life]:
-    """The activations of a rank. The time of an R is what the wait before the backward does not
-    hide.
-    """
+    """List the activations of a rank; an R costs the time that waits do not hide."""
     begins: dict[Pair, int] = {}
     lives: dict[Pair, _Life] = {}
     before = 0.0
@@ -195,9 +188,7 @@ def _given_up(
     limit: float,
     preference: Callable[[_Life], tuple[float, float]],
 ) -> set[Pair]:
-    """Walk through an order; where it holds more than the limit, give up activations that can be
-    recomputed.
-    """
+    """Walk through an order; where it holds too much, choose activations to recompute."""
     now = 0.0
     found: set[Pair] = set()
     waiting: list[
@@ -291,8 +282,7 @@ class _Waits:
         self.waits = list(map(operator.sub, starts, ends))  # before each action
 
     def places(self, share: float) -> dict[int, int]:
-        """Find R's that cost time and might move into an earlier wait: slot of the R -> slot of its
-        forward.
+        """Find R's that cost time and might move into an earlier wait: R's slot -> forward's slot.
 
         An R costs no time if a wait at least as long follows it.
         """
@@ -320,8 +310,7 @@ class _Waits:
         more: dict[int, float],
         limit: float,
     ) -> tuple[Action, ...]:
-        """Return the order with R's moved into the waits, the next ones first, as far as memory
-        allows.
+        """Return the order with R's moved into the waits, as far as memory allows.
 
         `memory` is what the rank holds during each action, `more` what each R adds, by its slot.
         """

@@ -1,6 +1,4 @@
-"""Schedules by the name that a configuration or a command line gives, and advice which one to
-take.
-"""
+"""Schedules by name, and advice which one to take."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ def by_name(
     memory_limit: float | None = None,
     slices: int = 1,
 ) -> Schedule:
-    """Build the schedule that the function called `name` builds; it is not yet checked, unless it
-    has slices.
+    """Build the schedule of a name; it is not checked yet, unless it has slices.
 
     ArgumentError is raised for an unknown name, and for a count below 1 or one that does not fit
     the schedule.
@@ -125,7 +122,7 @@ def names(chunks: int) -> list[str]:
     return [*(ONE_STAGE if chunks == 1 else ()), *several, *(TWO_STAGES if chunks == 2 else ())]
 
 
-# -- How many micro-batches to cut a batch into, and the schedule with the smallest bubble for a number that is given --
+# -- Advice: how many micro-batches, and the schedule with the smallest bubble ---------------------
 
 
 PER_RANK = 4  # GPipe (arXiv:1811.06965, section 2.3): with M >= 4P the bubble hardly counts
@@ -161,8 +158,7 @@ def advise(
     *,
     slices: int = 1,
 ) -> Advice:
-    """Advise a number of micro-batches for 1F1B, or the fastest schedule for the number that is
-    given.
+    """Advise a number of micro-batches for 1F1B, or the fastest schedule for a given number.
 
     Parameters
     ----------
@@ -208,7 +204,7 @@ def advise(
     return Advice(microbatches, best.bubble_fraction, best.schedule.name, peak)
 
 
-# -- What papers and other libraries call the schedules: for the question which one a user may have meant --
+# -- What papers and other libraries call the schedules, for errors --------------------------------
 
 
 OTHER_NAMES = {

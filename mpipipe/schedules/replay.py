@@ -122,34 +122,28 @@ def replay(
 
 
 def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[int]]) -> list[int]:
-    """Return how many actions of each rank can run: fewer than there are where ranks wait for each
-    other.
-    """
+    """Count how many actions of each rank can run: fewer than all if ranks wait for each other."""
     ones = [1.0] * len(placement)
     starts, _, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
     return [len(began) for began in starts]
 
 
 def packed(order: Iterable[Action], microbatches: int) -> array[int]:
-    """Return an order as whole numbers. Millions of Action objects would take 1 GB, and slow the
-    garbage collector.
-    """
+    """Return an order as whole numbers, since millions of Action objects would take 1 GB."""
     return array(
         "q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order]
     )
 
 
 def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
-    """Return for each stage l the time of a message between stages l-1 and l: 0 if both lie on one
-    rank.
-    """
+    """Return the time of a message from the stage before, for each stage: 0 within a rank."""
     pairs = itertools.pairwise(placement)
     return [0.0] + [
         cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])
     ]
 
 
-# -- Dependencies between actions of different stages: whose output an action waits for. No other file states them --
+# -- Dependencies between actions of different stages; no other file states them -------------------
 
 
 #     stage    0     1     2
@@ -157,9 +151,7 @@ def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
 #                          |
 #     B, I     B <-- B <-- B      R and W wait for no other stage
 def source(stage: int, op: str, stages: int) -> int | None:
-    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of
-    its micro-batch.
-    """
+    """Return the stage for whose output an action waits."""
     if op == FORWARD:
         return stage - 1 if stage > 0 else None
     if op in (BACKWARD, INPUT_GRAD):

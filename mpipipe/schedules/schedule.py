@@ -18,8 +18,9 @@ from mpipipe.text import counted
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who computes what, in which order. `check` proves that it can run; `simulate` tells how long
-    it takes.
+    """Who computes what, in which order.
+
+    `check` proves that it can run; `simulate` tells how long it takes.
 
     Parameters
     ----------
@@ -50,7 +51,8 @@ class Schedule:
     Examples
     --------
     >>> from mpipipe.schedules import Action, Schedule, check
-    >>> schedule = Schedule("by hand", placement=(0,), microbatches=1, orders=[[Action(0, "F", 0), Action(0, "B", 0)]])
+    >>> order = [Action(0, "F", 0), Action(0, "B", 0)]
+    >>> schedule = Schedule("by hand", placement=(0,), microbatches=1, orders=[order])
     >>> check(schedule)
     """
 
@@ -103,9 +105,7 @@ class Schedule:
         return counted(self.microbatches, "micro-batch") + each
 
     def cell(self, action: Action) -> str:
-        """Write an action as the table of the schedule has it: ``0F3``, or ``0F3.1`` for slice 1 of
-        micro-batch 3.
-        """
+        """Write an action as the table has it: ``0F3``, or ``0F3.1`` for slice 1."""
         exact = (
             type(action) is Action and type(action.microbatch) is int
         )  # `check` writes wrong ones, too
@@ -138,8 +138,7 @@ class Schedule:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of 63 bits of placement, micro-batches, orders and skips, the same in every
-        process.
+        """Hash of 63 bits of placement, micro-batches, orders and skips, the same in every process.
 
         The name does not count: a schedule read back from its CSV runs together with the one that
         wrote it.
@@ -158,8 +157,7 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def forward_only_part(self, microbatches: int) -> Schedule:
-        """Take the forwards of the first `microbatches` micro-batches, in the same order on the
-        same ranks.
+        """Take the forwards of the first micro-batches, in the same order on the same ranks.
 
         The name is "forward" then, and the skips stay. Other numbers than 1 to M raise
         ArgumentError.
@@ -182,8 +180,7 @@ class Schedule:
         )
 
     def to_csv(self) -> str:
-        r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline
-        schedules.
+        r"""Write one row for each rank, one cell such as ``2F0`` for each action, as PyTorch does.
 
         With slices a cell is ``2F0.1``: slice 1 of micro-batch 0. `from_csv` reads it. It has no
         skips and no `trained_from`.
@@ -208,7 +205,7 @@ def _row(order: Iterable[Action], slices: int) -> str:
     return ",".join([cell(action, slices) for action in order]) + "\n"
 
 
-# -- Skips: data that a stage hands to a later one past those between, as the two arms of a U-Net do --
+# -- Skips: data that a stage hands to a later one past those between ------------------------------
 
 
 class Skip(NamedTuple):
@@ -231,8 +228,7 @@ class Skip(NamedTuple):
 #     F        F --> F --> F --> F
 #               \______________/      "residual": (0, 3); its gradient comes back the same way
 def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
-    """Give a schedule the skips of a model, sorted by name, in place of those that it has; its
-    orders stay.
+    """Give a schedule these skips in place of those that it has; its orders stay.
 
     It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips,
     since they are sent some stages before they are needed, and `peak_memory` no bytes: add what

@@ -23,8 +23,9 @@ SAME = 1e-9  # share of a time: times that differ by less may be one time, round
 
 @dataclass(frozen=True)
 class Costs:
-    """Times per chunk and micro-batch, in any one unit; each is a number, or a sequence of one
-    number per stage.
+    """Times for each chunk and micro-batch, in any one unit.
+
+    Each is a number, or a sequence of one number for each stage.
 
     In a schedule with slices they are those of the mean slice.
 
@@ -89,9 +90,7 @@ TIMES = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
 
 
 def shares_of_mean(given: Sequence[float] | None, slices: int, what: str) -> list[float]:
-    """Return how each slice relates to the mean one; refuse others than `slices` numbers above
-    0.
-    """
+    """Return the share of each slice in the mean one's time; refuse numbers of 0 or below."""
     if given is None:
         return [1.0] * slices
     try:
@@ -112,9 +111,7 @@ EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
 
 
 def are_alike(costs: Costs, stages: int) -> bool:
-    """Whether all F's, I's and W's take the same time but for rounding, whatever it is, and
-    messages none.
-    """
+    """Return True if all F's, I's and W's take the same time, and messages none."""
     times = [
         time
         for name in ("forward", "input_grad", "weight_grad")
@@ -172,9 +169,7 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
-        """The share of all ranks' time in which they compute, 1 - bubble_fraction: as
-        `Efficiencies.parallel`.
-        """
+        """Share of all ranks' time in which they compute, 1 - bubble_fraction."""
         return 1 - self.bubble_fraction
 
     @cached_property
@@ -197,8 +192,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
-    """Run `schedule` on paper: an action starts when its rank is free and its input is there; sends
-    are free.
+    """Run a schedule on paper: an action starts when its rank is free and its input is there.
 
     It is checked first: ScheduleError is raised where it cannot run, ArgumentError where a cost is
     negative, not finite, or not one per stage. By default each F, I and W takes one unit of time.
@@ -244,9 +238,7 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
 
 
 def bubbles(ranks: int, makespan: float, busy: float) -> tuple[float, float]:
-    """Return idle time in all time, and in busy time; rounding of the sums makes no negative
-    bubble.
-    """
+    """Return idle time over all time, and over busy time."""
     idle = max(0.0, ranks * makespan - busy)
     return idle / (
         ranks * makespan
@@ -270,9 +262,7 @@ def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
 
 
 def activations(schedule: Schedule, order: Sequence[Action]) -> Iterator[tuple[bool, bool]]:
-    """Yield for each action whether a chunk activation lives from its start on, and whether one
-    lives until its end.
-    """
+    """Yield whether an activation begins with each action, and whether one ends with it."""
     trained_from = schedule.stages if schedule.forwards_only else schedule.trained_from
     recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     for stage, op, microbatch in order:
@@ -291,7 +281,7 @@ def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
 
 
 #     F        whole activation          without an R it stays until B or W
-#     F R B    whole | input | whole     an F makes all of it, and drops all but the input where an R follows
+#     F R B    whole | input | whole     an F drops all but the input if an R follows
 def peak_memory(
     schedule: Schedule,
     activation: float | Sequence[float] = 1.0,
@@ -371,9 +361,7 @@ def sizes_per_stage(
 def held(
     order: Sequence[Action], whole: Sequence[float], kept: Sequence[float], trained_from: int = 0
 ) -> Iterator[float]:
-    """Yield what a rank holds during each action of its order; stages before `trained_from` hold
-    nothing.
-    """
+    """Yield what a rank holds during each action; frozen stages at the front hold nothing."""
     again = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     now = 0.0
     for stage, op, microbatch in order:
@@ -394,7 +382,7 @@ def held(
 FORM = "latency,bandwidth[,node-size[,latency inside,bandwidth inside]]"
 
 
-#     rank    0   1   2   3 | 4   5   6   7     node size 4: hops 1-3 and 5-7 are inside a node, hop 4 is not
+#     rank    0   1   2   3 | 4   5   6   7     node size 4: only hop 4 leaves a node
 @dataclass(frozen=True)
 class Links:
     """The links between ranks: a message of n bytes takes latency + n / bandwidth.
@@ -440,8 +428,9 @@ class Links:
 
     @classmethod
     def read(cls, text: str) -> Links:
-        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]], as
-        in "5e-6,25e9,8".
+        """Read links from text such as "5e-6,25e9,8".
+
+        The form is latency,bandwidth[,node-size[,latency inside,bandwidth inside]].
 
         ArgumentError is raised if it has another form or describes no link.
         """

@@ -1,5 +1,4 @@
-"""Schedules whose units are slices of sequences: made from schedules of whole micro-batches, by one
-rule for all.
+"""Schedules whose units are slices of sequences, made by one rule for all.
 
 A causal sequence is cut into n slices, which pass the pipeline one after the other, so that one
 long sequence fills it. Slice s attends to slices 0 ... s, so forwards of a sequence come in rising
@@ -31,15 +30,12 @@ from mpipipe.schedules.schedule import Schedule
 
 
 def backward_unit(number: int, slices: int) -> int:
-    """Return the unit whose backward is that of this number on a stage: sequence after sequence,
-    slices falling.
-    """
+    """Return the unit whose backward has this number on a stage: in each sequence slices fall."""
     return number - number % slices + slices - 1 - number % slices
 
 
 def in_slices(schedule: Schedule, slices: int) -> Schedule:
-    """Make the micro-batches of a schedule, in rising order on each stage, slices of sequences: n
-    of them are one.
+    """Make the micro-batches of a schedule slices of sequences: n of them are one.
 
     The result has the fewest forwards ahead of the backwards with which no ranks wait for each
     other. With all forwards first they do not, so there is a number.
@@ -78,9 +74,7 @@ def _parts(order: Order, slices: int) -> tuple[list[Action], Backwards]:
 
 
 def _needed(forwards: Sequence[Action], backwards: Backwards) -> int:
-    """Return how many forwards more must come before each backward, so that it comes after its
-    own.
-    """
+    """Return how many more forwards must come before each backward."""
     place = {(stage, unit): place for place, (stage, _, unit) in enumerate(forwards, 1)}
     back = [
         (place[action.stage, action.microbatch], before)

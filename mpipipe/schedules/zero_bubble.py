@@ -1,5 +1,4 @@
-"""Schedules with a split backward: the stage before waits for I, and no rank waits for W, which
-fills the bubble.
+"""Schedules with a split backward: no rank waits for W, which fills the bubble.
 
 In the pictures time runs to the right, each action takes one cell, and dots are idle time. Small
 letters are a rank's second chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1
@@ -29,8 +28,7 @@ from mpipipe.schedules.slices import in_slices
 #     rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
 #     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build ZB-H1: 1F1B whose weight gradients fill the bubble, in no more memory than 1F1B takes
-    on rank 0.
+    """Build ZB-H1: 1F1B whose weight gradients fill the bubble, in the memory of 1F1B.
 
     Rank r runs the W of a micro-batch r micro-batches after its I. Let f, b, w be the times of F,
     I, W, with w at most f and b. The bubble is (P-1)(f+b) - (min(M,P)-1)w, which is (P-1)(f+b-w)
@@ -98,9 +96,9 @@ def split_order(ranks: int, chunks: int, units: int, rank: int, step: int) -> li
     return order + weights[max(0, len(weights) - delay) :]
 
 
-# -- Schedules on a V: each rank has two stages, one on the way down and one on the way up, and the last rank the turn
+# -- Schedules on a V: each rank has two stages, one on the way down and one on the way up ---------
 #
-#     stage 0  rank 0        stage 2P-1  rank 0        rank 0 has the first and the last stage: the loss is known there
+#     stage 0  rank 0        stage 2P-1  rank 0        rank 0 has the first and the last stage
 #     stage 1  rank 1        stage 2P-2  rank 1
 #       ...                    ...
 #     stage P-1  rank P-1    stage P  rank P-1         no message at the turn
@@ -175,8 +173,7 @@ def zero_bubble_v(
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
 #     rank 1  .  F0 f0 F1 f1 F2 b0-- f2 B0-- F3 b1-- f3 B1-- b2-- B2-- i3 I3 w3 W3
 def dualpipe_v(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages,
-    in turn.
+    """Build DualPipeV: in the middle a rank has a forward and a backward of its two stages in turn.
 
     Most backwards are whole. The two of a pair are made to run at the same time on one device; here
     they run one after the other. For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds
@@ -227,9 +224,7 @@ def _dualpipe(rank: int, ranks: int, full: int) -> str:
 
 
 def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
-    """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up; W
-    of the oldest I.
-    """
+    """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up."""
     count: Counter[str] = Counter()
     owed: deque[Action] = deque()
     order = []
@@ -321,9 +316,7 @@ class StageTimes:
 
 
 class Filled(NamedTuple):
-    """Tasks of each rank, and what is to be small: longest time from a rank's begin to its end,
-    makespan, memory.
-    """
+    """Tasks of each rank, and what is to be small: time, makespan and memory."""
 
     score: tuple[float, float, int]
     orders: list[list[int]]
@@ -332,8 +325,7 @@ class Filled(NamedTuple):
 def fill_idle_with_weight_grads(
     times: StageTimes, queues: Queues, limit: float, patience: float, kept: float = 1.0
 ) -> Filled | None:
-    """Run queues of F's and I's, and W's in the waits of a rank; None if that cannot end within the
-    memory limit.
+    """Run queues of F's and I's, and W's while a rank waits; None if memory does not suffice.
 
     A rank goes on with the first of its queues whose next task is ready. One that knows its next
     task to be ready soon runs a W before it only where the wait is at least `patience` of the W.
