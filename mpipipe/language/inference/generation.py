@@ -50,7 +50,7 @@ class _Sequence:
     prompt: int
     place: int  # in its batch
     tokens: list[int]
-    asked: int  # length of the prompt
+    prompt_length: int
     fed: int = 0  # tokens that the caches have, or are about to get
 
 
@@ -97,17 +97,19 @@ def answers(
     for number, prompt in enumerate(prompts):
         sequences.append(_Sequence(number, number % decoder.batch, [*prompt], len(prompt)))
     for first in range(0, len(sequences), decoder.batch):
-        open_answers = sequences[first : first + decoder.batch]
-        while open_answers:
-            logits = decoder.forward(_next_parts(open_answers, decoder.microbatches))
-            for sequence, token in zip(
-                [*open_answers], _draw_all(decoder, group, open_answers, logits, sampling)
-            ):
+        unfinished = sequences[first : first + decoder.batch]
+        while unfinished:
+            logits = decoder.forward(_next_parts(unfinished, decoder.microbatches))
+            tokens = _draw_all(decoder, group, unfinished, logits, sampling)
+            for sequence, token in zip([*unfinished], tokens):
                 sequence.tokens.append(token)
-                full = len(sequence.tokens) - sequence.asked == count
-                ended = "stop" if token in sampling.stop else "count" if full else None
+                ended = None
+                if token in sampling.stop:
+                    ended = "stop"
+                elif len(sequence.tokens) - sequence.prompt_length == count:
+                    ended = "count"
                 if ended is not None:
-                    open_answers.remove(sequence)
+                    unfinished.remove(sequence)
                 yield Drawn(sequence.prompt, token, ended)
 
 
@@ -135,10 +137,9 @@ def _draw_all(
     if decoder.mesh.rank == decoder.drawing:
         try:
             for sequence, row in zip(sequences, logits):
-                number = len(sequence.tokens) - sequence.asked
-                tokens.append(
-                    draw(row, sampling, generator(sampling.seed, "sample", number, sequence.prompt))
-                )
+                number = len(sequence.tokens) - sequence.prompt_length
+                uniform = generator(sampling.seed, "sample", number, sequence.prompt)
+                tokens.append(draw(row, sampling, uniform))
         except NonFiniteError as caught:
             error = caught
     tokens, error = group.broadcast("generate: the next tokens", (tokens, error), decoder.drawing)
@@ -179,14 +180,17 @@ class Decoder:
         self._underway.parts = parts
         inputs = None
         if self.first:
-            inputs = [
-                np.array([[token for piece in pieces for token in piece.tokens]], np.int64)
-                for pieces in parts
-            ]
+            inputs = []
+            for pieces in parts:
+                tokens: list[int] = []
+                for piece in pieces:
+                    tokens += piece.tokens
+                inputs.append(np.array([tokens], np.int64))
         outputs: Any = self.pipeline.forward(inputs)  # arrays, since the inputs are
-        if outputs is None:
-            return []
-        return [row for output, pieces in zip(outputs, parts) for row in output[0, : len(pieces)]]
+        logits: list[np.ndarray] = []
+        for output, pieces in zip(outputs or (), parts):
+            logits += [*output[0, : len(pieces)]]
+        return logits
 
 
 class Underway:
@@ -207,10 +211,10 @@ class SequenceCaches(nn.Attend):
         self.caches: dict[int, KVCache] = {}
 
     def positions(self, rows: int) -> np.ndarray:
-        pieces = self.underway.pieces
-        return np.concatenate(
-            [np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
-        )
+        positions: list[int] = []
+        for piece in self.underway.pieces:
+            positions += range(piece.start, piece.start + len(piece.tokens))
+        return np.array(positions)
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, None]:
         outs = []
@@ -290,9 +294,7 @@ def build_decoder(
     underway = Underway()
 
     def attend(window: int | None = None) -> SequenceCaches:
-        return SequenceCaches(
-            underway, capacity, model.seq if window is None else min(window, model.seq)
-        )
+        return SequenceCaches(underway, capacity, min(window or model.seq, model.seq))
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
@@ -307,25 +309,25 @@ def build_decoder(
             )
     with group.raise_together("generate: the stages"):
         stages = []
+        every = []
         head = len(layers) - model.head_slices
         for start, stop in plan.ranges_of(mesh.pipe.rank):
             begins = start <= head < stop
             cuts = [start, head, stop] if begins else [start, stop]
-            inner = [
-                nn.Stage(layers[low:high], dtype=dtype, first=low) for low, high in pairwise(cuts)
-            ]
-            stages.append(
-                DecodingStage(inner, underway, begins, batch if stop < len(layers) else 0)
-            )
+            inner = []
+            for low, high in pairwise(cuts):
+                inner.append(nn.Stage(layers[low:high], dtype=dtype, first=low))
+            every += inner
+            rows = batch if stop < len(layers) else 0
+            stages.append(DecodingStage(inner, underway, begins, rows))
     with group.raise_together("generate: the parameters"):
-        load_weights([inner for stage in stages for inner in stage.inner_stages])
+        load_weights(every)
     with Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas) as pipeline:
         yield Decoder(pipeline, mesh, underway, batch)
 
 
-IN_FLIGHT = (
-    4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
-)
+# Micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting.
+IN_FLIGHT = 4
 
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
@@ -337,14 +339,16 @@ def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
 
 
 def longest_text(layers: Sequence[nn.Layer]) -> int | None:
-    """Return the most tokens of a text with learned positions; None for other models."""
-    tables = [
-        layer.count
-        for top in layers
-        for _, layer in top.walk("")
-        if isinstance(layer, nn.LearnedPositions)
-    ]
-    return min(tables) + 1 if tables else None
+    """Return the most tokens of a text with learned positions; None for other models.
+
+    The last token is not read.
+    """
+    counts = []
+    for top in layers:
+        for _, layer in top.walk(""):
+            if isinstance(layer, nn.LearnedPositions):
+                counts.append(layer.count + 1)
+    return min(counts, default=None)
 
 
 def check_decoding(
@@ -356,9 +360,9 @@ def check_decoding(
     """
     batch, capacity = caches
     layers = model.build(Local())
-    own = [layers[place] for place in plan.layers_of(rank)]
-    width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions(own))
-    count = parameters_of(own)
+    of_rank = [layers[place] for place in plan.layers_of(rank)]
+    width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions(of_rank))
+    count = parameters_of(of_rank)
     size = arrays.dtype(dtype).itemsize
     needs = {
         f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
@@ -434,7 +438,9 @@ def continued(
 
 def shown(text: str) -> str:
     """Put a replacement character for all that would not show, or would move a cursor."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for char in text
-    )
+    characters = []
+    for character in text:
+        if not character.isprintable() and character not in "\n\t":
+            character = "\N{REPLACEMENT CHARACTER}"
+        characters.append(character)
+    return "".join(characters)

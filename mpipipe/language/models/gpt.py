@@ -7,7 +7,7 @@ FeedForward(norm x)] -> norm, head -> logits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

@@ -88,22 +88,24 @@ def _stored(folder: Path) -> dict[str, str]:
     """Return {name of a tensor: the file that has it}, from the index or from the one file."""
     if (folder / INDEX).exists():
         return _indexed(folder)
-    if not (folder / SINGLE).exists():
-        pickled = [name for name in PICKLES if (folder / name).exists()]
-        raise ArgumentError(
-            "the model folder has no tensors that can be read",
-            found=f"{', '.join(pickled)} in {folder}: pickled objects, which run code when they "
-            "are read"
-            if pickled
-            else f"neither {SINGLE} nor {INDEX} in {folder}",
-            expected=f"{SINGLE}, or {INDEX} with its files",
-            remedy="let the library that wrote it save it again as safetensors: "
+    if (folder / SINGLE).exists():
+        with opened(folder / SINGLE) as file:
+            return dict.fromkeys(file.arrays, SINGLE)
+    found = f"neither {SINGLE} nor {INDEX} in {folder}"
+    remedy = COPY_AGAIN
+    pickled = [name for name in PICKLES if (folder / name).exists()]
+    if pickled:
+        found = f"{', '.join(pickled)} in {folder}: pickled objects, which run code when read"
+        remedy = (
+            "let the library that wrote it save it again as safetensors: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-            if pickled
-            else COPY_AGAIN,
         )
-    with opened(folder / SINGLE) as file:
-        return dict.fromkeys(file.arrays, SINGLE)
+    raise ArgumentError(
+        "the model folder has no tensors that can be read",
+        found=found,
+        expected=f"{SINGLE}, or {INDEX} with its files",
+        remedy=remedy,
+    )
 
 
 def _indexed(folder: Path) -> dict[str, str]:
@@ -113,26 +115,24 @@ def _indexed(folder: Path) -> dict[str, str]:
         raise ConfigError(
             f"{INDEX} of a model folder has no weight_map", found=str(path), remedy=COPY_AGAIN
         )
+    tensors: dict[object, str] = {}  # one in each file
     for name, file in places.items():
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or not file.endswith(".safetensors")
-        ):
+        plain = isinstance(file, str) and Path(file).name == file
+        if not plain or not file.endswith(".safetensors"):
             raise ConfigError(
                 f"{INDEX} of a model folder names a file that cannot be one of its own",
                 found=f"{name} in {file!r:.100}, in {path}",
                 expected="the name of a file .safetensors in the same folder, without a path",
                 remedy=COPY_AGAIN,
             )
-    for file in sorted(set(places.values())):
+        tensors.setdefault(file, name)
+    for file, name in tensors.items():
         try:
-            files.check_regular(folder / file)
+            files.check_regular(folder / str(file))
         except OSError as error:
-            wanted = next(name for name, place in places.items() if place == file)
             raise ArgumentError(
                 f"a file of the model folder cannot be read: {error.strerror}",
-                found=f"{folder / file}, which has {wanted}",
+                found=f"{folder / str(file)}, which has {name}",
                 expected=f"all files that {INDEX} names",
                 remedy=COPY_AGAIN,
             ) from error
@@ -143,19 +143,18 @@ def _known(
     family: Family, model: GPT, stored: dict[str, str], folder: Path
 ) -> dict[str, tuple[str, str]]:
     """Find the tensors of the model among those that are stored."""
-    bare = not any(
-        name.startswith(family.prefix) for name in stored
-    )  # files of the decoder without a head
     left = dict(stored)
+    # Files of the decoder without a head leave out the prefix.
+    prefix = "" if any(name.startswith(family.prefix) for name in stored) else family.prefix
     known = {}
+    layers = f"{family.architecture} with {counted(model.layers, 'layer')}"
     for part in parts_of(family.table, model):
-        name = part.theirs.removeprefix(family.prefix) if bare else part.theirs
+        name = part.theirs.removeprefix(prefix)
         if name not in left:
             raise ArgumentError(
                 f"the model folder has no tensor {name}",
                 found=f"{len(stored)} others in {folder}",
-                expected=f"all tensors of {family.architecture} with "
-                f"{counted(model.layers, 'layer')}",
+                expected=f"all tensors of {layers}",
                 remedy=NOT_THESE,
             )
         known[part.theirs] = (left.pop(name), name)
@@ -164,7 +163,7 @@ def _known(
         raise ArgumentError(
             f"the model folder has a tensor {others[0]} that the model has not",
             found=f"{len(others)} such tensors, the first in {folder / left[others[0]]}",
-            expected=f"those of {family.architecture} with {counted(model.layers, 'layer')} alone",
+            expected=f"those of {layers} alone",
             remedy=NOT_THESE,
         )
     return known
@@ -184,7 +183,8 @@ def count_not_finite(values: np.ndarray) -> int:
 
 def check_finite(values: np.ndarray, what: str, place: Path, remedy: str) -> None:
     """Raise NonFiniteError unless all values are finite; `place` has them, or is to get them."""
-    if count := count_not_finite(values):
+    count = count_not_finite(values)
+    if count:
         raise NonFiniteError(
             f"{what} is not finite",
             found=f"{count} of {values.size} values are NaN or infinite in {place}",
@@ -235,12 +235,8 @@ class Origin:
         """Look into a folder, of Hugging Face or of this package."""
         for name in (CONFIG, KEPT_CONFIG):
             if (path / name).exists():
-                return cls(
-                    path,
-                    read_json(
-                        path / name, "remove it, if the model was not made from a model folder"
-                    ),
-                )
+                remedy = "remove it, if the model was not made from a model folder"
+                return cls(path, read_json(path / name, remedy))
         return cls(path)
 
     @property
@@ -260,12 +256,10 @@ class Origin:
         """
         if self.path is None:
             return
-        for name in COMPANIONS:
+        copies = {name: name for name in COMPANIONS}
+        if keep_config and self.config:
+            copies |= {KEPT_CONFIG: KEPT_CONFIG, CONFIG: KEPT_CONFIG}
+        for name, copy in copies.items():
             if (self.path / name).exists():
                 files.check_regular(self.path / name)
-                shutil.copyfile(self.path / name, target / name)
-        if keep_config and self.config:
-            source = next(
-                self.path / name for name in (CONFIG, KEPT_CONFIG) if (self.path / name).exists()
-            )
-            shutil.copyfile(source, target / KEPT_CONFIG)
+                shutil.copyfile(self.path / name, target / copy)

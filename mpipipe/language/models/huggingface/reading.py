@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import TensorEntry, TensorFile
+from mpipipe.checkpoint import TensorFile
 from mpipipe.errors import ArgumentError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import (
@@ -19,7 +19,14 @@ from mpipipe.language.models.huggingface.folder import (
     check_finite,
     opened,
 )
-from mpipipe.language.models.huggingface.names import Tensor, parts_of, shape_of, tied_to, view
+from mpipipe.language.models.huggingface.names import (
+    Part,
+    Tensor,
+    parts_of,
+    shape_of,
+    tied_to,
+    view,
+)
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -41,13 +48,16 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
         For a tensor of another shape or dtype, a damaged file, and an unknown parameter; for NaN
         and infinity.
     """
-    names: dict[
-        str, list[str]
-    ] = {}  # by the name that the table has: an embedding may be a head, too
+    # By their names in the table, where a head may be the embedding, too.
+    names: dict[str, list[str]] = {}
     for name in parameters:
         names.setdefault(tied_to(name, folder.model), []).append(name)
-    wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in names]
-    left = Counter(part.ours for part in wanted)  # tensors of each that have not been read
+    parts: dict[str, list[Part]] = {}  # by their file
+    left: Counter[str] = Counter()  # tensors of each parameter that have not been read
+    for part in parts_of(folder.family.table, folder.model):
+        if part.ours in names:
+            left[part.ours] += 1
+            parts.setdefault(folder.places[part.theirs][0], []).append(part)
     missing = sorted(set(names) - set(left))
     if missing:
         raise ArgumentError(
@@ -57,30 +67,23 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
             remedy="build the model from the description in the folder",
         )
     done = 0
-    on_host: dict[
-        str, list[np.ndarray]
-    ] = {}  # what is being read; an array of a GPU is uploaded when it is whole
-    for place in dict.fromkeys(folder.places[part.theirs][0] for part in wanted):
+    hosts: dict[str, np.ndarray] = {}  # an array of a GPU is uploaded when it is whole
+    for place, several in parts.items():
         with opened(folder.path / place) as file:
-            for part in wanted:
-                if folder.places[part.theirs][0] != place:
-                    continue
-                targets = [parameters[name] for name in names[part.ours]]
-                if part.ours not in on_host:
-                    on_host[part.ours] = list(map(host_for, targets))
-                read_part(
-                    file,
-                    folder.places[part.theirs][1],
-                    part.tensor,
-                    on_host[part.ours],
-                    folder.model,
-                )
+            for part in several:
+                for name in names[part.ours]:
+                    if name not in hosts:
+                        hosts[name] = host_for(parameters[name])
+                targets = [hosts[name] for name in names[part.ours]]
+                stored = folder.places[part.theirs][1]
+                read_part(file, stored, part.tensor, targets, folder.model)
                 left[part.ours] -= 1
-                for target, host in (
-                    zip(targets, on_host.pop(part.ours)) if not left[part.ours] else ()
-                ):
-                    if host is not target:
-                        arrays.upload(host, out=target)
+                if left[part.ours]:
+                    continue
+                for name in names[part.ours]:
+                    host = hosts.pop(name)
+                    if host is not parameters[name]:
+                        arrays.upload(host, out=parameters[name])
             done += file.bytes_read
     return done
 
@@ -94,42 +97,22 @@ def read_part(
     file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT
 ) -> None:
     """Set the part of our host arrays that a tensor is."""
-    entry = _entry(file, name)
+    entry = file.arrays.get(name)
     expected = shape_of(tensor, ours[0].shape, model)
-    if entry.kind.name not in FLOATS or entry.shape != expected:
+    if entry is None or entry.kind.name not in FLOATS or entry.shape != expected:
         raise ArgumentError(
             f"the tensor {name} does not fit the model",
-            found=f"{entry} in {file.path}",
+            found=f"{entry or 'none'} in {file.path}",
             expected=f"{' or '.join(FLOATS)}, {list(expected)}",
             remedy=NOT_THESE,
         )
     views = [view(tensor, array, model) for array in ours]
-    values = _values(file, name, views[0].shape, tensor.first, tensor.total)
+    # Of a tensor that slices of the head share, only some rows.
+    row = entry.nbytes // max(1, expected[0])
+    values = np.empty(views[0].shape, entry.kind)
+    file.read_into(name, values, tensor.first * row)
+    if arrays.is_half(entry.kind):
+        values = values.astype(np.float32)
     check_finite(values, f"the tensor {name}", file.path, COPY_AGAIN)
-    for each in views:
-        each[...] = values
-
-
-def _entry(file: TensorFile, name: str) -> TensorEntry:
-    if name not in file.arrays:
-        raise ArgumentError(
-            f"a file of the model folder has no tensor {name}",
-            found=f"{len(file.arrays)} others in {file.path}",
-            expected="what the index says",
-            remedy=COPY_AGAIN,
-        )
-    return file.arrays[name]
-
-
-def _values(
-    file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0
-) -> np.ndarray:
-    """Return a tensor of this shape, or some of its `total` rows from `skip` on.
-
-    Halves become float32.
-    """
-    entry = file.arrays[name]
-    row = entry.nbytes // max(1, total or shape[0])
-    values = np.empty(shape, entry.kind)
-    file.read_into(name, values, skip * row)
-    return values.astype(np.float32) if arrays.is_half(entry.kind) else values
+    for part in views:
+        part[...] = values
