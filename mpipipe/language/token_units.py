@@ -20,13 +20,13 @@ RATES = ("bits_per_byte", "validation_bits_per_byte")  # of training and validat
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
-def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | Source:
+def find_data(config: DataOptions, source: Source | None, group: RankGroup) -> DataListing | Source:
     """Return `config.data`, listed by rank 0, or a source of the user's own; collective.
 
     Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share
     is slow.
     """
-    if own is None:
+    if source is None:
         return group.from_one("train: the list of data", lambda: find(config.data, config.vocab))
     with group.raise_together("train: the data"):
         if config.data:
@@ -35,23 +35,25 @@ def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> Data
                 found=f"data = {', '.join(config.data)}, and a source of your own",
                 remedy="leave one of them out",
             )
-    facts = tuple(
-        (name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer")
-    )
-    lengths = ("tokens", (len(own.train), len(own.validation)))
     group.agree(
         "train: the source of data",
-        (*facts, lengths),
+        (
+            ("vocab", source.vocab),
+            ("fingerprint", source.fingerprint),
+            ("unit", source.unit),
+            ("tokenizer", source.tokenizer),
+            ("tokens", (len(source.train), len(source.validation))),
+        ),
         message=DIFFERENT,
         remedy="give all ranks the same",
     )
-    return own
+    return source
 
 
 def open_data(
     config: DataOptions,
     comm: Communicator,
-    found: DataListing | Source,
+    listing: DataListing | Source,
     reads: bool,
     model: Path | None,
 ) -> tuple[Source | None, TokenUnits]:
@@ -61,32 +63,38 @@ def open_data(
     training begins from.
     """
     tokenizer = None
-    source = seen = None
+    source = None
+    seen = None
     group = group_of(comm)
     with group.raise_together("train: opening the data"):
         if reads:
-            source = found.open(config.seq_len)
+            source = listing.open(config.seq_len)
         if comm.rank == 0 or reads:
-            seen = glance(found.files)
+            seen = glance(listing.files)
         if comm.rank == 0:
-            tokenizer = find_tokenizer(found, config.tokenizer, model)
-    parts = () if source is None else zip(RATES, (source.train, source.validation))
-    ratios = {name: text.nbytes / len(text) for name, text in parts if text.nbytes}
+            tokenizer = find_tokenizer(listing, config.tokenizer, model)
+    ratios = {}
+    if source is not None:
+        for name, text in zip(RATES, (source.train, source.validation)):
+            if text.nbytes:
+                ratios[name] = text.nbytes / len(text)
     everyone = group.gather("train: the data", (seen, ratios))
-    all_seen = [rank_seen for rank_seen, _ in everyone]
-    others = [rank for rank, other in enumerate(all_seen) if other not in (None, all_seen[0])]
+    others = []
+    known: dict[str, float] = {}
+    for rank, (rank_seen, of_rank) in enumerate(everyone):
+        if rank_seen not in (None, everyone[0][0]):
+            others.append(rank)
+        known = known or of_rank
     if others:
         error = MismatchError(
             DIFFERENT,
             found=f"other data on {rank_list.named(others)}",
             expected="those of rank 0 on every rank that reads data",
             remedy="give the same files to all hosts, best on a shared file system; the default "
-            "data differ where "
-            "hosts have different Python versions",
+            "data differ where hosts have different Python versions",
         )
         raise_on_all(0, error, group)
-    known = next((of_rank for _, of_rank in everyone if RATES[0] in of_rank), ratios)
-    return source, TokenUnits(found.unit, known, tokenizer)
+    return source, TokenUnits(listing.unit, known, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -102,12 +110,11 @@ class TokenUnits:
 
     def bits(self, loss: float | None, validation: float | None) -> dict[str, Any]:
         """Return losses in nats per token as bits per byte of text."""
-        losses = dict(zip(RATES, (loss, validation)))
-        return {
-            name: value / math.log(2) / ratio
-            for name, ratio in self.bytes_per_token.items()
-            if (value := losses[name]) is not None
-        }
+        rates = {}
+        for name, value in zip(RATES, (loss, validation)):
+            if value is not None and name in self.bytes_per_token:
+                rates[name] = value / math.log(2) / self.bytes_per_token[name]
+        return rates
 
     def summary(self, record: Mapping[str, float]) -> str:
         """Return the validation in bits per byte of tokens, for the last line of a training."""
@@ -117,11 +124,13 @@ class TokenUnits:
     def text(self, ids: Sequence[int]) -> str:
         """Return ids as text that can be shown; as numbers where no tokenizer is there."""
         tokenizer = Bytes() if self.unit == "bytes" else self.tokenizer
-        return " ".join(map(str, ids)) if tokenizer is None else shown(tokenizer.decode(ids))
+        if tokenizer is None:
+            return " ".join(map(str, ids))
+        return shown(tokenizer.decode(ids))
 
 
 def find_tokenizer(
-    found: DataListing | Source, named: str | None, model: Path | None
+    listing: DataListing | Source, named: str | None, model: Path | None
 ) -> Tokenizer | None:
     """Return the tokenizer of the data in the folder `named`, or else in `model`.
 
@@ -131,7 +140,7 @@ def find_tokenizer(
     folder = named if named is not None else model
     if folder is None or (named is None and hash_of(folder) is None):
         return None
-    check_tokenizer(found, folder)
+    check_tokenizer(listing, folder)
     try:
         return open_tokenizer(folder)
     except BackendError:

@@ -77,7 +77,7 @@ class WindowLosses(nn.HeadCrossEntropy):
     def settle(self) -> None:
         """Add up what was noted, on the host; raise NonFiniteError for NaN and infinity."""
         for count, value in self._noted:
-            mean = float(arrays.download(value)) if arrays.is_device(value) else float(value)
+            mean = float(arrays.download(value) if arrays.is_device(value) else value)
             if not math.isfinite(mean):
                 raise NonFiniteError(
                     "the loss of a window is not finite",
@@ -132,34 +132,35 @@ class Evaluator:
     def run(self, tokens: Tokens, length: int, windows: int) -> Evaluation:
         """Evaluate the first `windows` windows; collective, with the result on every rank."""
         group = group_of(self.mesh.comm)
-        at_once = self.share * self.mesh.data.size
+        replicas = self.mesh.data
+        at_once = self.share * replicas.size
         for start in range(0, windows, at_once):
             stop = min(start + at_once, windows)
-            own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
+            numbers = range(start + replicas.rank, stop, replicas.size)
             with group.raise_together("evaluate: reading the data"):
-                inputs, targets = self._batch(tokens, own, length)
-            given = arrays.Branches(inputs, labels=targets) if self.labels else inputs
-            self.pipeline.evaluate(given if self.first else None, targets if self.last else None)
+                inputs, targets = self._batch(tokens, numbers, length)
+            if self.labels:
+                inputs = arrays.Branches(inputs, labels=targets)
+            self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
             with group.raise_together("evaluate: the losses"):
-                if self.losses is not None and own:
+                if self.losses is not None and numbers:
                     self.losses.settle()
-        part = (
-            (0, 0.0) if self.losses is None else (self.losses.tokens, math.fsum(self.losses.nats))
-        )
+        part = (0, 0.0)
+        if self.losses is not None:
+            part = (self.losses.tokens, math.fsum(self.losses.nats))
         counts, nats = zip(*group.gather("evaluate: all losses", part))
         loss = math.fsum(nats) / sum(counts)
-        bits = None if tokens.nbytes is None else loss / math.log(2) / (tokens.nbytes / len(tokens))
+        bits = None
+        if tokens.nbytes is not None:
+            bits = loss / math.log(2) / (tokens.nbytes / len(tokens))
         return Evaluation(sum(counts), loss, bits)
 
-    def _batch(
-        self, tokens: Tokens, own: Sequence[int], length: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _batch(self, tokens: Tokens, numbers: Sequence[int], length: int) -> tuple[Any, np.ndarray]:
         """Return inputs and targets of this rank: its positions of each window."""
-        read = np.zeros(
-            (max(1, len(own)), length + 1), np.int64
-        )  # a replica without windows takes one of zeros
-        for row, window in zip(read, own):
-            row[:] = tokens.read(window * length, length + 1)
+        # A replica without windows takes one of zeros.
+        read = np.zeros((max(1, len(numbers)), length + 1), np.int64)
+        for row, number in zip(read, numbers):
+            row[:] = tokens.read(number * length, length + 1)
         cut = self.shard.part
         return np.ascontiguousarray(cut(read[:, :-1])), np.ascontiguousarray(cut(read[:, 1:]))
 
@@ -194,11 +195,9 @@ def build_evaluator(
         slices = model.head_slices > 1
         plan = plan.with_names(layers)
         stages = plan.stages(mesh.pipe.rank, layers, dtype, 0, device)
-        losses = (
-            WindowLosses(stages[-1], slices)
-            if mesh.pipe.rank == plan.schedule.placement[-1]
-            else None
-        )
+        losses = None
+        if mesh.pipe.rank == plan.schedule.placement[-1]:
+            losses = WindowLosses(stages[-1], slices)
     folder.load(stages, mesh)
     with Pipeline(
         stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas
