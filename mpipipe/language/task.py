@@ -211,12 +211,13 @@ class TextTask(Task):
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
         """Return lengths of slices that take equal times, with equal shards if they can be."""
         seq = self.config.seq
-        windows = self.model.windows or (None,)
         unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
         if length >= 8 * slices * math.lcm(unit, BLOCK):
             unit = math.lcm(unit, BLOCK)
-        widths = [width for width in windows if width is not None]
-        window = max(widths) if len(widths) == len(windows) else None
+        window = None
+        windows = self.model.windows
+        if windows is not None and None not in windows:
+            window = max(width for width in windows if width is not None)
         return slice_lengths(length, slices, self.model.dim, window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:
@@ -227,9 +228,9 @@ class TextTask(Task):
         if self.head_slices > 1:
             raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
         # attention and feed-forward of each; embedding, and head
+        verb = "is" if layers == 1 else "are"
         raise too_few_pieces(
-            f"{counted(layers, 'layer')} {'is' if layers == 1 else 'are'} {pieces} pieces (2 x "
-            f"{layers} + 2)",
+            f"{counted(layers, 'layer')} {verb} {pieces} pieces (2 x {layers} + 2)",
             stages,
             f"use fewer ranks or chunks, or at least {counted(-(-(stages - 2) // 2), 'layer')}",
         )
@@ -237,9 +238,8 @@ class TextTask(Task):
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
         config = self.config
         length = -(-config.seq_len // config.seq)
-        return 16 * config.seq_len, rows * length * config.dim * arrays.dtype(
-            dtype
-        ).itemsize  # ids are int64
+        hidden = rows * length * config.dim * arrays.dtype(dtype).itemsize
+        return 16 * config.seq_len, hidden  # ids are int64
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
@@ -270,12 +270,9 @@ class TextTask(Task):
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None if self.base is None else self.base.folder.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
-        if (
-            self.everywhere
-            and mesh.rank == 0
-            and self.source is not None
-            and self.source.train.starts(0, 1) is None
-        ):
+        if self.packing is None or mesh.rank != 0 or self.source is None:
+            return
+        if self.source.train.starts(0, 1) is None:
             warn(
                 "mpipipe: packing = segments changes nothing: the data do not say where documents "
                 "begin"
@@ -293,9 +290,9 @@ class TextTask(Task):
 
     def _labelled(self, inputs: Any, targets: Any) -> Pair:
         """Return inputs and targets; slices of the head take the targets as labels."""
-        return (
-            arrays.Branches(inputs, labels=targets) if self.head_slices > 1 else inputs
-        ), targets
+        if self.head_slices > 1:
+            inputs = arrays.Branches(inputs, labels=targets)
+        return inputs, targets
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         config = self.config
@@ -328,8 +325,10 @@ class TextTask(Task):
 
     def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
-        more = () if self.packing is None else (segments(text, starts, self.config.seq_len),)
-        return *self._labelled(shard.part(inputs), shard.part(targets)), *more
+        pair = self._labelled(shard.part(inputs), shard.part(targets))
+        if self.packing is None:
+            return pair
+        return *pair, segments(text, starts, self.config.seq_len)
 
     def begin(self, more: Any) -> None:
         assert self.packing is not None
@@ -387,10 +386,11 @@ class TextTask(Task):
     def resolve(self, keys: dict[str, Any]) -> dict[str, Any]:
         config = self.config
         if config.from_ is None:
-            keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
-        keys |= {
-            name: absolute(keys[name]) for name in ("tokenizer", "from_") if keys[name] is not None
-        }
+            for key in FROM_FOLDER:
+                keys[key] = getattr(self.model, key)
+        for name in ("tokenizer", "from_"):
+            if keys[name] is not None:
+                keys[name] = absolute(keys[name])
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)
         return keys | {"data": tuple(map(os.path.abspath, config.data))}
@@ -413,15 +413,13 @@ class TextTask(Task):
         """Return how many parameters are trained, where that is not all of them."""
         if self.tuning.lora is None and not self.freeze:
             return ""
-        count = sum(
-            {entry.tie or name: entry.size for name, entry in self.trained().items()}.values()
-        )
-        adapted = self.tuning.lora is not None
-        return (
-            f" and {count:,} of adapters, which alone are trained"
-            if adapted
-            else f" of which {count:,} are trained"
-        )
+        sizes = {}
+        for name, entry in self.trained().items():
+            sizes[entry.tie or name] = entry.size
+        count = sum(sizes.values())
+        if self.tuning.lora is not None:
+            return f" and {count:,} of adapters, which alone are trained"
+        return f" of which {count:,} are trained"
 
     def beginning(self) -> str:
         return "" if self.base is None else f"the model in {self.base.folder.path}"
@@ -452,27 +450,25 @@ class TextTask(Task):
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""
         config = self.config
-        placement = plan.schedule.placement
-        if config.sample_bytes == 0:
+        count = config.sample_bytes
+        if count == 0:
             return ""
+        first = plan.schedule.placement[0]
         room = longest_text(self.model.build(Local()))
         prompt = None
-        if mesh.pipe.rank == placement[0] and self.source is not None:
+        if mesh.pipe.rank == first and self.source is not None:
             text = self.source.validation
             most = PROMPT_BYTES if room is None else room // 2
             prompt = text.read(0, min(PROMPT_BYTES, len(text), most)).tolist()
-        prompt = group_of(mesh.pipe).broadcast(
-            "train: the prompt of the sample", prompt, placement[0]
-        )
-        count = (
-            config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
-        )
+        prompt = group_of(mesh.pipe).broadcast("train: the prompt of the sample", prompt, first)
+        if room is not None:
+            count = min(count, room - len(prompt))
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
-        forward = plan.schedule.forward_only_part(1)  # of whole sequences: that of the first slice
-        orders = [
-            tuple(action for action in order if action.microbatch == 0) for order in forward.orders
-        ]
+        forward = plan.schedule.forward_only_part(1)
+        orders = []  # of whole sequences: that of the first slice
+        for order in forward.orders:
+            orders.append(tuple(action for action in order if action.microbatch == 0))
         alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
             answer = continued(

@@ -44,15 +44,18 @@ class FineTuning:
         A layer that is trained costs its forward and two products as large; one that is not, or
         that has adapters, one of these; and one below everything that is trained its forward alone.
         """
-        whole = layers_with(name for name in trained if not is_adapter(name))
-        lowest = min(layers_with(trained))
-        products = [
-            3 if place in whole else 1 if place < lowest else 2
-            for place, _ in enumerate(model.costs())
-        ]
-        return [
-            cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)
-        ]
+        names = list(trained)
+        whole = layers_with(name for name in names if not is_adapter(name))
+        lowest = min(layers_with(names))
+        costs = []
+        for place, cost in enumerate(model.costs()):
+            if place in whole:
+                costs.append(cost)
+            elif place < lowest:
+                costs.append(cost / 3)
+            else:
+                costs.append(cost * 2 / 3)
+        return costs
 
     def check(self, model: GPT, origin: huggingface.Origin) -> None:
         """Raise ConfigError, before a training begins, where its adapters could not be written."""
@@ -96,9 +99,7 @@ def parse_lora(text: str) -> nn.LoRA:
     rank, _, rest = text.partition(",")
     alpha, _, targets = rest.partition(",")
     try:
-        return nn.LoRA(
-            int(rank), float(alpha), [name.strip() for name in targets.split(",") if name.strip()]
-        )
+        return nn.LoRA(int(rank), float(alpha), targets.replace(",", " ").split())
     except (ValueError, ArgumentError) as error:
         raise ConfigError(
             "lora is neither adapters nor the folder of one", found=text, expected=FORM

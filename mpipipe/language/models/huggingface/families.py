@@ -65,34 +65,36 @@ def _decoder(options: Options, *required: str) -> dict[str, Any]:
         del defaults[key]
     base, scaling = read_rotary(options, options.count("max_position_embeddings"))
     options.only("hidden_act", "silu", "swish")  # two names of one function
-    return {
-        **{
-            ours: options.count(theirs, defaults.get(theirs, REQUIRED))
-            for theirs, ours in SIZES.items()
-        },
-        "tied": options.flag("tie_word_embeddings", False),
-        "eps": options.number("rms_norm_eps", 1e-6),
-        "rope_base": base,
-        "rope_scaling": scaling,
-    }
+    fields: dict[str, Any] = {}
+    for theirs, ours in SIZES.items():
+        fields[ours] = options.count(theirs, defaults.get(theirs, REQUIRED))
+    fields["tied"] = options.flag("tie_word_embeddings", False)
+    fields["eps"] = options.number("rms_norm_eps", 1e-6)
+    fields["rope_base"] = base
+    fields["rope_scaling"] = scaling
+    return fields
 
 
 def _decoder_options(model: GPT, **more: Any) -> dict[str, Any]:
     """Return what all families but GPT-2 write, and more."""
-    names = {"original_positions": ORIGINAL, "kind": "rope_type"}
+    options: dict[str, Any] = {}
+    for theirs, ours in SIZES.items():
+        options[theirs] = getattr(model, ours)
     scaling: Any = model.rope_scaling
+    if scaling is not None:
+        names = {"original_positions": ORIGINAL, "kind": "rope_type"}
+        numbers = {}
+        for name, value in asdict(scaling).items():
+            if value is not None:
+                numbers[names.get(name, name)] = value
+        scaling = numbers
     return {
-        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
+        **options,
         "tie_word_embeddings": model.tied,
         "rms_norm_eps": model.eps,
         "hidden_act": "silu",
         THETA: model.rope_base,
-        SCALING: scaling
-        and {
-            names.get(name, name): value
-            for name, value in asdict(scaling).items()
-            if value is not None
-        },
+        SCALING: scaling,
         **more,
     }
 
@@ -107,7 +109,9 @@ def _read_llama(options: Options) -> dict[str, Any]:
 def _read_mistral(options: Options) -> dict[str, Any]:
     common = _decoder(options, "num_key_value_heads")
     window = _window(options)
-    return {**common, "windows": None if window is None else (window,) * common["layers"]}
+    if window is not None:
+        common["windows"] = (window,) * common["layers"]
+    return common
 
 
 def _read_qwen2(options: Options) -> dict[str, Any]:
@@ -133,17 +137,20 @@ def _read_gpt2(options: Options) -> dict[str, Any]:
     options.only("scale_attn_by_inverse_layer_idx", False)
     options.only("reorder_and_upcast_attn", False)
     defaults = {"n_inner": 4 * options.count("n_embd")}
-    sizes = {
-        ours: options.count(theirs, defaults.get(theirs, REQUIRED))
-        for theirs, ours in GPT2_SIZES.items()
-    }
+    fields: dict[str, Any] = {}
+    for theirs, ours in GPT2_SIZES.items():
+        fields[ours] = options.count(theirs, defaults.get(theirs, REQUIRED))
     return {
-        **sizes,
-        "seq": sizes["max_positions"],
+        **fields,
+        "seq": fields["max_positions"],
         "tied": options.flag("tie_word_embeddings", True),
         "eps": options.number("layer_norm_epsilon", 1e-5),
-        **dict(norm="layer", positions="learned", feed_forward="gelu"),
-        **dict.fromkeys(("qkv_bias", "out_bias", "feed_forward_bias"), True),
+        "norm": "layer",
+        "positions": "learned",
+        "feed_forward": "gelu",
+        "qkv_bias": True,
+        "out_bias": True,
+        "feed_forward_bias": True,
     }
 
 
@@ -213,16 +220,17 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
     that no family has where positions are learned, and dropout and slices of the head, which belong
     to a training.
     """
-    for family in dict.fromkeys(([] if first is None else [first]) + list(FAMILIES.values())):
+    families = list(FAMILIES.values())
+    if first is not None:
+        families.insert(0, first)
+    of_training: dict[str, Any] = {"dropout": model.dropout, "head_slices": model.head_slices}
+    for family in families:
         try:
             options = family.write(model)
             again = GPT(**family.read(Options(options, Path("config.json"))))
         except (ArgumentError, AttributeError):  # the latter of a model that is no GPT
             continue
-        if (
-            replace(again, seq=model.seq, dropout=model.dropout, head_slices=model.head_slices)
-            == model
-        ):
+        if replace(again, seq=model.seq, **of_training) == model:
             return family, options
     raise ConfigError(
         "no family of Hugging Face models here can express this model",
@@ -283,13 +291,11 @@ def read_rotary(options: Options, positions: int) -> tuple[float, Any]:
     base = options.number(THETA, None, above=1.0)
     old = _object(options, SCALING)
     new = _object(options, PARAMETERS)
-    if old is not None and new is not None and old != new:
+    if old and new and old != new:
         raise options.error(
             SCALING, f"that, or {PARAMETERS}, or the same in both", "contradicts another one"
         )
-    key = SCALING if old is not None else PARAMETERS
-    values = {} if old is None and new is None else options.values[key]
-    inner = Options(values, options.path, key)
+    inner = Options(old or new, options.path, SCALING if old else PARAMETERS)
     inside = inner.number(THETA, None, above=1.0)
     if base is not None and inside not in (None, base):
         raise inner.error(THETA, f"{base}, the rope_theta beside it", "contradicts another one")
@@ -297,12 +303,12 @@ def read_rotary(options: Options, positions: int) -> tuple[float, Any]:
     return base or inside or BASE, _scaling(inner, positions)
 
 
-def _object(options: Options, key: str) -> dict[str, Any] | None:
-    """Return an object that is not empty; None where it is, or is null or missing."""
-    found = options.take(key)
-    if not isinstance(found, (dict, type(None))):
+def _object(options: Options, key: str) -> dict[str, Any]:
+    """Return an object, which is empty where it is null or missing."""
+    value = options.take(key)
+    if not isinstance(value, (dict, type(None))):
         raise options.error(key, "an object, or null")
-    return found or None
+    return value or {}
 
 
 def _scaling(options: Options, positions: int) -> Any:
@@ -381,22 +387,23 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
     used = options.flag("use_sliding_window", False)
     window = _window(options)
     first = options.take("max_window_layers")
-    if first is not None and (type(first) is not int or first < 0):
+    if first is None:
+        first = 28
+    if type(first) is not int or first < 0:
         raise options.error("max_window_layers", "an integer of at least 0")
+    slides = [layer >= first for layer in range(layers)]
     types = options.take("layer_types")
     if types is not None:
-        known = isinstance(types, list) and all(
-            isinstance(kind, str) and kind in KINDS for kind in types
-        )
-        if not known or len(types) != layers:
+        try:
+            slides = [KINDS[kind] for kind in types]
+        except (KeyError, TypeError):
+            slides = []
+        if not isinstance(types, list) or len(slides) != layers:
             raise options.error("layer_types", f"a list of {layers} of {' and '.join(KINDS)}")
-        slides = [KINDS[kind] for kind in types]
-    else:
-        slides = [layer >= (28 if first is None else first) for layer in range(layers)]
-    if types is not None and any(slides) and (not used or window is None):
-        raise options.error(
-            "layer_types", "full_attention alone, where use_sliding_window is false"
-        )
+        if any(slides) and (not used or window is None):
+            raise options.error(
+                "layer_types", "full_attention alone, where use_sliding_window is false"
+            )
     if not used or window is None or not any(slides):
         return None
     return tuple(window if slide else None for slide in slides)
@@ -404,17 +411,14 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
 
 def layer_window_options(windows: Windows) -> dict[str, Any]:
     """Return the options that `read_layer_windows` reads."""
-    widths = {width for width in windows or () if width is not None}
-    if not widths:
+    widths = [width for width in windows or () if width is not None]
+    if windows is None or not widths:
         return {"use_sliding_window": False, "sliding_window": None}
     names = {slides: name for name, slides in KINDS.items()}
-    assert windows is not None
     return {
         "use_sliding_window": True,
-        "sliding_window": widths.pop(),
-        "max_window_layers": next(
-            place for place, width in enumerate(windows) if width is not None
-        ),
+        "sliding_window": widths[0],
+        "max_window_layers": windows.index(widths[0]),
         "layer_types": [names[width is not None] for width in windows],
     }
 
