@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -71,12 +70,12 @@ def share_of(
     0, as a copy: the next forward changes it, while a thread writes.
     """
     share = {}
-    heap = [(0, writer) for writer in range(replicas.size)]
+    sizes = [0] * replicas.size
     for name, array in sorted(contents.items(), key=lambda entry: -entry[1].nbytes):
         writer = 0
         if name not in state:
-            size, writer = heapq.heappop(heap)
-            heapq.heappush(heap, (size + array.nbytes, writer))
+            writer = sizes.index(min(sizes))
+            sizes[writer] += array.nbytes
         whole = array.whole() if isinstance(array, StateShard) else array
         if writer == replicas.rank:
             share[name] = arrays.copied(whole) if name in state else whole
@@ -85,23 +84,23 @@ def share_of(
 
 def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:
     """Raise ArgumentError where an optimizer is sharded over other ranks than these."""
-    members = next(
-        (array.group.members for array in contents.values() if isinstance(array, StateShard)), None
-    )
-    if members is not None and members != world_ranks(replicas):
+    expected = world_ranks(replicas)
+    for array in contents.values():
+        if not isinstance(array, StateShard) or array.group.members == expected:
+            continue
         raise ArgumentError(
             "the optimizer is sharded over other ranks than the replicas of the mesh",
-            found=f"ranks {', '.join(map(str, members))} of the job",
-            expected=f"ranks {', '.join(map(str, world_ranks(replicas)))}",
+            found=f"ranks {', '.join(map(str, array.group.members))} of the job",
+            expected=f"ranks {', '.join(map(str, expected))}",
             remedy="give the optimizer replicas=mesh.replicas",
         )
 
 
 def state_of(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a copy of plain state; raise ArgumentError for what JSON would change."""
-    copied = dict(state or {})
-    _check_plain(copied)
-    result: dict[str, Any] = json.loads(json.dumps(copied))
+    plain = dict(state or {})
+    _check_plain(plain)
+    result: dict[str, Any] = json.loads(json.dumps(plain))
     return result
 
 
@@ -129,14 +128,17 @@ def announcements_of(stages: Sequence[Any], optimizer: Any) -> tuple[list[Announ
     Stages with something to train that the optimizer does not have are stepped by something else:
     an optimizer of PyTorch, for example, which announces nothing.
     """
-    things = [*stages, *([] if optimizer is None else [optimizer])]
-    lists = [getattr(thing, "before_write", None) for thing in things]
+    lists = []
+    announced = optimizer is not None
     known = getattr(optimizer, "stages", stages)
-    rest = [stage for stage in stages if not any(stage is each for each in known)]
-    trained = [
-        stage
-        for stage in rest
-        if getattr(stage, "gradients", None) is not None and stage.gradients.flat.size
-    ]
-    announced = optimizer is not None and None not in lists and not trained
-    return [each for each in lists if each is not None], announced
+    for thing in stages if optimizer is None else [*stages, optimizer]:
+        if getattr(thing, "before_write", None) is None:
+            announced = False
+        else:
+            lists.append(thing.before_write)
+    for stage in stages:
+        gradients = getattr(stage, "gradients", None)
+        trained = gradients is not None and gradients.flat.size > 0
+        if trained and not any(stage is other for other in known):
+            announced = False
+    return lists, announced

@@ -13,7 +13,7 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, check_shards, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, MANIFEST, Checkpoint
-from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
+from mpipipe.checkpoint.tensor_files import DTYPES, TensorFile, open_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
@@ -57,33 +57,27 @@ def load(
     with group.raise_together("checkpoint.load: the arrays to set"):
         held = contents_of(adapters, optimizer)
         check_shards(held, mesh.replicas)
-        # a new array where a stage hands out what must not be written to
-        wanted = {
-            name: np.empty_like(array)
-            if isinstance(array, np.ndarray) and not array.flags.writeable
-            else array
-            for name, array in held.items()
-            if not isinstance(array, StateShard) or array.part.size or array.copy is not None
-        }
+        targets = {}
+        for name, array in held.items():
+            if isinstance(array, StateShard) and not array.part.size and array.copy is None:
+                continue
+            # a stage may hand out what must not be written to
+            is_fixed = isinstance(array, np.ndarray) and not array.flags.writeable
+            targets[name] = np.empty_like(array) if is_fixed else array
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
-    own = list(held) if mesh.replicas.rank == 0 else []
-    names = {
-        name
-        for part in group.gather("checkpoint.load: the names of all ranks", own)
-        for name in part
-    }
+    names = list(held) if mesh.replicas.rank == 0 else []
+    all_names = set().union(*group.gather("checkpoint.load: the names of all ranks", names))
     with group.raise_together("checkpoint.load: the arrays"):
-        _check_names(saved, names, kinds, optimizer)
-        writers: list[Any] = [
-            each for each in (*adapters, optimizer) if hasattr(each, "before_write")
-        ]
-        announce_write(*writers)  # a save that still reads these arrays finishes first
-        read_arrays(saved, wanted)
+        _check_names(saved, all_names, kinds, optimizer)
+        # a save that still reads these arrays finishes first
+        writers = [item for item in (*adapters, optimizer) if hasattr(item, "before_write")]
+        announce_write(*writers)
+        read_arrays(saved, targets)
         if optimizer is not None:
             optimizer.steps = saved.optimizer_steps or 0
         for stage in adapters:
-            stage.set_contents(lambda name: wanted[f"{PARAMETERS}/{name}"])
+            stage.set_contents(lambda name: targets[f"{PARAMETERS}/{name}"])
             stage.sync_compute()
     return saved
 
@@ -107,11 +101,11 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def _check_names(
-    saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None
+    saved: Checkpoint, model_names: set[str], kinds: set[str], optimizer: Optimizer | None
 ) -> None:
     """Raise ArgumentError unless the checkpoint has just the arrays of all ranks."""
-    held = {name for content in saved.files.values() for name in content.arrays}
-    states = sorted({name.split("/", 1)[0] for name in held} - {PARAMETERS})
+    names = set().union(*(content.arrays for content in saved.files.values()))
+    states = sorted({name.split("/", 1)[0] for name in names} - {PARAMETERS})
     if optimizer is not None and (saved.optimizer_steps is None or {PARAMETERS, *states} != kinds):
         raise ArgumentError(
             "the checkpoint has no state for this optimizer",
@@ -120,52 +114,54 @@ def _check_names(
             remedy="take the optimizer that was saved, with the same options, or load parameters "
             "alone",
         )
-    for names, text in (
-        (wanted - held, "has no array"),
-        (held - wanted, "has an array that the model does not:"),
-    ):
-        of_interest = sorted(name for name in names if name.split("/", 1)[0] in kinds)
-        if of_interest:
+    for name in [*sorted(model_names - names), *sorted(names - model_names)]:
+        if name.split("/", 1)[0] in kinds:
+            text = (
+                "has no array" if name in model_names else "has an array that the model does not:"
+            )
             raise ArgumentError(
-                f"the checkpoint {text} {of_interest[0]}",
-                found=f"{len(held)} arrays in {saved.path / MANIFEST}",
-                expected=f"the same names; {len(of_interest)} differ in this way",
+                f"the checkpoint {text} {name}",
+                found=f"{len(names)} arrays in {saved.path / MANIFEST}",
+                expected=f"the same names; {len(names ^ model_names)} differ",
                 remedy=OTHER_MODEL,
             )
 
 
-def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array | StateShard]) -> None:
+def read_arrays(saved: Checkpoint, targets: Mapping[str, Array | StateShard]) -> None:
     """Set arrays, by their names in a checkpoint; shapes and dtypes are compared before.
 
     Raises ArgumentError, with the name of the file. One rank may call this.
     """
-    places = {
-        name: file
-        for file, content in saved.files.items()
-        for name in content.arrays
-        if name in wanted
-    }
-    for name, array in wanted.items():
-        entry = saved.files[places[name]].arrays[name]
-        if (entry.dtype, entry.shape) != (DTYPES[array.dtype.name], array.shape):
-            raise ArgumentError(
-                f"{name} does not fit the model",
-                found=f"{entry.dtype}{list(entry.shape)} in {saved.path / places[name]}",
-                expected=f"{DTYPES[array.dtype.name]}{list(array.shape)}",
-                remedy=OTHER_MODEL,
-            )
-    for file in dict.fromkeys(places.values()):
-        what = "a file of the checkpoint"
-        says = f"what {MANIFEST} says"
-        with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
-            for name in (name for name, place in places.items() if place == file):
-                array = wanted[name]
-                values = (
-                    np.empty(array.shape, array.dtype) if isinstance(array, StateShard) else array
+    names_in: dict[str, list[str]] = {}
+    for file, content in saved.files.items():
+        for name, entry in content.arrays.items():
+            if name not in targets:
+                continue
+            names_in.setdefault(file, []).append(name)
+            kind = DTYPES[targets[name].dtype.name]
+            shape = targets[name].shape
+            if (entry.dtype, entry.shape) != (kind, shape):
+                raise ArgumentError(
+                    f"{name} does not fit the model",
+                    found=f"{entry.dtype}{list(entry.shape)} in {saved.path / file}",
+                    expected=f"{kind}{list(shape)}",
+                    remedy=OTHER_MODEL,
                 )
-                checksum = reader.read_summed(name, values)
-                expected = reader.arrays[name].checksum
-                if checksum != expected:
-                    raise ValueError(f"{name} has the checksum {checksum} and not {expected}")
-                if isinstance(array, StateShard):
-                    array.take(values)
+    what = "a file of the checkpoint"
+    says = f"what {MANIFEST} says"
+    for file, names in names_in.items():
+        with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
+            for name in names:
+                _read_array(reader, name, targets[name])
+
+
+def _read_array(reader: TensorFile, name: str, target: Array | StateShard) -> None:
+    values: Array = target
+    if isinstance(target, StateShard):
+        values = np.empty(target.shape, target.dtype)
+    checksum = reader.read_summed(name, values)
+    expected = reader.arrays[name].checksum
+    if checksum != expected:
+        raise ValueError(f"{name} has the checksum {checksum} and not {expected}")
+    if isinstance(target, StateShard):
+        target.take(values)

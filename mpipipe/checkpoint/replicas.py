@@ -21,7 +21,7 @@ from mpipipe.checkpoint.contents import Optimizer, contents_of, state_names
 from mpipipe.checkpoint.tensor_files import PIECE_BYTES
 from mpipipe.comm import Mesh
 from mpipipe.errors import ReplicaError
-from mpipipe.job import group_of, raise_on_all, rank_list
+from mpipipe.job import digest, group_of, raise_on_all, rank_list
 from mpipipe.optim import StateShard
 from mpipipe.stages import as_stages
 
@@ -48,16 +48,15 @@ class Difference(NamedTuple):
     @property
     def odd(self) -> list[int]:
         """The ranks that differ from most others; all of them where no value has a majority."""
-        everyone = sorted(rank for ranks in self.ranks.values() for rank in ranks)
         most = max(self.ranks.values(), key=len)
-        others = [rank for rank in everyone if rank not in most]
-        return others if others and len(most) > len(others) else everyone
+        everyone = set().union(*self.ranks.values())
+        others = everyone.difference(most)
+        return sorted(others if 0 < len(others) < len(most) else everyone)
 
     def __str__(self) -> str:
         sides = sorted(self.ranks.items(), key=lambda side: (len(side[1]), side[1]))
-        return f"{self.name} is " + ", ".join(
-            f"{value} on {rank_list.named(ranks)}" for value, ranks in sides
-        )
+        texts = [f"{value} on {rank_list.named(ranks)}" for value, ranks in sides]
+        return f"{self.name} is {', '.join(texts)}"
 
 
 def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None) -> None:
@@ -85,9 +84,8 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     with group.raise_together(f"{WHAT}: the hashes"):
         held = _held(mesh, stages, optimizer)
     steps = None if optimizer is None else optimizer.steps
-    table = group.agree(
-        WHAT, (("steps of the optimizer", steps),), [_number(held.hashes), bool(held.ties)]
-    )
+    number = digest(WHAT, tuple(sorted(held.hashes.items())))
+    table = group.agree(WHAT, (("steps of the optimizer", steps),), [number, bool(held.ties)])
     numbers: dict[int, set[int]] = {}
     for rank, (number, _) in enumerate(table.tolist()):
         numbers.setdefault(mesh.coords_of(rank).pipe, set()).add(number)
@@ -95,10 +93,9 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     if not differ and not table[:, 1].any():
         return
     if held.pipe not in differ:
-        tied = {name for some in held.ties.values() for name in some}
-        held = held._replace(
-            hashes={name: value for name, value in held.hashes.items() if name in tied}
-        )
+        tied: set[str] = set().union(*held.ties.values())
+        hashes = {name: held.hashes[name] for name in tied}
+        held = held._replace(hashes=hashes)
     everyone = group.gather(f"{WHAT}: the names", held)
     differences = compare(everyone)
     if differences:
@@ -110,52 +107,54 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
     Those differences that name few ranks come first.
     """
-    # name of arrays that must be equal -> rank -> its hashes
-    values: dict[str, dict[int, set[str]]] = {}
+    differences = []
     for pipe in sorted({held.pipe for held in everyone}):
         same = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
         for name in sorted(set().union(*same.values())):
-            values[name] = {rank: {hashes.get(name, ABSENT)} for rank, hashes in same.items()}
-    for key in sorted({key for held in everyone for key in held.ties}):
-        holders = {rank: held for rank, held in enumerate(everyone) if key in held.ties}
-        names = sorted({name for held in holders.values() for name in held.ties[key]})
-        values[" = ".join(names)] = {
-            rank: {held.hashes[name] for name in held.ties[key]} for rank, held in holders.items()
-        }
-    differences = []
-    for name, hashes in values.items():
-        if len(set().union(*hashes.values())) > 1:
-            ranks: dict[str, list[int]] = {}
-            for rank, several in hashes.items():
-                ranks.setdefault(" and ".join(sorted(several)), []).append(rank)
-            differences.append(Difference(name, ranks))
+            values = {rank: {hashes.get(name, ABSENT)} for rank, hashes in same.items()}
+            differences += _difference(name, values)
+    for key in sorted(set().union(*(held.ties for held in everyone))):
+        names: set[str] = set()
+        values = {}
+        for rank, held in enumerate(everyone):
+            if key in held.ties:
+                names.update(held.ties[key])
+                values[rank] = {held.hashes[name] for name in held.ties[key]}
+        differences += _difference(" = ".join(sorted(names)), values)
     return sorted(differences, key=lambda difference: len(difference.odd))
 
 
+def _difference(name: str, values: Mapping[int, set[str]]) -> list[Difference]:
+    """Return what differs in an array, of which ranks have these hashes; [] if nothing does."""
+    if len(set().union(*values.values())) == 1:
+        return []
+    ranks_of = rank_list.by_text((rank, " and ".join(sorted(values[rank]))) for rank in values)
+    return [Difference(name, ranks_of)]
+
+
 def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
-    everything = contents_of(stages, optimizer)
-    hashes = {}
-    whole = {
-        name: array.copy if isinstance(array, StateShard) else array
-        for name, array in everything.items()
-    }
-    own = state_names(stages)  # each replica has its own
-    contents = {
-        name: array for name, array in whole.items() if array is not None and name not in own
-    }
+    replicas_own = state_names(stages)
+    hashes: dict[str, str] = {}
     # A tied parameter is one array for all its places on a rank.
     known: dict[tuple[int, str, Shape], str] = {}
-    for name, array in contents.items():
+    for name, array in contents_of(stages, optimizer).items():
+        if isinstance(array, StateShard):
+            array = array.copy
+        if array is None or name in replicas_own:
+            continue
         place = arrays.address(array), array.dtype.name, array.shape
-        hashes[name] = known[place] = known.get(place) or hash_of(array)
+        if place not in known:
+            known[place] = hash_of(array)
+        hashes[name] = known[place]
     ties: dict[str, list[str]] = {}
-    kinds = dict.fromkeys(name.split("/", 1)[0] for name in contents)
+    kinds = {name.split("/", 1)[0] for name in hashes}
     for stage in as_stages(stages):
         for key, names in stage.ties.items():
-            for kind in kinds:
-                held = [f"{kind}/{name}" for name in names if f"{kind}/{name}" in contents]
-                if held:  # not every optimizer has every kind of state for every parameter
-                    ties.setdefault(f"{kind}/{key}", []).extend(held)
+            for kind in sorted(kinds):
+                for name in names:
+                    # not every optimizer has every kind of state for every parameter
+                    if f"{kind}/{name}" in hashes:
+                        ties.setdefault(f"{kind}/{key}", []).append(f"{kind}/{name}")
     return Hashes(mesh.coords.pipe, socket.gethostname(), hashes, ties)
 
 
@@ -167,26 +166,17 @@ def hash_of(array: Array) -> str:
     return total.hexdigest()
 
 
-def _number(hashes: Mapping[str, str]) -> int:
-    """Return a number from 0 to 2^63 - 1 for all hashes of a rank."""
-    text = "\n".join(f"{name} {value}" for name, value in sorted(hashes.items()))
-    return (
-        int.from_bytes(
-            blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big"
-        )
-        >> 1
-    )
-
-
 def _error(differences: Sequence[Difference], everyone: Sequence[Hashes]) -> ReplicaError:
-    first = differences[0]
     odd = differences[0].odd
-    others = len(differences) - 1
-    more = len(differences) - LISTED
-    texts = [*map(str, differences[:LISTED]), *([f"and {more} arrays more"] if more > 0 else [])]
+    what = f"replicas differ in {differences[0].name}"
+    if len(differences) > 1:
+        what += f" and {len(differences) - 1} arrays more"
+    texts = [str(difference) for difference in differences[:LISTED]]
+    if len(differences) > LISTED:
+        texts.append(f"and {len(differences) - LISTED} arrays more")
     hosts = rank_list.grouped((rank, everyone[rank].host) for rank in odd)
     return ReplicaError(
-        f"replicas differ in {first.name}" + (f" and {others} arrays more" if others else ""),
+        what,
         rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
         found="; ".join(texts),
         expected="the same bytes on all ranks with the same stages, and in all places of a tied "
