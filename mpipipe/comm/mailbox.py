@@ -9,13 +9,13 @@ at most `window` of them. Where they are not known, a small header comes first (
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe.arrays import Array, Shape, read_only
-from mpipipe.comm.transport.host import Transport
+from mpipipe.comm.transport.host import Start, Transport
 from mpipipe.errors import ArgumentError
 from mpipipe.job import RankGroup, Request, own, wait_for
 from mpipipe.trace import Recorder
@@ -72,7 +72,7 @@ class Incoming(NamedTuple):
     """One array that is to come, with the transport's function that starts to receive it."""
 
     envelope: Envelope
-    start: Callable[[Array, int, int], Request]
+    start: Start
     peer: int
     tag: int
     free: list[ReceiveBuffer]
@@ -195,9 +195,7 @@ class Mailbox:
             )
         self.sent.append(envelope)
 
-    def put_array(
-        self, start: Callable[[Array, int, int], Request], envelope: Envelope, array: Array
-    ) -> None:
+    def put_array(self, start: Start, envelope: Envelope, array: Array) -> None:
         """Do what `put` does for one array, by the transport's `sender`, without recording."""
         outgoing = self.outgoing
         while outgoing and outgoing[0][0].Test():

@@ -149,40 +149,31 @@ def _first_problem(
         problem = reason.error
         if problem is not None:
             if problem.rank is None and len(reasons) > 1:
-                same = [
-                    rank for rank, other in enumerate(reasons) if str(other.error) == str(problem)
-                ]
+                texts = [str(other.error) for other in reasons]
+                same = [rank for rank, text in enumerate(texts) if text == texts[index]]
                 problem.rank = rank_list.numbers(same, len(reasons))
             return index, problem
     first = reasons[0]
-    odd = [
-        rank
-        for rank, each in enumerate(reasons)
-        if (each.call, each.number) != (first.call, first.number)
-    ]
-    if odd:
-        return 0, MismatchError(
-            message or "ranks make different calls",
-            rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
-            found=reasons[odd[0]].text,
-            expected=f"{first.text}, as on rank 0",
-            remedy=remedy or "make the same calls in the same order on all ranks",
-        )
-    known = dict(first.facts)
+    calls = [(reason.call, reason.number) for reason in reasons]
+    for rank, reason in enumerate(reasons):
+        if calls[rank] != calls[0]:
+            return 0, MismatchError(
+                message or "ranks make different calls",
+                rank=_ranks_without(calls, calls[0]),
+                found=reason.text,
+                expected=f"{first.text}, as on rank 0",
+                remedy=remedy or "make the same calls in the same order on all ranks",
+            )
+    expected = dict(first.facts)
     for reason in reasons:
         for name, value in reason.facts:
-            if repr(value) != repr(known.get(name)):
-                expected = repr(known.get(name))
-                odd = [
-                    rank
-                    for rank, other in enumerate(reasons)
-                    if repr(dict(other.facts).get(name)) != expected
-                ]
+            texts = [repr(dict(other.facts).get(name)) for other in reasons]
+            if repr(value) != texts[0]:
                 mismatch = MismatchError(
                     message or f"ranks differ in {name}",
-                    rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
+                    rank=_ranks_without(texts, texts[0]),
                     found=_shown(name, value, message),
-                    expected=f"{_shown(name, known.get(name), message)}, as on rank 0",
+                    expected=f"{_shown(name, expected.get(name), message)}, as on rank 0",
                     remedy=remedy,
                 )
                 mismatch.fact = name
@@ -192,9 +183,16 @@ def _first_problem(
     )
 
 
+def _ranks_without(values: Sequence[object], value: object) -> int | str:
+    """Return the one rank that has another value, or name several."""
+    ranks = [rank for rank, other in enumerate(values) if other != value]
+    return ranks[0] if len(ranks) == 1 else rank_list.numbers(ranks)
+
+
 def _shown(name: str, value: object, message: str | None) -> str:
     text = value if isinstance(value, str) else repr(value)
-    text = text if len(text) <= 200 else f"{text[:200]}..."
+    if len(text) > 200:
+        text = f"{text[:200]}..."
     return f"{name} {text}" if message else text
 
 
@@ -203,14 +201,13 @@ def dumps_anyhow(reasons: list[Reason]) -> bytes:
     try:
         return pickle.dumps(reasons)
     except Exception:
-        errors = [
-            each.error and ArgumentError(f"{type(each.error).__name__}: {each.error}")
-            for each in reasons
-        ]
-        facts = [(("facts", repr(each.facts)),) for each in reasons]
-        return pickle.dumps(
-            [each._replace(error=e, facts=f) for each, e, f in zip(reasons, errors, facts)]
-        )
+        plain = []
+        for reason in reasons:
+            error = reason.error
+            if error is not None:
+                error = ArgumentError(f"{type(error).__name__}: {error}")
+            plain.append(reason._replace(error=error, facts=(("facts", repr(reason.facts)),)))
+        return pickle.dumps(plain)
 
 
 def digest(call: str, facts: Facts) -> int:

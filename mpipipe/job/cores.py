@@ -7,16 +7,15 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mpipipe.job import rank_list
 from mpipipe.job.group import group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.text import counted
 
-Place: TypeAlias = (
-    "Mapping[str, Any]"  # rank, host, cores and threads, as `environment.gather` has them
-)
+# Rank, host, cores and threads, as `environment.gather` has them.
+Place: TypeAlias = Mapping[str, Any]
 
 
 def own_cores() -> str:
@@ -26,15 +25,13 @@ def own_cores() -> str:
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
     """Return a sentence such as "4 ranks share 2 cores"; None if each rank has its own."""
-    ranks, _, count, host = _fullest(binding, len)
-    if not ranks:
+    full = _fullest(binding, lambda places: len(places))
+    if full is None:
         return None
-    text = f"share {counted(count, 'core')}"
-    return (
-        f"{len(ranks)} ranks {text}"
-        if len(ranks) == len(binding)
-        else f"{rank_list.named(ranks)} {text} on {host}"
-    )
+    text = f"share {counted(full.cores, 'core')}"
+    if len(full.ranks) == len(binding):
+        return f"{len(full.ranks)} ranks {text}"
+    return f"{rank_list.named(full.ranks)} {text} on {full.host}"
 
 
 def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
@@ -44,30 +41,37 @@ def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
         threads = [place["threads"] for place in places]
         return sum(threads) if max(threads, default=1) > 1 else 0
 
-    ranks, threads, count, host = _fullest(binding, load)
-    if not ranks:
+    full = _fullest(binding, load)
+    if full is None:
         return None
-    verb = "has" if len(ranks) == 1 else "have"
-    return (
-        f"{rank_list.named(ranks)} {verb} {threads} threads on {counted(count, 'core')} of {host}"
-    )
+    verb = "has" if len(full.ranks) == 1 else "have"
+    place = f"{counted(full.cores, 'core')} of {full.host}"
+    return f"{rank_list.named(full.ranks)} {verb} {full.load} threads on {place}"
 
 
-def _fullest(
-    binding: Sequence[Place], load: Callable[[Sequence[Place]], int]
-) -> tuple[list[int], int, int, str]:
-    """Return (ranks, load, cores, host) where a core has most load; no ranks if that is 1."""
-    worst: float = 1.0
-    fullest: tuple[list[int], int, int, str] = [], 0, 0, ""
+class Full(NamedTuple):
+    """Cores of a host with more load than one for each."""
+
+    ranks: list[int]
+    load: int
+    cores: int
+    host: str
+
+
+def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -> Full | None:
+    """Return the cores that have most load each; None if none has more than 1."""
+    worst = 1.0
+    fullest = None
     for host in sorted({place["host"] for place in binding}):
-        places = {place["rank"]: place for place in binding if place["host"] == host}
-        own = {rank: parse_cores(place["cores"]) for rank, place in places.items()}
-        for cores in {frozenset().union(*own.values()), *own.values()}:
-            ranks = [rank for rank, allowed in own.items() if allowed and allowed <= cores]
-            total = load([places[rank] for rank in ranks])
+        places = [place for place in binding if place["host"] == host]
+        sets = [parse_cores(place["cores"]) for place in places]
+        for cores in {frozenset().union(*sets), *sets}:
+            inside = [place for place, own in zip(places, sets) if own and own <= cores]
+            total = load(inside)
             if cores and total / len(cores) > worst:
                 worst = total / len(cores)
-                fullest = (ranks, total, len(cores), host)
+                ranks = [place["rank"] for place in inside]
+                fullest = Full(ranks, total, len(cores), host)
     return fullest
 
 
@@ -123,20 +127,25 @@ def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[i
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
-    """Return each rank's part, at least one, of the cores that it shares with others."""
-    shares = [1] * len(places)
-    for host in {host for host, _ in places}:
-        rest = {
-            rank: frozenset(cores)
-            for rank, (name, cores) in enumerate(places)
-            if name == host and cores
-        }
-        while rest:
-            first, cores = rest.popitem()
-            ranks = [first]
-            while joined := [rank for rank, own in rest.items() if own & cores]:
-                cores = cores.union(*(rest.pop(rank) for rank in joined))
-                ranks += joined
-            for rank in ranks:
-                shares[rank] = max(1, min(len(places[rank][1]), len(cores) // len(ranks)))
+    """Return each rank's part, at least one, of the cores that it shares with others.
+
+    Places are hosts and cores; no cores: not known.
+    """
+    on_host: dict[str, list[Collection[int]]] = {}
+    for host, cores in places:
+        on_host.setdefault(host, []).append(cores)
+    shares = []
+    for host, cores in places:
+        # all ranks that share cores with this one, also through others
+        joined = set(cores)
+        ranks = 0
+        before = -1
+        while before < len(joined):
+            before = len(joined)
+            ranks = 0
+            for other in on_host[host]:
+                if not joined.isdisjoint(other):
+                    joined.update(other)
+                    ranks += 1
+        shares.append(max(1, min(len(cores), len(joined) // max(1, ranks))))
     return shares

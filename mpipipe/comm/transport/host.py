@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,10 @@ MPI_TYPES = "?bBhHiIlLqQfdFD"  # dtype characters that every MPI knows; others t
 PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries
 # Of messages that are staged: MPI over shared memory is at its best, and two chunks overlap well.
 CHUNK_BYTES = 2 << 20
+
+
+# Starts to send or receive: (array, peer, tag).
+Start: TypeAlias = Callable[[Any, int, int], Request]
 
 
 class Transport(Protocol):
@@ -39,15 +44,11 @@ class Transport(Protocol):
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         """Start receiving into `array`, which must have the sender's size in bytes."""
 
-    def receiver(
-        self, channel: int, shape: Shape, kind: np.dtype
-    ) -> Callable[[Array, int, int], Request]:
+    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
         """Return the function of (array, peer, tag) that receives such arrays over a channel."""
         return lambda array, peer, tag: self.irecv(array, peer, channel, tag)
 
-    def sender(
-        self, channel: int, shape: Shape, kind: np.dtype
-    ) -> Callable[[Array, int, int], Request]:
+    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
         """Return the function of (array, peer, tag) that sends such arrays over a channel."""
         return lambda array, peer, tag: self.isend(array, peer, channel, tag)
 
@@ -86,36 +87,34 @@ class HostTransport(Transport):
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.channels = [communicators.duplicate(comm) for _ in range(channels)]
-        self.senders = [
-            channel.Issend if synchronous else channel.Isend for channel in self.channels
-        ]
-        self.receivers = [channel.Irecv for channel in self.channels]
+        self.senders: list[Start] = []
+        self.receivers: list[Start] = []
+        for channel in self.channels:
+            self.senders.append(channel.Issend if synchronous else channel.Isend)
+            self.receivers.append(channel.Irecv)
         self.piece_bytes = piece_bytes
 
     def empty(self, shape: Shape, kind: np.dtype) -> np.ndarray:
         return arrays.aligned_empty(shape, kind)
 
-    def receiver(
-        self, channel: int, shape: Shape, kind: np.dtype
-    ) -> Callable[[Array, int, int], Request]:
-        return (
-            self.receivers[channel]
-            if self._fits(shape, kind)
-            else super().receiver(channel, shape, kind)
-        )
+    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        return self._whole(self.receivers[channel], shape, kind)
 
-    def sender(
-        self, channel: int, shape: Shape, kind: np.dtype
-    ) -> Callable[[Array, int, int], Request]:
-        return (
-            self.senders[channel]
-            if self._fits(shape, kind)
-            else super().sender(channel, shape, kind)
-        )
+    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        return self._whole(self.senders[channel], shape, kind)
 
-    def _fits(self, shape: Shape, kind: np.dtype) -> bool:
-        """True for arrays that one call of MPI sends as they are."""
-        return prod(shape) * kind.itemsize <= self.piece_bytes and kind.char in MPI_TYPES
+    def _whole(self, operation: Start, shape: Shape, kind: np.dtype) -> Start:
+        """Return the operation, or its like for arrays that one call of MPI cannot send."""
+        if prod(shape) * kind.itemsize <= self.piece_bytes and kind.char in MPI_TYPES:
+            return operation
+        return partial(self._in_pieces, operation)
+
+    def _in_pieces(self, operation: Start, array: np.ndarray, peer: int, tag: int) -> Request:
+        """Send or receive as bytes."""
+        flat = array.reshape(-1).view(np.uint8)
+        size = self.piece_bytes
+        pieces = [flat[at : at + size] for at in range(0, max(1, flat.size), size)]
+        return start_all(operation, pieces, peer, tag)
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         if not isinstance(array, np.ndarray):
@@ -125,24 +124,10 @@ class HostTransport(Transport):
                 expected="numpy.ndarray",
                 remedy="give your stage the attribute device = 'cuda'",
             )
-        if array.nbytes <= self.piece_bytes and array.dtype.char in MPI_TYPES:
-            return self.senders[channel](array, peer, tag)
-        return self._start(self.senders[channel], array, peer, tag)
+        return self.sender(channel, array.shape, array.dtype)(array, peer, tag)
 
     def irecv(self, array: np.ndarray, peer: int, channel: int, tag: int) -> Request:
-        if array.nbytes <= self.piece_bytes and array.dtype.char in MPI_TYPES:
-            return self.receivers[channel](array, peer, tag)
-        return self._start(self.receivers[channel], array, peer, tag)
-
-    def _start(
-        self, operation: Callable[..., Request], array: np.ndarray, peer: int, tag: int
-    ) -> Request:
-        """Send or receive as bytes, in pieces."""
-        flat = array.reshape(-1).view(np.uint8)
-        size = self.piece_bytes
-        return start_all(
-            operation, [flat[at : at + size] for at in range(0, max(1, flat.size), size)], peer, tag
-        )
+        return self.receiver(channel, array.shape, array.dtype)(array, peer, tag)
 
     def close(self) -> None:
         for channel in self.channels:
@@ -169,7 +154,7 @@ class RequestGroup:
 
 
 def start_all(
-    operation: Callable[..., Request], pieces: Sequence[Any], peer: int, tag: int, *buffers: object
+    operation: Start, pieces: Sequence[Any], peer: int, tag: int, *buffers: object
 ) -> Request:
     """Start an operation on each piece, as one request.
 
