@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mpipipe import files, processor
 from mpipipe.errors import ConfigError, MpipipeError
@@ -77,10 +77,33 @@ def refusing(alone: str | None = None) -> Iterator[None]:
                 found=counted(started[1], "rank"),
                 remedy="start it without mpiexec or srun",
             )
-        with naming_exits():
+        with naming_exits(), _naming_os_exit():
             yield
     except MpipipeError as error:
         raise Stop(describe_error(error, heading(0, 1)), WRONG_USAGE) from error
+
+
+@contextmanager
+def _naming_os_exit() -> Iterator[None]:
+    """Make an error of `os._exit`: its exit code may say that all is well."""
+    original = os._exit
+    process = os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:  # a forked child may leave in this way
+            original(status)
+        caller = sys._getframe(1)
+        raise ConfigError(
+            f"code of yours ends the program by os._exit({status})",
+            found=f"line {caller.f_lineno} of {caller.f_code.co_filename}",
+            remedy="raise an error that says what is wrong",
+        )
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = original
 
 
 @contextmanager

@@ -111,6 +111,15 @@ def test_code_that_leaves_with_code_0_is_an_error_with_its_line(tmp_path, place,
         inprocess.run(1, lambda comm: run(load_task(config.task, config.set, comm), config, comm))
 
 
+@pytest.mark.parametrize("option", ["--check", "--dry-run"])
+def test_code_that_leaves_by_os_exit_is_an_error_where_one_process_looks_at_a_task(launch, tmp_path, option):
+    file = tmp_path / "waves.py"
+    file.write_text(FILE.replace("# forward\n", "import os; os._exit(0)\n"))
+    job = launch(0, ["-m", "mpipipe", "train", str(file), option])
+    assert job.returncode == 2 and "code of yours ends the program by os._exit(0)" in job.stderr, job
+    assert f"line {1 + FILE[: FILE.index('# forward')].count(chr(10))} of {file}" in job.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
