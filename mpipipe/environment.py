@@ -96,15 +96,15 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         return None
     first = everyone[0]
     promise = launcher_size(os.environ)
-    shares = fair_shares([(each["host"]["host"], each["single_cores"]) for each in everyone])
+    shares = fair_shares([(place["host"]["host"], place["single_cores"]) for place in everyone])
     binding = [
         {
             "rank": rank,
-            "host": each["host"]["host"],
-            "cores": each["cores"],
-            "threads": each["chosen_threads"] or share,
+            "host": place["host"]["host"],
+            "cores": place["cores"],
+            "threads": place["chosen_threads"] or share,
         }
-        for rank, (each, share) in enumerate(zip(everyone, shares))
+        for rank, (place, share) in enumerate(zip(everyone, shares))
     ]
     return {
         "mpipipe": first["mpipipe"],
@@ -124,8 +124,8 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "oversubscribed": oversubscribed(binding),
         "oversubscribed_threads": oversubscribed_threads(
             [
-                {**place, "cores": cores_text(each["single_cores"])}
-                for place, each in zip(binding, everyone)
+                {**bound, "cores": cores_text(place["single_cores"])}
+                for bound, place in zip(binding, everyone)
             ]
         ),
         "blas": first["blas"],
@@ -176,12 +176,12 @@ def _git(folder: str, *words: str) -> str | None:
 
 def _here(gpus: bool) -> dict[str, Any]:
     """Return what this rank has to tell."""
-    found = versions()
-    python = {"version": found.pop("python"), "executable": sys.executable}
+    packages = versions()
+    python = {"version": packages.pop("python"), "executable": sys.executable}
     return {
-        "mpipipe": found.pop("mpipipe"),
+        "mpipipe": packages.pop("mpipipe"),
         "python": python,
-        "packages": found,
+        "packages": packages,
         "host": {
             "host": socket.gethostname(),
             "processor": processor.line_of("/proc/cpuinfo", "model name") or platform.processor(),
@@ -229,21 +229,21 @@ def _mpi() -> dict[str, Any]:
 
 def _hosts(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return each host with its ranks, as the first of them describes it."""
-    found: dict[str, dict[str, Any]] = {}
-    for rank, each in enumerate(everyone):
-        host = found.setdefault(each["host"]["host"], {**each["host"], "ranks": []})
+    groups: dict[str, dict[str, Any]] = {}
+    for rank, place in enumerate(everyone):
+        host = groups.setdefault(place["host"]["host"], {**place["host"], "ranks": []})
         host["ranks"].append(rank)
-    return [{**host, "ranks": cores_text(host["ranks"])} for host in found.values()]
+    return [{**host, "ranks": cores_text(host["ranks"])} for host in groups.values()]
 
 
 def _different(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what ranks have in another way than rank 0, equal ranks together."""
-    found: dict[str, tuple[dict[str, Any], list[int]]] = {}
-    for rank, each in enumerate(everyone):
-        others = {name: each[name] for name in COMPARED if each[name] != everyone[0][name]}
+    groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for rank, place in enumerate(everyone):
+        others = {name: place[name] for name in COMPARED if place[name] != everyone[0][name]}
         if others:
-            found.setdefault(repr(others), (others, []))[1].append(rank)
-    return [{"ranks": cores_text(ranks), **others} for others, ranks in found.values()]
+            groups.setdefault(repr(others), (others, []))[1].append(rank)
+    return [{"ranks": cores_text(ranks), **others} for others, ranks in groups.values()]
 
 
 def _folder() -> str | None:

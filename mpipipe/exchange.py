@@ -73,10 +73,10 @@ class _OverRanks(Layer):
         facts = self._options
         length = 0
         if not arrays.is_array(x) or x.ndim < self._axes or not arrays.is_floating(x.dtype):
-            found = f"{x.dtype}{list(x.shape)}" if arrays.is_array(x) else type(x).__name__
+            kind = f"{x.dtype}{list(x.shape)}" if arrays.is_array(x) else type(x).__name__
             expected = f"numbers with a gradient, along {self._axes} axes or more"
             error = ArgumentError(
-                f"layer {self.name} ({self._kind}): the input", found=found, expected=expected
+                f"layer {self.name} ({self._kind}): the input", found=kind, expected=expected
             )
         else:
             length = x.shape[axis]
@@ -179,7 +179,7 @@ class HaloExchange(_OverRanks):
         layout = self.layout
         ranks = self._group.size
         if len(self.width) != 2 or not all(
-            isinstance(each, int) and each >= 0 for each in self.width
+            isinstance(extent, int) and extent >= 0 for extent in self.width
         ):
             raise ArgumentError(
                 "width of a halo", found=repr(self.width), expected="two integers of at least 0"
@@ -218,8 +218,8 @@ class HaloExchange(_OverRanks):
         try:
             self._check_lengths(lengths)
             moves, beyond = halo_of(lengths, rank, axis, self.width, self.periodic)
-        except ArgumentError as found:  # every rank finds the same in the same table
-            raise_on_all(0, found, self._group)
+        except ArgumentError as problem:  # every rank finds the same in the same table
+            raise_on_all(0, problem, self._group)
         with self._group.failing("the forward of a halo"):
             make = arrays.zeros if beyond else arrays.empty
             shape = (*x.shape[:axis], sum(self.width) + lengths[rank], *x.shape[axis + 1 :])
@@ -329,8 +329,8 @@ class HaloConv(HaloExchange):
             sizes = self.conv._sizes(
                 np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)])
             )
-        except ArgumentError as found:
-            error = found
+        except ArgumentError as problem:
+            error = problem
         wider, of_halo = self._exchange(x, error)
         if is_empty:
             places = (points if at != self.axis else 0 for at, points in enumerate(sizes, 1))

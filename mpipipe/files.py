@@ -86,9 +86,9 @@ def reason(error: Exception, path: str | Path = "") -> str:
 
 def check_new(what: str, path: str | Path) -> None:
     """Raise ConfigError unless `what` can be a new file there: none is overwritten."""
-    there = exists(path) or os.path.islink(path)
-    if there or not is_folder(Path(path).parent):
-        why = "a file or folder of this name already" if there else "no such folder"
+    is_taken = exists(path) or os.path.islink(path)
+    if is_taken or not is_folder(Path(path).parent):
+        why = "a file or folder of this name already" if is_taken else "no such folder"
         raise ConfigError(
             f"{what} cannot be written: there is {why}",
             found=str(path),

@@ -54,7 +54,7 @@ def set_threads(threads: int = 1) -> None:
     OMP_NUM_THREADS where MPIPIPE_THREADS=1 leaves it alone. BLAS libraries ignore what is no
     number, such as an empty text, and take all cores: so there is a limit then, too.
     """
-    _POOL.threads = _POOL.given = chosen_threads() or threads
+    _POOL.threads = _POOL.chosen = chosen_threads() or threads
     if _POOL.threads > 1 or blas_threads() is None:
         _limit_libraries()
 
@@ -70,7 +70,7 @@ def thread_count() -> int:
 
 def given_threads() -> int | None:
     """Return the number that the user or `set_threads` has set, None if neither has."""
-    return _POOL.given or chosen_threads()
+    return _POOL.chosen or chosen_threads()
 
 
 @contextmanager
@@ -96,12 +96,12 @@ def chosen_threads() -> int | None:
     text = os.environ.get(VARIABLE, "")
     if not text:
         return blas_threads()
-    found = _threads(text)
-    if not found or "," in text:
+    counts = _threads(text)
+    if not counts or "," in text:
         raise ArgumentError(
             f"environment variable {VARIABLE}", found=repr(text), expected="a positive integer"
         )
-    return found[0]
+    return counts[0]
 
 
 def blas_threads() -> int | None:
@@ -109,8 +109,8 @@ def blas_threads() -> int | None:
 
     A number is a positive integer, or OpenMP's list of one for each level of nesting ("4,2").
     """
-    found = [count for name in THREAD_VARIABLES for count in _threads(os.environ.get(name, ""))]
-    return max(found, default=None)
+    counts = [count for name in THREAD_VARIABLES for count in _threads(os.environ.get(name, ""))]
+    return max(counts, default=None)
 
 
 def _threads(text: str) -> list[int]:
@@ -239,7 +239,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.threads: int | None = None  # with the caller's; None until somebody asks
-        self.given: int | None = None  # by `set_threads`
+        self.chosen: int | None = None  # by `set_threads`
         self.free = allocate_lock()
         self.job: _Job | None = None
         self.wakes: list[LockType] = []  # one for each helper, which goes on when it gets it
@@ -282,10 +282,10 @@ _POOL = _Pool()
 def _forget_threads() -> None:
     """In the child of a fork, which has the calling thread alone."""
     threads = _POOL.threads
-    given = _POOL.given
+    chosen = _POOL.chosen
     _POOL.__init__()  # type: ignore[misc]
     _POOL.threads = threads
-    _POOL.given = given
+    _POOL.chosen = chosen
 
 
 os.register_at_fork(after_in_child=_forget_threads)

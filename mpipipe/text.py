@@ -76,13 +76,13 @@ def near(
     >>> near("partition", ["queue", "name"], {"partition": "queue"})
     ['queue']
     """
-    names = {as_word(each): each for each in known}
+    names = {as_word(word): word for word in known}
     word = as_word(name)
     meant = (other_names or {}).get(word)
     return (
         [names[meant]]
         if meant in names
-        else [names[each] for each in difflib.get_close_matches(word, names, n=3)]
+        else [names[word] for word in difflib.get_close_matches(word, names, n=3)]
     )
 
 

@@ -77,9 +77,9 @@ class Launch(NamedTuple):
     block: tuple[int, ...]
     numbers: tuple[Any, ...] = ()  # the parameters after the arrays, in their types
 
-    def launch(self, given: tuple[DeviceArray, ...], varying: tuple[Any, ...] = ()) -> None:
+    def launch(self, inputs: tuple[DeviceArray, ...], varying: tuple[Any, ...] = ()) -> None:
         """Launch with these arrays, and with more numbers after its own."""
-        self.function(self.grid, self.block, (*given, *self.numbers, *varying))
+        self.function(self.grid, self.block, (*inputs, *self.numbers, *varying))
 
 
 def vector_width(first: DeviceArray, *others: DeviceArray, divides: int = 0) -> int:
@@ -190,37 +190,37 @@ class Packed(Generic[C]):
 
     def __call__(
         self,
-        given: tuple[DeviceArray, ...],
+        inputs: tuple[DeviceArray, ...],
         fresh: tuple[DeviceArray, ...] = (),
         options: tuple[Any, ...] = (),
         varying: tuple[Any, ...] = (),
     ) -> None:
         """Launch; see `call`. `varying` are numpy scalars for the last parameters."""
-        call = self.call(given, fresh, options)
+        call = self.call(inputs, fresh, options)
         if call is not None:
-            call.function(call.grid, call.block, (*given, *fresh, *call.numbers, *varying))
+            call.function(call.grid, call.block, (*inputs, *fresh, *call.numbers, *varying))
 
     def call(
         self,
-        given: tuple[DeviceArray, ...],
+        inputs: tuple[DeviceArray, ...],
         fresh: tuple[DeviceArray, ...] = (),
         options: tuple[Any, ...] = (),
     ) -> C:
         """Return the call for these arrays.
 
-        given : arrays by whose facts the call is known fresh : more arrays, whose shapes and dtypes
-        follow from those of `given` and the options; either just
-            allocated, so that they start on a boundary of words, or among `given` too
+        inputs : arrays by whose facts the call is known
+        fresh : more arrays, whose shapes and dtypes follow from those of `inputs` and the options;
+            either just allocated, so that they start on a boundary of words, or among `inputs` too
         """
         facts: list[Any] = [options, _current_gpu()()]
-        for x in given:
+        for x in inputs:
             facts += x.shape, x.strides, x.dtype, x.data.ptr & LOW
         key = tuple(facts)
         try:
             return self._known[key]
         except KeyError:
             pass
-        call = self._pack(*given, *fresh, *options)
+        call = self._pack(*inputs, *fresh, *options)
         if len(self._known) >= MOST:
             self._known.clear()
         self._known[key] = call

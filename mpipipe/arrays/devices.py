@@ -173,7 +173,7 @@ def load_cuda_runtime() -> str:
 
 @lru_cache(maxsize=8)
 def _loaded(library: ModuleType) -> str:
-    wanted = f"libcudart.so.{library.cuda.runtime.runtimeGetVersion() // 1000}"
+    library_name = f"libcudart.so.{library.cuda.runtime.runtimeGetVersion() // 1000}"
     try:
         from cuda import (
             pathfinder,
@@ -183,12 +183,12 @@ def _loaded(library: ModuleType) -> str:
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise BackendError(
-            f"{wanted} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime"
+            f"{library_name} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime"
         ) from None
-    if re.search(rf"{re.escape(wanted)}(\D|$)", path):
+    if re.search(rf"{re.escape(library_name)}(\D|$)", path):
         return path
     try:
-        ctypes.CDLL(wanted, ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(library_name, ctypes.RTLD_GLOBAL)
     except OSError:
         return path
-    return wanted
+    return library_name

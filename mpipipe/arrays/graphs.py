@@ -30,7 +30,7 @@ class _Recording(threading.local):
     """What the graph that this thread records needs besides its own memory."""
 
     def __init__(self) -> None:
-        self.held: list | None = None  # what the graph keeps alive; None if none is recorded
+        self.alive: list | None = None  # what the graph keeps alive; None if none is recorded
         # memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one
         # by one
         self.workspaces: dict[tuple, DeviceArray] = {}
@@ -41,7 +41,7 @@ _recording = _Recording()
 
 def is_recording() -> bool:
     """Return whether this thread records a graph."""
-    return _recording.held is not None
+    return _recording.alive is not None
 
 
 def keep_for_graph(thing: T) -> T:
@@ -50,8 +50,8 @@ def keep_for_graph(thing: T) -> T:
     Call it with an array or a kernel from a cache that may drop it: a graph knows its address
     alone.
     """
-    if _recording.held is not None:
-        _recording.held.append(thing)
+    if _recording.alive is not None:
+        _recording.alive.append(thing)
     return thing
 
 
@@ -73,7 +73,7 @@ def _make_workspace() -> None:
 
 def refuse_recording(what: str) -> None:
     """Raise BackendError, with `what` cannot be recorded, where this thread records a graph."""
-    if _recording.held is not None:
+    if _recording.alive is not None:
         raise BackendError(
             f"{what} while a CUDA graph is recorded",
             expected="work on the device alone",
@@ -86,7 +86,7 @@ class Graph(NamedTuple):
 
     recorded: Any  # cupy.cuda.Graph
     memory: Any  # pool of the arrays that it makes; it alone writes there
-    held: list  # whatever else it uses that might be freed
+    alive: list  # whatever else it uses that might be freed
 
     def launch(self) -> None:
         """Put the work on the current stream."""
@@ -114,9 +114,9 @@ def _record(work: Callable[[], T]) -> tuple[Graph, T]:
     # shared, it might give one graph's results to another
     current = stream()
     memory = cupy().cuda.MemoryPool()
-    held: list = []
+    alive: list = []
     _make_workspace()
-    _recording.held = held
+    _recording.alive = alive
     try:
         with cupy().cuda.using_allocator(memory.malloc):
             current.begin_capture()
@@ -128,6 +128,6 @@ def _record(work: Callable[[], T]) -> tuple[Graph, T]:
                 ):  # of a recording that is spoilt; this one is given up in any case
                     current.end_capture()
                 raise
-            return Graph(current.end_capture(), memory, held), result
+            return Graph(current.end_capture(), memory, alive), result
     finally:
-        _recording.held = None
+        _recording.alive = None

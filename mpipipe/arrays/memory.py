@@ -68,8 +68,8 @@ def set_zero(array: Array) -> None:
 def copy_into(target: Array, source: Array) -> None:
     """Copy a C-contiguous array to another on one device; dtypes and sizes must be equal."""
     if target.dtype != source.dtype or target.size != source.size:
-        found, expected = (f"{array.dtype}{list(array.shape)}" for array in (source, target))
-        raise ArgumentError("a copy to another kind of array", found=found, expected=expected)
+        actual, expected = (f"{array.dtype}{list(array.shape)}" for array in (source, target))
+        raise ArgumentError("a copy to another kind of array", found=actual, expected=expected)
     if isinstance(target, np.ndarray):
         target[...] = source
     elif source.nbytes:
@@ -122,7 +122,7 @@ SAID = ("cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS
 class Shortage(NamedTuple):
     """Bytes of the current GPU when a request for more of them had failed."""
 
-    asked: int | None  # None if the library that asked does not say
+    request: int | None  # None if the library that asked does not say
     free: int  # unused ones, in CuPy's pool and beyond it
     total: int  # of the GPU, or those that CuPy's pool is limited to
 
@@ -135,7 +135,7 @@ def memory_shortage(error: BaseException) -> Shortage | None:
     said = isinstance(error, RuntimeError) and any(name in str(error) for name in SAID)
     if not said and not isinstance(error, library.cuda.memory.OutOfMemoryError):
         return None
-    asked = re.search(r"allocating ([\d,]+) bytes", str(error))
+    request = re.search(r"allocating ([\d,]+) bytes", str(error))
     free, total = library.cuda.runtime.memGetInfo()
     pool = library.get_default_memory_pool()
     limit = pool.get_limit()  # CUPY_GPU_MEMORY_LIMIT, or what the program has set; 0 without one
@@ -143,5 +143,5 @@ def memory_shortage(error: BaseException) -> Shortage | None:
         free = min(free, max(0, limit - pool.total_bytes()))
         total = min(total, limit)
     return Shortage(
-        int(asked[1].replace(",", "")) if asked else None, free + pool.free_bytes(), total
+        int(request[1].replace(",", "")) if request else None, free + pool.free_bytes(), total
     )

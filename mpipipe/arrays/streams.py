@@ -44,9 +44,9 @@ def own_stream(device: str = "cuda") -> Iterator[None]:
     if key not in made:
         made[key] = side_stream()
     before = stream()
-    own = made[key]
-    own.wait_event(record())
-    with own:
+    new = made[key]
+    new.wait_event(record())
+    with new:
         try:
             yield
         except BaseException:

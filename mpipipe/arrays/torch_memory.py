@@ -34,8 +34,8 @@ def tensor_of(array: Array) -> Tensor:
     """
     torch = sys.modules["torch"]
     bits = array.view(np.int16) if array.dtype == BFLOAT16 else array
-    found = torch.from_dlpack(bits) if is_device(array) else torch.from_numpy(_writable(bits))
-    return found.view(torch.bfloat16) if array.dtype == BFLOAT16 else found
+    tensor = torch.from_dlpack(bits) if is_device(array) else torch.from_numpy(_writable(bits))
+    return tensor.view(torch.bfloat16) if array.dtype == BFLOAT16 else tensor
 
 
 def _writable(array: np.ndarray) -> np.ndarray:

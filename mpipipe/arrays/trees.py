@@ -41,12 +41,12 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
             )
         return list(tree.values()), tuple(tree)
     if isinstance(tree, Branches):  # of gradients, a tree without any is None
-        found = [
-            (name, *(([None], None) if each is None else flatten(each)))
-            for name, each in [("", tree.main), *tree.skips.items()]
+        parts_found = [
+            (name, *(([None], None) if item is None else flatten(item)))
+            for name, item in [("", tree.main), *tree.skips.items()]
         ]
-        parts = tuple((name, structure, len(leaves)) for name, leaves, structure in found)
-        return [leaf for _, leaves, _ in found for leaf in leaves], Forked(parts)
+        parts = tuple((name, structure, len(leaves)) for name, leaves, structure in parts_found)
+        return [leaf for _, leaves, _ in parts_found for leaf in leaves], Forked(parts)
     raise ArgumentError(
         "neither an array nor a tuple or dict of arrays",
         found=type(tree).__name__,
@@ -69,7 +69,7 @@ def read_only(tree: Any) -> Any:
         return {key: read_only(leaf) for key, leaf in tree.items()}
     if isinstance(tree, Branches):
         return Branches(
-            read_only(tree.main), **{name: read_only(each) for name, each in tree.skips.items()}
+            read_only(tree.main), **{name: read_only(item) for name, item in tree.skips.items()}
         )
     if isinstance(tree, tuple):
         leaves = map(read_only, tree)
@@ -88,8 +88,8 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
     if isinstance(structure, Forked):
         source = iter(leaves)
         trees = {
-            name: unflatten([next(source) for _ in range(count)], each)
-            for name, each, count in structure.parts
+            name: unflatten([next(source) for _ in range(count)], item)
+            for name, item, count in structure.parts
         }
         return Branches(trees.pop(""), **trees)
     return dict(zip(structure, leaves))
@@ -100,7 +100,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, Branches):
         return Branches(
             mapped(function, tree.main),
-            **{n: mapped(function, each) for n, each in tree.skips.items()},
+            **{n: mapped(function, item) for n, item in tree.skips.items()},
         )
     leaves, structure = flatten(tree)
     result = unflatten([function(leaf) for leaf in leaves], structure)
@@ -159,11 +159,11 @@ def named_leaves(
     if id(value) in above:
         return
     if isinstance(value, Mapping):
-        inner = [(f"{name}[{key!r}]", each) for key, each in value.items()]
+        inner = [(f"{name}[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, (tuple, list)):
         keys = getattr(value, "_fields", None)
         inner = [
-            (f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)
+            (f"{name}.{keys[i]}" if keys else f"{name}[{i}]", item) for i, item in enumerate(value)
         ]
     elif (
         is_dataclass(value)
@@ -173,5 +173,5 @@ def named_leaves(
         inner = [
             (f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)
         ]
-    for key, each in inner:
-        yield from named_leaves(each, key, (*above, id(value)), grown)
+    for key, item in inner:
+        yield from named_leaves(item, key, (*above, id(value)), grown)

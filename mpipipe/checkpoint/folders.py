@@ -243,8 +243,9 @@ def read(folder: Path) -> Checkpoint:
             remedy="install the version of mpipipe that wrote it, or a later one",
         )
     written = facts.pop("checksum", None)
-    if written != (found := checksum_of(facts)):
-        raise _wrong(path, f"is damaged: its checksum is {found} and not {written!s:.40}")
+    checksum = checksum_of(facts)
+    if written != checksum:
+        raise _wrong(path, f"is damaged: its checksum is {checksum} and not {written!s:.40}")
     try:
         steps = facts["optimizer_steps"]
         contents = {name: _content(name, content) for name, content in facts["files"].items()}
@@ -275,12 +276,14 @@ def _content(name: str, facts: Any) -> Content:
     if not 8 <= header <= min(size, MOST_BYTES):
         raise ValueError(f"{name} with {size} bytes has a header of {header}")
     entries = {}
-    for array, each in facts["arrays"].items():
-        dtype = each["dtype"]
-        shape = tuple(map(_count, each["shape"]))
+    for array, array_facts in facts["arrays"].items():
+        dtype = array_facts["dtype"]
+        shape = tuple(map(_count, array_facts["shape"]))
         if dtype not in NAMES:
             raise ValueError(f"{array} has the dtype {dtype!r:.40}")
-        entry = entries[array] = TensorEntry(dtype, shape, _count(each["start"]), each["checksum"])
+        entry = entries[array] = TensorEntry(
+            dtype, shape, _count(array_facts["start"]), array_facts["checksum"]
+        )
         if entry.start < header or entry.start + entry.nbytes > size:
             raise ValueError(
                 f"{array} would begin at byte {entry.start} and end after its file, which has "

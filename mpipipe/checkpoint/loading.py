@@ -55,10 +55,10 @@ def load(
     group = group_of(mesh.comm)
     adapters = as_stages(stages)
     with group.raise_together("checkpoint.load: the arrays to set"):
-        held = contents_of(adapters, optimizer)
-        check_shards(held, mesh.replicas)
+        contents = contents_of(adapters, optimizer)
+        check_shards(contents, mesh.replicas)
         targets = {}
-        for name, array in held.items():
+        for name, array in contents.items():
             if isinstance(array, StateShard) and not array.part.size and array.copy is None:
                 continue
             # a stage may hand out what must not be written to
@@ -66,7 +66,7 @@ def load(
             targets[name] = np.empty_like(array) if is_fixed else array
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
-    names = list(held) if mesh.replicas.rank == 0 else []
+    names = list(contents) if mesh.replicas.rank == 0 else []
     all_names = set().union(*group.gather("checkpoint.load: the names of all ranks", names))
     with group.raise_together("checkpoint.load: the arrays"):
         _check_names(saved, all_names, kinds, optimizer)

@@ -82,21 +82,21 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     """
     group = group_of(mesh.comm)
     with group.raise_together(f"{WHAT}: the hashes"):
-        held = _held(mesh, stages, optimizer)
+        local = _held(mesh, stages, optimizer)
     steps = None if optimizer is None else optimizer.steps
-    number = digest(WHAT, tuple(sorted(held.hashes.items())))
-    table = group.agree(WHAT, (("steps of the optimizer", steps),), [number, bool(held.ties)])
+    number = digest(WHAT, tuple(sorted(local.hashes.items())))
+    table = group.agree(WHAT, (("steps of the optimizer", steps),), [number, bool(local.ties)])
     numbers: dict[int, set[int]] = {}
     for rank, (number, _) in enumerate(table.tolist()):
         numbers.setdefault(mesh.coords_of(rank).pipe, set()).add(number)
     differ = {pipe for pipe, several in numbers.items() if len(several) > 1}
     if not differ and not table[:, 1].any():
         return
-    if held.pipe not in differ:
-        tied: set[str] = set().union(*held.ties.values())
-        hashes = {name: held.hashes[name] for name in tied}
-        held = held._replace(hashes=hashes)
-    everyone = group.gather(f"{WHAT}: the names", held)
+    if local.pipe not in differ:
+        tied: set[str] = set().union(*local.ties.values())
+        hashes = {name: local.hashes[name] for name in tied}
+        local = local._replace(hashes=hashes)
+    everyone = group.gather(f"{WHAT}: the names", local)
     differences = compare(everyone)
     if differences:
         raise_on_all(min(differences[0].odd), _error(differences, everyone), group)
@@ -108,18 +108,18 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
     Those differences that name few ranks come first.
     """
     differences = []
-    for pipe in sorted({held.pipe for held in everyone}):
-        same = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
+    for pipe in sorted({local.pipe for local in everyone}):
+        same = {rank: local.hashes for rank, local in enumerate(everyone) if local.pipe == pipe}
         for name in sorted(set().union(*same.values())):
             values = {rank: {hashes.get(name, ABSENT)} for rank, hashes in same.items()}
             differences += _difference(name, values)
-    for key in sorted(set().union(*(held.ties for held in everyone))):
+    for key in sorted(set().union(*(local.ties for local in everyone))):
         names: set[str] = set()
         values = {}
-        for rank, held in enumerate(everyone):
-            if key in held.ties:
-                names.update(held.ties[key])
-                values[rank] = {held.hashes[name] for name in held.ties[key]}
+        for rank, local in enumerate(everyone):
+            if key in local.ties:
+                names.update(local.ties[key])
+                values[rank] = {local.hashes[name] for name in local.ties[key]}
         differences += _difference(" = ".join(sorted(names)), values)
     return sorted(differences, key=lambda difference: len(difference.odd))
 

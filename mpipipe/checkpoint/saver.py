@@ -109,18 +109,18 @@ class Saver:
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.raise_together("checkpoint.save: what is to be saved"):
-            held = contents.contents_of(self.stages, self.optimizer)
+            content = contents.contents_of(self.stages, self.optimizer)
             plain = contents.state_of(state)
-            contents.check_shards(held, self.mesh.replicas)
+            contents.check_shards(content, self.mesh.replicas)
             if type(step) is not int or step < 0:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
-        self._compare_names(held)
+        self._compare_names(content)
         if not self._owners:
             self._owners.append(owner.share_folder(self.root, group, folders.explained))
         path = group.from_one(
             "checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step)
         )
-        share = contents.share_of(held, self.mesh.replicas, contents.state_names(self.stages))
+        share = contents.share_of(content, self.mesh.replicas, contents.state_names(self.stages))
         # The package itself is above this room, so no import.
         version = str(sys.modules["mpipipe"].__version__)
         saved = folders.Checkpoint(path, step, plain, steps, version, {})
@@ -129,14 +129,14 @@ class Saver:
             self.wait_until_read()
         return path
 
-    def _compare_names(self, held: Mapping[str, Any]) -> None:
+    def _compare_names(self, content: Mapping[str, Any]) -> None:
         """Raise ArgumentError where two stages have an array of one name; collective."""
         if self._compared:
             return
-        own = sorted(held) if self.mesh.replicas.rank == 0 else []
+        own_names = sorted(content) if self.mesh.replicas.rank == 0 else []
         holders: dict[str, list[int]] = {}
         for rank, names in enumerate(
-            self._group.gather("checkpoint.save: the names of all ranks", own)
+            self._group.gather("checkpoint.save: the names of all ranks", own_names)
         ):
             for name in names:
                 holders.setdefault(name, []).append(rank)

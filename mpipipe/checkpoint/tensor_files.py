@@ -120,8 +120,8 @@ def header_of(
     facts: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     entries = {}
     end = 0
-    for name, each in content.items():
-        entry = entries[name] = TensorEntry(DTYPES[each.dtype.name], tuple(each.shape), end)
+    for name, item in content.items():
+        entry = entries[name] = TensorEntry(DTYPES[item.dtype.name], tuple(item.shape), end)
         end += entry.nbytes
         facts[name] = {
             "dtype": entry.dtype,
@@ -166,12 +166,12 @@ def write_tensors(
 
 def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and pieces of all arrays; planned ones are made one at a time."""
-    planned = {name: each for name, each in content.items() if isinstance(each, Planned)}
+    planned = {name: item for name, item in content.items() if isinstance(item, Planned)}
     names = [name for name in content if name not in planned]
     for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
         yield names[number], piece
-    for name, each in planned.items():
-        for _, piece in arrays.host_pieces([each.make()], PIECE_BYTES):
+    for name, item in planned.items():
+        for _, piece in arrays.host_pieces([item.make()], PIECE_BYTES):
             yield name, piece
 
 

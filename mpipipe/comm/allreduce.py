@@ -98,7 +98,7 @@ class _Operation(NamedTuple):
         most = GATHERED if at_once and self.ranges is not None else max(1, BUCKET_BYTES // itemsize)
         return [(start, min(start + most, size)) for start in range(0, size, most)]
 
-    def given(self, start: int, stop: int) -> Range:
+    def range_of_rank(self, start: int, stop: int) -> Range:
         """What of a bucket this rank gives."""
         return (
             (start, stop) if self.ranges is None else _within(self.ranges[self.rank], start, stop)
@@ -108,7 +108,7 @@ class _Operation(NamedTuple):
         """Begin with the bucket that starts at `start`."""
         if self.ranges is None:
             return own(queue.comm.Iallreduce(queue.in_place, values))
-        parts = [_within(each, start, start + values.size) for each in self.ranges]
+        parts = [_within(item, start, start + values.size) for item in self.ranges]
         counts = [last - first for first, last in parts]
         starts = [first - start for first, _ in parts]
         return own(queue.comm.Iallgatherv(queue.in_place, [values, (counts, starts)]))
@@ -154,9 +154,9 @@ class _Queue:
         while self.unstarted and self.unstarted[0].start():
             self.unstarted.popleft()
         if self.active:
-            for each in self.active:
-                each.poll()
-            self.active = [each for each in self.active if not each.complete]
+            for item in self.active:
+                item.poll()
+            self.active = [item for item in self.active if not item.complete]
             if not self.active and not self.unstarted:
                 unregister_progress(self)
 
@@ -253,7 +253,7 @@ class _DeviceSum:
                 break
             self.buckets.popleft()
             (first, last), values = (
-                self.how.given(start, stop),
+                self.how.range_of_rank(start, stop),
                 taken[:nbytes].view(self.flat.dtype),
             )
             with self.outward:

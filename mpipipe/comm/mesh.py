@@ -131,8 +131,8 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
             )
     if data is None:
         data = size // (pipe * seq)
-    wanted = pipe * data * seq
-    if wanted != size:
+    product = pipe * data * seq
+    if product != size:
         multiple = f"a multiple of pipe {pipe} x seq {seq}"
         exact = f"pipe {pipe} x data {data} x seq {seq}"
         raise ArgumentError(
@@ -140,7 +140,7 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
             found=counted(size, "rank"),
             expected=multiple
             if size % (pipe * seq) or not data
-            else f"{exact} = {counted(wanted, 'rank')}",
+            else f"{exact} = {counted(product, 'rank')}",
             remedy="start another number of ranks, or choose other extents",
         )
     return Coordinates(pipe, data, seq)
@@ -196,5 +196,5 @@ def local_rank(group: RankGroup) -> int:
 def describe(group: RankGroup, device: str) -> list[str]:
     """Say of each rank its host, its place on it, and its device; collective."""
     place = device if device == "cpu" else f"cuda:{arrays.cupy().cuda.runtime.getDevice()}"
-    mine = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"
-    return group.gather("describing the devices", mine)
+    line = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"
+    return group.gather("describing the devices", line)

@@ -137,21 +137,21 @@ def halo_of(
             expected=f"at most {MOST_TURNS} times the points of all shards",
         )
 
-    def rows_by_hop(of: int, direction: int, wanted: int) -> list[int]:
-        found: list[int] = []
-        while wanted and (periodic or 0 <= of + direction * (len(found) + 1) < size):
-            found.append(min(wanted, lengths[(of + direction * (len(found) + 1)) % size]))
-            wanted -= found[-1]
-        return found
+    def rows_by_hop(of: int, direction: int, reach: int) -> list[int]:
+        counts: list[int] = []
+        while reach and (periodic or 0 <= of + direction * (len(counts) + 1) < size):
+            counts.append(min(reach, lengths[(of + direction * (len(counts) + 1)) % size]))
+            reach -= counts[-1]
+        return counts
 
-    for direction, wanted in zip((-1, 1), width):
-        table = [rows_by_hop(each, direction, wanted) for each in range(size)]
+    for direction, reach in zip((-1, 1), width):
+        table = [rows_by_hop(other, direction, reach) for other in range(size)]
         filled = 0
         for hop in range(1, max(map(len, table)) + 1):
             dest = (rank - direction * hop) % size
             source = (rank + direction * hop) % size
             out, into = (
-                table[each][hop - 1] if hop <= len(table[each]) else 0 for each in (dest, rank)
+                table[other][hop - 1] if hop <= len(table[other]) else 0 for other in (dest, rank)
             )
             give = 0
             take = width[0] + lengths[rank] + filled
@@ -164,7 +164,7 @@ def halo_of(
                 )
             )
             filled += into
-        beyond |= filled < wanted
+        beyond |= filled < reach
     return moves, beyond
 
 

@@ -66,9 +66,9 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
     what = f"all {comm.size} ranks of a communicator to make one like it"
     wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
     if new.size > 1:
-        mine = np.array([makings[name]], np.int64)
+        row = np.array([makings[name]], np.int64)
         table = np.empty(new.size, np.int64)
-        request = own(new.Iallgather(mine, table))
+        request = own(new.Iallgather(row, table))
         wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
         # Where a making has failed, not all ranks have begun it: they count alike again from here.
         makings[name] = int(table.max())

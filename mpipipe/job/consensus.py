@@ -233,11 +233,11 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
     """Return what every rank has pickled, where all know the `sizes` in bytes."""
     if group.size == 1:
         return [pickle.loads(content)]
-    mine = np.zeros(max(sizes), np.uint8)
+    padded = np.zeros(max(sizes), np.uint8)
     table = np.empty((group.size, max(sizes)), np.uint8)
-    mine[: len(content)] = np.frombuffer(content, np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
     with group.failing(what):
-        wait_for(own(group.comm.Iallgather(mine, table)), what, group, everyone=True)
+        wait_for(own(group.comm.Iallgather(padded, table)), what, group, everyone=True)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
 
 
@@ -249,11 +249,11 @@ def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
     `what` names the call in errors. An error during the wait ends the life of the group.
     """
     group.begin()
-    mine = np.zeros(2 + VALUES, np.int64)
-    mine[: len(row)] = row
+    padded = np.zeros(2 + VALUES, np.int64)
+    padded[: len(row)] = row
     if group.size == 1:
-        return mine[None]
-    table = np.empty((group.size, mine.size), np.int64)
+        return padded[None]
+    table = np.empty((group.size, padded.size), np.int64)
     with group.failing(what):
-        wait_for(own(group.comm.Iallgather(mine, table)), what, group, everyone=True)
+        wait_for(own(group.comm.Iallgather(padded, table)), what, group, everyone=True)
     return table

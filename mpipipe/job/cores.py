@@ -66,7 +66,7 @@ def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -
         places = [place for place in binding if place["host"] == host]
         sets = [parse_cores(place["cores"]) for place in places]
         for cores in {frozenset().union(*sets), *sets}:
-            inside = [place for place, own in zip(places, sets) if own and own <= cores]
+            inside = [place for place, allowed in zip(places, sets) if allowed and allowed <= cores]
             total = load(inside)
             if cores and total / len(cores) > worst:
                 worst = total / len(cores)
@@ -99,11 +99,11 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def share_of_cores() -> int:
     """Return how many threads this rank can take; collective where a launcher gave several."""
-    mine = single_cores()
+    cores = single_cores()
     if launcher_size(os.environ) is None:
-        return max(1, len(mine))
+        return max(1, len(cores))
     group = group_of()
-    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(mine)))
+    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
     return fair_shares(places)[group.rank]
 
 

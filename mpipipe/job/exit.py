@@ -251,7 +251,7 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
         world.end.Iallgather(np.array([end.code, end.cause, end.refusal], np.int64), table)
     )
     start = time.monotonic()
-    told = False
+    has_told = False
     # of several ranks with a cause the lowest reports first; where the rank with the cause cannot,
     # the lowest other one
     patience = 2 * GRACE + STAGGER * world.rank
@@ -259,8 +259,8 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
         patience = GRACE + min(2.0, 0.25 * world.rank)
     while not request.Test():
         waited = time.monotonic() - start
-        if not told and (end.code or waited > QUIET):
-            told = True
+        if not has_told and (end.code or waited > QUIET):
+            has_told = True
             report.say_farewell()
         if end.code and waited > patience:
             write(end.report)

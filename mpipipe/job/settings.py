@@ -112,10 +112,10 @@ def watchdog() -> float:
 
 
 @contextmanager
-def using_graphs(wanted: bool) -> Iterator[None]:
+def using_graphs(on: bool) -> Iterator[None]:
     """Build pipelines, within, as if MPIPIPE_GRAPHS said so: for measurements."""
     before = os.environ.get(GRAPHS.name)
-    os.environ[GRAPHS.name] = str(int(wanted))
+    os.environ[GRAPHS.name] = str(int(on))
     try:
         yield
     finally:

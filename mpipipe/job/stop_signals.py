@@ -70,7 +70,7 @@ class StopSignals:
     """Catches some signals of this process, in its main thread: Python sets handlers there.
 
     `grace` are the seconds from the first signal, which is `first` once it has come, until the job
-    ends at once. A thread calls `told` with the name of the first signal, `hopeless` from then on,
+    ends at once. A thread calls `tell` with the name of the first signal, `hopeless` from then on,
     to ask whether no further step can be done, and `end` with a text and an exit code, to end the
     job at once; the text is "" where others have said why.
     """
@@ -79,13 +79,13 @@ class StopSignals:
         self,
         numbers: Iterable[signal.Signals],
         grace: float = math.inf,
-        told: Callable[[str], object] = lambda name: None,
+        tell: Callable[[str], object] = lambda name: None,
         end: Callable[[str, int], object] = lambda text, code: None,
         hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
         self.numbers = tuple(numbers)
         self.grace = grace
-        self._told = told
+        self._tell = tell
         self._end = end
         self._hopeless = hopeless
         self.first: signal.Signals | None = None
@@ -118,15 +118,15 @@ class StopSignals:
 
     def change(self, numbers: Iterable[signal.Signals]) -> None:
         """Catch other signals. One that has come and is not among them does what it would have."""
-        wanted = tuple(numbers)
+        new = tuple(numbers)
         for number in self.numbers:
-            if number not in wanted:
+            if number not in new:
                 signal.signal(number, self._before.pop(number))
-        for number in wanted:
+        for number in new:
             if number not in self._before:
                 self._catch(number)
-        self.numbers = wanted
-        if self.first is not None and self.first not in wanted:
+        self.numbers = new
+        if self.first is not None and self.first not in new:
             first = self.first
             self.first = None
             os.kill(os.getpid(), first)
@@ -145,7 +145,7 @@ class StopSignals:
     # -- the thread --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        told = False
+        has_told = False
         while not self._closing:
             first = self.first
             left = None
@@ -157,10 +157,10 @@ class StopSignals:
                     over = f"{first.name}: the job had {self.grace:g} s to leave, which are over"
                     self._end("" if hopeless else over, 128 + first)
                     return
-                if not told and not self._leaving:
-                    told = True
+                if not has_told and not self._leaving:
+                    has_told = True
                     with suppress(Exception):  # the thread has to live on
-                        self._told(first.name)
+                        self._tell(first.name)
                 left = min(left, LOOK_SECONDS)
             if not select.select([self._read], [], [], left)[0]:
                 continue
@@ -171,7 +171,7 @@ class StopSignals:
             for number in filter(self._before.__contains__, content):
                 self._note(number)
                 late = time.monotonic() - self._since > REPEAT_SECONDS
-                if told and late and not self._leaving and innermost:
+                if has_told and late and not self._leaving and innermost:
                     name = signal.Signals(number).name
                     self._end(f"{name}: a second signal ends the job at once", 128 + number)
                     return
@@ -216,8 +216,8 @@ def hold(names: str) -> None:
 
 def change(signals: Iterable[signal.Signals]) -> None:
     """Catch these signals in place of those of `hold`, where that was called."""
-    for held in _held:
-        held.change(signals)
+    for holder in _held:
+        holder.change(signals)
 
 
 def ignore() -> None:

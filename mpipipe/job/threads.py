@@ -249,7 +249,7 @@ class ThreadCommunicator:
     # -- collectives -------------------------------------------------------------------------------
 
     def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> MeetingRequest:
-        mine = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
+        part = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
 
         def finish(parts: list[np.ndarray]) -> None:
             total = parts[0].copy()
@@ -257,7 +257,7 @@ class ThreadCommunicator:
                 total += part
             recvbuf[...] = total
 
-        return self._collective("Iallreduce", mine, finish)
+        return self._collective("Iallreduce", part, finish)
 
     def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:

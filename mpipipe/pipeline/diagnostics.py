@@ -139,7 +139,7 @@ def memory_error(what: str, error: Exception) -> StageError | None:
     shortage = arrays.memory_shortage(error)
     if shortage is None:
         return None
-    asked = "an unknown number of" if shortage.asked is None else f"{shortage.asked:,}"
+    asked = "an unknown number of" if shortage.request is None else f"{shortage.request:,}"
     return StageError(
         f"{what} ran out of memory on the GPU",
         found=f"{asked} bytes asked for, {shortage.free:,} bytes free of {shortage.total:,}",

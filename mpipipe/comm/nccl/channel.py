@@ -38,9 +38,9 @@ class Channel:
         )  # its end is `close` or `abort`, not the collector's, which would wait there
         self.stream = arrays.side_stream()
         self.ended = False
-        kept = first(self.communicator, self.stream.ptr)
+        result = first(self.communicator, self.stream.ptr)
         self.stream.synchronize()
-        del kept
+        del result
 
     def put(self, operation: Callable[[Any, int], object], after: Sequence[Event]) -> Event:
         """Put an operation on the stream, after these events; returns the event after it."""

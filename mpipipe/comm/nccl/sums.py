@@ -117,9 +117,9 @@ class NcclSum:
 
 
 def _type_of(part: DeviceArray) -> tuple[int, int]:
-    found = arrays.nccl_type(part.dtype)
-    assert found is not None  # NcclSums.takes was asked
-    return found
+    kind = arrays.nccl_type(part.dtype)
+    assert kind is not None  # NcclSums.takes was asked
+    return kind
 
 
 def _first(size: int, dtype: np.dtype, communicator: Any, stream: int) -> DeviceArray:

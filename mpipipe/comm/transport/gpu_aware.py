@@ -37,11 +37,11 @@ def detect(comm: Communicator, group: RankGroup | None = None) -> GpuAwareness:
     """
     group = group_of(comm) if group is None else group
     what = "asking whether MPI takes device memory"
-    mine = GpuAwareness(False, "the ranks are threads of one process")
+    verdict = GpuAwareness(False, "the ranks are threads of one process")
     with group.raise_together(what):
         if not runtime.in_process(comm):
-            mine = _of_this_rank()
-    return combine(group.gather(what, mine))
+            verdict = _of_this_rank()
+    return combine(group.gather(what, verdict))
 
 
 def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:

@@ -57,7 +57,7 @@ class StagedTransport(DeviceTransport):
             sending.send(buffer, nbytes)
         while self.returned and arrays.is_done(self.returned[0][0]):
             _, receiving, buffer = self.returned.popleft()
-            receiving.held -= 1
+            receiving.in_use -= 1
             self.in_pool.give(buffer)
         return super().progress()
 
@@ -81,7 +81,7 @@ class _Staged(DeviceMessage):
         super().__init__(*message)
         self.bytes = self.array.reshape(-1).view(np.uint8)  # the array as bytes
         self.next = 0  # byte at which the next chunk begins
-        self.held = 0  # buffers in use
+        self.in_use = 0  # buffers in use
         # chunks that have had no buffer yet
         self.untaken = -(-max(1, self.array.nbytes) // self.transport.piece_bytes)
         self.unsent = self.untaken  # chunks on the way out that MPI has not had yet
@@ -94,14 +94,14 @@ class _Staged(DeviceMessage):
         """(buffer, chunk of the array) where there is a buffer for the chunk; else None."""
         size = self.transport.piece_bytes
         buffer = (
-            pool.take(min(size, self.array.nbytes), first=self.held == 0)
-            if self.held < DEPTH
+            pool.take(min(size, self.array.nbytes), first=self.in_use == 0)
+            if self.in_use < DEPTH
             else None
         )
         if buffer is None:
             return None
         chunk = self.bytes[self.next : self.next + size]
-        self.held += 1
+        self.in_use += 1
         self.untaken -= 1
         self.next += size
         return buffer, chunk
@@ -118,7 +118,7 @@ class _Outgoing(_Staged):
         transport = self.transport
         while self.wire and self.wire[0][0].Test():
             transport.out_pool.give(self.wire.popleft()[1])
-            self.held -= 1
+            self.in_use -= 1
         while self.untaken:
             start = self.next
             taken = self._next_chunk(transport.out_pool)
@@ -131,7 +131,7 @@ class _Outgoing(_Staged):
                 if chunk.nbytes:
                     arrays.copy_to_host(buffer[: chunk.nbytes], chunk)
                 transport.copied.append((arrays.record(), self, buffer, chunk.nbytes))
-        self.finished = self.posted and self.held == 0
+        self.finished = self.posted and self.in_use == 0
 
     def send(self, buffer: np.ndarray, nbytes: int) -> None:
         """Hand MPI a chunk that has arrived on the host, in the order of their copies."""

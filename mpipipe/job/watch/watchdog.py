@@ -255,8 +255,7 @@ class Watchdog:
         silent = [rank for rank in question.others if rank not in answers]
         if silent and question.waited < self.window:
             return
-        mine = self._dump(channel)
-        dumps = {dump.rank: dump for dump in (mine, *answers.values())}
+        dumps = {dump.rank: dump for dump in (self._dump(channel), *answers.values())}
         least = min(dump.quiet for dump in dumps.values())
         if least >= self.limit:
             places = {}
@@ -309,11 +308,11 @@ def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) ->
     context.groups_named += 1
     watchdog = context.watchdog
     covered = comm.size == 1 or not isinstance(watchdog, Watchdog) or watchdog.covers(members)
-    mine = np.array([covered, members[comm.rank], context.groups_named], np.int64)
+    row = np.array([covered, members[comm.rank], context.groups_named], np.int64)
     if comm.size == 1:
-        return tuple(mine[1:].tolist())
-    table = np.empty((comm.size, mine.size), np.int64)
-    request = own(comm.Iallgather(mine, table))
+        return tuple(row[1:].tolist())
+    table = np.empty((comm.size, row.size), np.int64)
+    request = own(comm.Iallgather(row, table))
     wait_for_ranks(request, "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
     if isinstance(watchdog, Watchdog) and not table[:, 0].all():
         watchdog.add(open_channel(comm, members))  # type: ignore[arg-type]  # ranks of MPI
