@@ -148,7 +148,7 @@ def test_a_send_that_nobody_receives_is_named(comm, monkeypatch):
     mailbox = Mailbox(Transport())
     mailbox.put(NEVER, [np.ones(1)])
     mailbox.begin_call([], 1)
-    mailbox.put(NEVER._replace(microbatch=4), [np.ones(1), np.ones(1)])
+    mailbox.put(NEVER._replace(unit=4), [np.ones(1), np.ones(1)])
     with pytest.raises(StallError, match="activation of micro-batch 3 over edge 2 to be received by rank 1"):
         mailbox.flush()
 
