@@ -125,7 +125,7 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
 
 def _difference(name: str, values: Mapping[int, set[str]]) -> list[Difference]:
-    """Return what differs in an array, of which ranks have these hashes; [] if nothing does."""
+    """Return what differs in an array between the ranks; [] if nothing does."""
     if len(set().union(*values.values())) == 1:
         return []
     ranks_of = rank_list.by_text((rank, " and ".join(sorted(values[rank]))) for rank in values)
