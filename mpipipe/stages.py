@@ -29,7 +29,7 @@ METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backwar
 class Runner(Protocol):
     """Forward and backward of a stage, for one micro-batch at a time."""
 
-    position: Position  # of the forward to come
+    position: Position  # read by the next forward
 
     def forward(self, x: Any) -> tuple[Any, Any]:
         """Return the output, and what the backward needs."""

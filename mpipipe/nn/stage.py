@@ -150,7 +150,7 @@ class Stage(Differentiable):
             layer.bind(self, name)
         adapted = self.adapted
         shapes = {name: self.parameters[name].shape for name in adapted}
-        halves = self.compute is not self.parameters  # in memory of their own then
+        halves = self.compute is not self.parameters
         sums = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
         for name, layer in adapted.items():
             self.buffers.merged[name] = layer, sums[name]

@@ -39,14 +39,14 @@ class BatchFacts(NamedTuple):
     """
 
     signature: int = 0  # the same for inputs of the same shapes
-    rows: int = 0  # of the inputs, 0 for a list, whose micro-batches may have any shapes
+    rows: int = 0  # rows of the inputs; 0 for a list, whose micro-batches may have any shapes
     microbatches: int = 0
     listed: int = 0  # whether the inputs came as a list of micro-batches
-    target_rows: int = 0  # as `rows`
+    target_rows: int = 0  # the same of the targets
     # Rows of the targets, also in a list; their entries where arrays of one share no axis of rows.
     counted: int = 0
-    entries: int = 0  # of the arrays of all targets
-    mean_over: int = 0  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
+    entries: int = 0  # entries of all targets
+    mean_over: int = 0  # UNSAID, ROWS or ENTRIES: the loss is a mean over them
     uneven: int = 0  # whether rows of one micro-batch have more entries than those of another
     bare: int = 0  # whether a stage does not show its gradients
 
@@ -91,8 +91,10 @@ class BatchReader:
         self.has_loss = loss is not None
         self.rank = rank
         self.over_batch = bool(getattr(loss, "over_batch", False))
-        said = getattr(loss, "mean_over_entries", None)
-        self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
+        over_entries = getattr(loss, "mean_over_entries", None)
+        self.mean_over = UNSAID
+        if over_entries is not None:
+            self.mean_over = ENTRIES if over_entries else ROWS
         self.bare = bare
         self.trains = not schedule.forwards_only
         self.names = names
@@ -217,19 +219,17 @@ class BatchReader:
             facts = [(batch.specs[0].structure, batch.specs[0].leaves)]
             listed = tuple(batch.rows)
         else:
-            trees = [flatten(tree) for tree in (batch if listed else [batch])]
-            facts = [
-                (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-                for leaves, structure in trees
-            ]
+            facts = []
+            for tree in batch if listed else [batch]:
+                leaves, structure = flatten(tree)
+                facts.append((structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
         key = listed, tuple(facts)
         if key not in self.signatures:
             if len(self.signatures) == KEPT_SIGNATURES:
                 self.signatures.clear()
-            named = [
-                (structure, [(shape, kind.name) for shape, kind in leaves])
-                for structure, leaves in facts
-            ]
+            named = []
+            for structure, kinds in facts:
+                named.append((structure, [(shape, kind.name) for shape, kind in kinds]))
             content = repr((key[0], named)).encode("utf-8", "backslashreplace")
             number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
             self.signatures[key] = number % (1 << 62) + 1
@@ -469,14 +469,14 @@ class Call:
 
     name: str
     plan: ActionPlan
-    agreed: BatchFacts  # what all ranks know of the batch
+    agreed: BatchFacts  # facts of the batch that all ranks know
     training: bool  # True if backwards follow
-    inputs: Units  # by unit, on the rank of the first stage
-    targets: Units | None  # by unit, on the rank of the last stage; None if no loss is wanted
+    inputs: Units  # only on the rank of the first stage
+    targets: Units | None  # only on the rank of the last stage; None if no loss is wanted
     wants_outputs: bool
     scale: float  # factor on all gradients
-    positions: list[Position]  # of each unit, for layers that draw or attend to earlier slices
-    marks: list = field(default_factory=list)  # of the clock, two for each action that has run
+    positions: list[Position]  # for layers that draw or attend to earlier slices
+    marks: list = field(default_factory=list)  # two marks of the clock for each action
 
     # From an action to a later one, by (stage, unit), with the lease on received arrays.
     saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)

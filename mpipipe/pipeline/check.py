@@ -106,13 +106,14 @@ def watched(
 ) -> Watched:
     """Take the checksums of arrays, without those that share memory with `without`."""
     others = [array for _, array in arrays.named_leaves(without, "")]
-    leaves = [
-        (leaf, array)
-        for leaf, array in arrays.named_leaves(value, name, grown=False)
-        if not array.dtype.hasobject
-        and not any(arrays.shares_memory(array, other) for other in others)
-    ]
-    return Watched(name, stage, microbatch, leaves, [_checksum(array) for _, array in leaves])
+    leaves = []
+    sums = []
+    for leaf, array in arrays.named_leaves(value, name, grown=False):
+        is_shared = any(arrays.shares_memory(array, other) for other in others)
+        if not array.dtype.hasobject and not is_shared:
+            leaves.append((leaf, array))
+            sums.append(_checksum(array))
+    return Watched(name, stage, microbatch, leaves, sums)
 
 
 def _checksum(array: Array) -> int:
@@ -251,7 +252,7 @@ class Checks:
 class Kept(NamedTuple):
     """What a stage saved, and what must be as it was when it is used."""
 
-    saved: Any  # of the stage
+    saved: Any
     microbatch: int  # its number
     arrays: dict[str, Watched]  # name -> x, dy, saved
 

@@ -17,7 +17,7 @@ from mpipipe import arrays
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.trace import Recorder
 
-MOST_CALLS = 8  # whose marks wait to be read
+MOST_CALLS = 8  # calls whose marks wait to be read
 
 
 class TimedCall(NamedTuple):

@@ -63,11 +63,11 @@ class AgreedRanks(NamedTuple):
 
     pipe: RankGroup  # the ranks of the pipeline
     replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
-    ties: list[dict[str, list[TieSite]]]  # of each rank of the pipe
+    ties: list[dict[str, list[TieSite]]]  # one for each rank of the pipe
     device: str  # "cpu" or "cuda", of all ranks of the pipe
-    stages: list[PipelineStage]  # of this rank
+    stages: list[PipelineStage]  # this rank's
     check: bool  # whether all ranks look at all arrays
-    nccl: NcclChoice = NcclChoice(False, "nothing was agreed on")  # what carries sums, and why
+    nccl: NcclChoice = NcclChoice(False, "nothing was agreed on")  # carrier of sums, and why
 
     @property
     def groups(self) -> list[RankGroup]:
@@ -97,9 +97,8 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
     """Free groups after an error that all their ranks raise; tell the other ranks of any other."""
     for group in groups:
         if group.agreed_on(error):
-            with suppress(
-                PeerError
-            ):  # of a rank that failed elsewhere: this rank may be the one to report `error`
+            # A rank may have failed elsewhere, and this one be the one to report `error`.
+            with suppress(PeerError):
                 group.close()
         else:
             text = f"{error}" if isinstance(error, MpipipeError) else f"{error!r}"
@@ -128,7 +127,8 @@ def _agree(groups: list[RankGroup], arguments: Arguments) -> AgreedRanks:
     try:
         pipe.agree(f"{CALL}: the replicas of all stages", error=error)
     except MpipipeError as caught:
-        if caught.agreed:  # in this pipe, and by the same steps in those of all partners
+        # By the same steps the pipes of all partners agree on it, too.
+        if caught.agreed:
             agreed_by(caught, others)
         raise
     return ranks._replace(replicas=others)
@@ -352,7 +352,8 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
             expected=f"a list of {len(numbers)}: logical stages {', '.join(map(str, numbers))}",
             remedy="pass one stage for each chunk of this rank",
         )
-    placement = getattr(stages, "placement", schedule.placement)  # of mpipipe.cut
+    # Stages that mpipipe.cut has made know their placement.
+    placement = getattr(stages, "placement", schedule.placement)
     if placement != schedule.placement:
         raise ArgumentError(
             "the stages were cut for another schedule",
@@ -498,7 +499,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]
 # -- The construction of a Pipeline on one rank of a large job, without MPI
 
 
-PROMISED_TAG_UB = 32767  # what every MPI offers
+PROMISED_TAG_UB = 32767  # every MPI offers it
 
 
 def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:

@@ -42,7 +42,8 @@ class LayerBuckets:
         self.ready = ready
         count = max(1, sums.BUCKET_BYTES // ready.arrays[0].array.itemsize)
         self.buckets = cut([gradients.pieces for gradients in ready.arrays], count)
-        self.left: deque[Bucket] = deque()  # whose sums have not started
+        # Buckets whose sums have not started.
+        self.left: deque[Bucket] = deque()
 
     def take(self, place: int) -> Iterator[Array]:
         """Take the buckets that are left and complete once the layer at `place` has ended."""
@@ -69,13 +70,13 @@ class GradientSums:
         self.replicas = replicas
         self.nccl = nccl
         self.stages = stages
-        self.underway: list[ReplicaSum] = []  # that this call has started
+        # Sums that this call has started.
+        self.underway: list[ReplicaSum] = []
         self._by_layers: list[LayerBuckets | None] = [None] * len(stages)
         self._postpones = nccl is not None and messages
         self._postponed: list[int] = []  # chunks whose sums start when the last message has ended
-        if (
-            nccl is not None and not messages
-        ):  # by layers as far as all replicas have the same buckets
+        # Sums start by layers as far as all replicas have the same buckets.
+        if nccl is not None and not messages:
             for chunk, stage in enumerate(stages):
                 model = stage.layers
                 ready = None if model is None else gradient_ready(model)

@@ -25,15 +25,9 @@ from mpipipe.pipeline.attached import AttachedStage
 
 logger = logging.getLogger("mpipipe")
 
-METHODS = {
-    "forward",
-    "backward",
-    "backward_input",
-    "backward_weight",
-}  # which a recording does not call again
-MOST_KINDS = (
-    4  # shapes of input of one stage that are recorded; inputs of more shapes run without graphs
-)
+# Methods that a recording does not call again.
+METHODS = {"forward", "backward", "backward_input", "backward_weight"}
+MOST_KINDS = 4  # shapes of input of a stage that are recorded; others run without graphs
 MOST_IN_VAIN = 8  # changes in a row of what was read, after which nothing more is recorded
 Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
@@ -42,7 +36,7 @@ Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 class Slot:
     """Fixed memory for one micro-batch under way."""
 
-    number: int  # among those of its kind
+    number: int  # counted for each kind
     x: Array  # input
     dy: Array | None = None  # gradient of the output, once a backward was recorded
     # action -> (its graph, what the action returns: each launch writes these arrays)
@@ -79,11 +73,13 @@ class Kind:
 class Saved:
     """What the forward of a micro-batch leaves for its backward."""
 
-    saved: Any  # what the stage saved
-    mode: Key = ()  # what the forward depended on besides its input: backwards depend on it, too
-    kind: Kind | None = None  # of the micro-batch; None if graphs are out of the question
-    slot: Slot | None = None  # of the micro-batch; None if its forward ran without a graph
-    pending: Any = None  # what the input gradient left for the weight gradient
+    saved: Any
+    # The forward and its backwards depend on this besides the input.
+    mode: Key = ()
+    kind: Kind | None = None  # None if graphs are out of the question
+    slot: Slot | None = None  # None if the forward ran without a graph
+    # The input gradient leaves this for the weight gradient.
+    pending: Any = None
     pending_by_graph: bool = False  # whether a recorded input gradient writes `pending` each time
 
     def __del__(self) -> None:
@@ -220,7 +216,8 @@ class StageGraphs:
     def _record(self, slot: Slot, key: Key, work: Callable[[], Any]) -> bool:
         """Whether the slot has a graph of an action, which is recorded now if it can be."""
         stage = self.stage
-        if stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
+        # A graph has no places at which layers end.
+        if stage.on_layer_done is not None:
             return False
         if key not in slot.graphs and not self.reason:
             # messages are no part of the work

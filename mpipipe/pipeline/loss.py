@@ -4,8 +4,8 @@ The loss of a step is sum(w v) / sum(w), over all micro-batches of all replicas.
 before the last weight is known. So each one carries a provisional share w c, and the whole is
 divided by their sum at the end:
 
-    last stage   share w0 c   share w1 c   share w2 c | sum s of all shares |
-    all ranks    backward 0   backward 1   backward 2 | ................... | gradients and loss, / s
+    last stage   share w0 c   share w1 c   share w2 c | s: sum of these |
+    all ranks    backward 0   backward 1   backward 2 | ............... | gradients / s, loss / s
 
 c is a power of two, near 1 / sum(w) of the step before, and the same on all ranks: it changes the
 exponents of what is computed, and no bits. With it half-precision gradients keep the range that
@@ -37,7 +37,8 @@ from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import UNSAID, BatchFacts, MessageSpec
 from mpipipe.stages import takes_parameter
 
-Weigh: TypeAlias = Callable[[float | None], float]  # from a weight to the factor that it asks for
+# Gives the factor that a weight asks for.
+Weigh: TypeAlias = Callable[[float | None], float]
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
 
 
@@ -147,7 +148,7 @@ class Loss:
                 and output.dtype.kind == "f"
             ):
                 return gradient
-        if type(output) is list:  # of a loss over the batch
+        if type(output) is list:  # the loss is over the batch
             gradient = gradient if factor else output  # all zeroed
             if not isinstance(gradient, (list, tuple)) or len(gradient) != len(output):
                 raise ArgumentError(
@@ -177,7 +178,7 @@ class Loss:
 
 def _beside(output: Any, target: Any) -> Any:
     """Return a target whose arrays are on the GPU if the output is there."""
-    if isinstance(target, list):  # of a loss over the batch
+    if isinstance(target, list):  # the loss is over the batch
         return [_beside(*pair) for pair in zip(output, target, strict=True)]
     if not any(map(arrays.is_device, flatten(output)[0])):
         return target
@@ -243,7 +244,8 @@ class Weighing:
             None  # whether this rank's loss returns weights; None where none was evaluated yet
         )
         self.agreed: bool | None = None  # the same of all replicas, once all ranks know it
-        self.shares: list[float] = []  # of this rank's micro-batches in the call under way
+        # Shares of this rank's units in the call under way.
+        self.shares: list[float] = []
         self.known = False  # whether a loss without a weight leaves them as they are
         self._facts: BatchFacts | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
@@ -390,7 +392,7 @@ class OwnLosses(NamedTuple):
     `waiting` are on the device, and `download` brings them.
     """
 
-    losses: dict[int, Any]  # by unit
+    losses: dict[int, Any]
     waiting: list[int]
     download: arrays.Download | None
     where: tuple[int, int, str]  # rank, stage, and which step or call, for errors
@@ -468,7 +470,7 @@ class SharedLoss:
         self._table[:-3] = self._by_microbatch(losses)
         mean = 0.0
         for share, loss in zip(self._shares, losses):
-            if share:  # what has no share has no loss either
+            if share:  # without a share there is no loss
                 mean += share * loss
         self._table[-3] = mean
 

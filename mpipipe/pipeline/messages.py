@@ -36,25 +36,27 @@ class StageMessages:
     def __init__(self, mailbox: Mailbox):
         self.mailbox = mailbox
         self.known = False  # whether this call's specs were kept by an earlier one
-        self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
-        self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
-        self.receive_schedules: dict[
-            tuple[int, int], tuple[list[Incoming], int]
-        ] = {}  # by (signature, id of plan)
-        self.plan: ActionPlan | None = None  # of the last call
-        self.signature = 0  # of its inputs
+        # Specs of this call, by (edge, unit), and of earlier ones, by signature of the inputs.
+        self.specs: dict[tuple[int, int], MessageSpec] = {}
+        self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}
+        # By (signature, id of the plan), with the window.
+        self.receive_schedules: dict[tuple[int, int], tuple[list[Incoming], int]] = {}
+        # The plan of the last call, and the signature of its inputs.
+        self.plan: ActionPlan | None = None
+        self.signature = 0
 
     def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
         key = signature, id(plan)
         self.known = signature in self.kept
-        if (
-            not self.known and len(self.kept) == KNOWN_SHAPES
-        ):  # every rank drops them at the same call
+        # Every rank drops them at the same call.
+        if not self.known and len(self.kept) == KNOWN_SHAPES:
             self.kept.clear()
             self.receive_schedules.clear()
             self.mailbox.drop_buffers()
-        self.plan, self.signature, self.specs = plan, signature, self.kept.get(signature, {})
+        self.plan = plan
+        self.signature = signature
+        self.specs = self.kept.get(signature, {})
         if self.known and key not in self.receive_schedules:
             leaves = [
                 self._leaves(self.specs[each.edge, each.unit], each) for each in plan.receives
@@ -165,9 +167,10 @@ class StageMessages:
             else:
                 tree, more = receive(port.message)
                 lease = (*lease, *more)
-            skips[port.name] = (
-                sum_of(skips[port.name], tree) if port.name in skips else tree
-            )  # of several takers
+            # Several takers of one name each give a gradient.
+            if port.name in skips:
+                tree = sum_of(skips[port.name], tree)
+            skips[port.name] = tree
         return Branches(main, **skips), lease
 
     def give(

@@ -53,23 +53,25 @@ class PlannedAction(NamedTuple):
     @property
     def receives(self) -> list[Envelope]:
         """All messages that it needs, in the order in which they are taken."""
-        return [
-            each
-            for each in (self.receive, *(port.message for port in self.takes))
-            if each is not None
-        ]
+        return _messages(self.receive, self.takes)
 
     @property
     def sends(self) -> list[Envelope]:
         """All messages that it makes, in the order in which they are sent."""
-        return [
-            each for each in (self.send, *(port.message for port in self.gives)) if each is not None
-        ]
+        return _messages(self.send, self.gives)
 
     def __str__(self) -> str:
         unit = self.unit
         cell = "{}.{}".format(*unit.place) if isinstance(unit, Unit) else unit
         return f"{self.stage}{self.op}{cell}"
+
+
+def _messages(main: Envelope | None, ports: Sequence[Port]) -> list[Envelope]:
+    messages = [] if main is None else [main]
+    for port in ports:
+        if port.message is not None:
+            messages.append(port.message)
+    return messages
 
 
 class Plans:
@@ -83,7 +85,8 @@ class Plans:
         self.recompute = recompute
         trained = before_backwards(schedule) if recompute else schedule
         self.training = ActionPlan(trained, rank, tags)
-        self._forward: dict[int, ActionPlan] = {}  # by the number of micro-batches
+        # By the number of micro-batches.
+        self._forward: dict[int, ActionPlan] = {}
 
     def forward(self, microbatches: int) -> ActionPlan:
         """Return the plan of a call without backwards."""

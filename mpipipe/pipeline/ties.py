@@ -32,7 +32,7 @@ class TieSite(NamedTuple):
     """One place of a tied parameter, as every rank knows it."""
 
     stage: int
-    inner: int  # which nn.Stage of the stage
+    inner: int  # number of the nn.Stage in the stage
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -122,17 +122,17 @@ class TieNames:
         for key in sorted({key for facts in table for key in facts}):
             places = [(site.stage, index, rank, site) for rank, facts in enumerate(table)
                       for index, site in enumerate(facts.get(key, []))]  # fmt: skip
-            if (
-                len(places) > 1 and not places[0][-1].frozen
-            ):  # what stays as it is has no gradient to share
+            # A frozen parameter has no gradient to share.
+            if len(places) > 1 and not places[0][-1].frozen:
                 self.order[key] = []
                 for *_, rank, site in sorted(places):
                     channel, tag = divmod(count, tags)
                     self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
                     count += 1
-        on_several_ranks = any(
-            len({place.rank for place in places}) > 1 for places in self.order.values()
-        )
+        on_several_ranks = False
+        for of_key in self.order.values():
+            if any(place.rank != of_key[0].rank for place in of_key):
+                on_several_ranks = True
         self.channels = -(-count // tags) if on_several_ranks else 0
 
 

@@ -22,7 +22,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.text import counted
 
-AskedBatch: TypeAlias = Any  # of batch.py
+AskedBatch: TypeAlias = Any  # the class of batch.py
 
 
 def rows_of(tree: Tree, axis: int = 0) -> int:
@@ -105,7 +105,10 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
     leaves, structure = flatten(read_only(batch))
     if structure is None:
         return [leaves[0][at] for at in ranges], counts
-    return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
+    parts = []
+    for at in ranges:
+        parts.append(unflatten([leaf[at] for leaf in leaves], structure))
+    return parts, counts
 
 
 def _counts(batch: Sequence[Tree]) -> list[int]:
@@ -152,10 +155,12 @@ def split_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> lis
                 found=f"shape {leaf.shape}" if arrays.is_array(leaf) else type(leaf).__name__,
                 expected=f"arrays of {counted(edges[-1], what)}{other}",
             )
-    cut = ((*[slice(None)] * axis, slice(*edge)) for edge in pairwise(edges))
-    return [
-        unflatten([None if leaf is None else leaf[at] for leaf in leaves], structure) for at in cut
-    ]
+    parts = []
+    for start, stop in pairwise(edges):
+        at = (*[slice(None)] * axis, slice(start, stop))
+        of_leaves = [None if leaf is None else leaf[at] for leaf in leaves]
+        parts.append(unflatten(of_leaves, structure))
+    return parts
 
 
 def merge(pieces: Sequence[Tree], axis: int = 0) -> Tree:
@@ -204,11 +209,14 @@ class Slicing:
     def cut(self, tree: Tree) -> list[Tree]:
         """Return the slices of a micro-batch, read-only and contiguous."""
         leaves, structure = flatten(tree)
-        edges = pairwise(accumulate(self.lengths_of([leaf.shape for leaf in leaves]), initial=0))
-        parts = (
-            unflatten([leaf[:, start:stop] for leaf in leaves], structure) for start, stop in edges
-        )
-        return [read_only(arrays.in_c_order(part)) for part in parts]
+        lengths = self.lengths_of([leaf.shape for leaf in leaves])
+        parts = []
+        start = 0
+        for length in lengths:
+            part = unflatten([leaf[:, start : start + length] for leaf in leaves], structure)
+            parts.append(read_only(arrays.in_c_order(part)))
+            start += length
+        return parts
 
     def cut_as(self, gradients: list[Tree], units: list[Tree]) -> list[Tree]:
         """Cut gradients of `whole(units)` as the units lie in it."""
@@ -250,9 +258,14 @@ class Slicing:
 
 def shapes_of(batch: list[Tree] | AskedBatch) -> list[list[Shape]]:
     """Return the shapes of the arrays of each micro-batch."""
+    shapes = []
     if isinstance(batch, list):
-        return [[leaf.shape for leaf in flatten(tree)[0]] for tree in batch]
-    return [[shape for shape, _ in spec.leaves] for spec in batch.specs]
+        for tree in batch:
+            shapes.append([leaf.shape for leaf in flatten(tree)[0]])
+    else:
+        for spec in batch.specs:
+            shapes.append([shape for shape, _ in spec.leaves])
+    return shapes
 
 
 class AskedSlices:
@@ -266,7 +279,8 @@ class AskedSlices:
     def __init__(self, batch: AskedBatch, slicing: Slicing) -> None:
         self._batch = batch
         self._slicing = slicing
-        self._left: dict[int, list[Tree]] = {}  # by micro-batch, the next one last
+        # By micro-batch, the next slice last.
+        self._left: dict[int, list[Tree]] = {}
 
     def __getitem__(self, unit: int) -> Tree:
         microbatch, number = divmod(unit, self._slicing.count)

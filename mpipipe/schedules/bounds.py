@@ -116,10 +116,10 @@ def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> li
     first = _trained_from(schedule)
     trained = [stage >= first for stage in range(count)]
     forward = [share * time for time in costs.per_stage("forward", count)]
-    input_grad, weight_grad = (
-        [share * time * backward for time, backward in zip(costs.per_stage(name, count), trained)]
-        for name in ("input_grad", "weight_grad")
-    )
+    per_stage = zip(costs.per_stage("input_grad", count), trained)
+    input_grad = [share * time * has_backward for time, has_backward in per_stage]
+    per_stage = zip(costs.per_stage("weight_grad", count), trained)
+    weight_grad = [share * time * has_backward for time, has_backward in per_stage]
     hop = hops(schedule.placement, costs.per_stage("transfer", count))
     forward_begins = [0.0]
     input_follow = [weight_grad[0]]

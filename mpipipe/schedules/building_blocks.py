@@ -165,10 +165,11 @@ def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]
     """List the shortest blocks that have no two actions of a rank on the same cell of the six."""
 
     def is_free(block: BuildingBlock) -> bool:
-        return all(
-            len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4
-            for rank in range(ranks)
-        )
+        for rank in range(ranks):
+            cells = {cell % PERIOD for cell, _ in _cells(ranks, rank, block)}
+            if len(cells) < 4:
+                return False
+        return True
 
     cells = range(1, PERIOD + 1)
     every = (

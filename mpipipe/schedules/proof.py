@@ -408,11 +408,14 @@ def grid(
         return f">{text}<" if (rank, slot) in marked else f" {text} "
 
     head = ["slot ", *(f" {slot} " for slot in slots)]
-    table = [head] + [[f"rank {rank} ", *(cell(rank, slot) for slot in slots)] for rank in ranks]
+    table = [head]
+    for rank in ranks:
+        table.append([f"rank {rank} ", *(cell(rank, slot) for slot in slots)])
     widths = [max(map(len, column)) for column in zip(*table)]
-    lines = [
-        "".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table
-    ]
+    lines = []
+    for row in table:
+        padded = [text.ljust(width) for text, width in zip(row, widths)]
+        lines.append("".join(padded).rstrip())
     if len(ranks) < schedule.ranks or len(slots) < longest:
         lines.append(
             f"(shown: {len(ranks)} of {counted(schedule.ranks, 'rank')}, {len(slots)} of "

@@ -80,19 +80,18 @@ def with_recompute(
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     plain = schedule
     if schedule.recomputed:
-        orders = tuple(
-            tuple(action for action in order if action.op != RECOMPUTE) for order in schedule.orders
-        )
-        plain = replace(schedule, orders=orders)
+        orders = []
+        for order in schedule.orders:
+            orders.append(tuple(action for action in order if action.op != RECOMPUTE))
+        plain = replace(schedule, orders=tuple(orders))
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
     least = [max(held(order, whole, kept, schedule.trained_from)) for order in everything.orders]
     if memory_limit is None:
-        more = [
-            max(whole[stage] for stage in schedule.stages_of(rank))
-            for rank in range(schedule.ranks)
-        ]
+        more = []
+        for rank in range(schedule.ranks):
+            more.append(max(whole[stage] for stage in schedule.stages_of(rank)))
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
         return hidden_in_waits(everything, costs, limits, whole, kept)[0]
     limit = memory_limit * (1 + ROUNDING)

@@ -16,7 +16,8 @@ from mpipipe.schedules.action import (
     Action,
 )
 
-NUMBER = {op: number for number, op in enumerate(OPS)}  # what stands for an op in a packed order
+# A packed order has these numbers in place of ops.
+NUMBER = {op: number for number, op in enumerate(OPS)}
 F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
 OP_WIDTH = 3
 OP_BITS = 7
@@ -46,21 +47,16 @@ def replay(
         else [1.0]
     )
     width = microbatches // len(each)
-    times = [durations[op] for op in OPS]
+    times: list[Sequence[float]] = [durations[op] for op in OPS]
     if len(each) > 1:
-        times = [[time * share for time in of_op for share in each] for of_op in times]
+        sliced: list[Sequence[float]] = []
+        for of_op in times:
+            sliced.append([time * share for time in of_op for share in each])
+        times = sliced
     forward, backward, input_grad, weight_grad, recompute = times
-    (
-        before_forward,
-        before_backward,
-    ) = (  # how far the index is that of the awaited action; 0 if it waits for none
-        [
-            (awaited - stage) * microbatches if awaited >= 0 else 0
-            for stage, awaited in listed
-            for _ in each
-        ]
-        for listed in (enumerate(sources(op, stages)) for op in (FORWARD, BACKWARD))
-    )
+    # How far away the index of the awaited action is; 0 if an action waits for none.
+    before_forward = _distances(FORWARD, stages, microbatches, len(each))
+    before_backward = _distances(BACKWARD, stages, microbatches, len(each))
     hop = [time for time in hops(placement, transfer) for _ in each]
     hop_back = [*hop[len(each) :], *[0.0 for _ in each]]
     # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not
@@ -69,9 +65,8 @@ def replay(
     backward_done = array("d", forward_done)
     starts = [array("d") for _ in orders]
     ends = [0.0] * len(orders)
-    sleepers: dict[
-        int, int
-    ] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
+    # The rank that waits for an action: an F by its index, a B or I by ~index.
+    sleepers: dict[int, int] = {}
     ready = list(range(len(orders)))
     while ready:
         rank = ready.pop()
@@ -119,6 +114,15 @@ def replay(
             began.append(start)
         ends[rank] = now
     return starts, ends, (forward_done, backward_done)
+
+
+def _distances(op: str, stages: int, microbatches: int, copies: int) -> list[int]:
+    """Return for each stage how far away the index of the action is that an op waits for."""
+    distances = []
+    for stage, awaited in enumerate(sources(op, stages)):
+        distance = (awaited - stage) * microbatches if awaited >= 0 else 0
+        distances += [distance] * copies
+    return distances
 
 
 def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[int]]) -> list[int]:

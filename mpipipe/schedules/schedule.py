@@ -171,12 +171,12 @@ class Schedule:
                 remedy="build a schedule with more micro-batches",
             )
         units = count * self.slices
-        orders = tuple(
-            tuple(action for action in order if action.op == FORWARD and action.microbatch < units)
-            for order in self.orders
-        )
+        orders = []
+        for order in self.orders:
+            forwards = [action for action in order if action.op == FORWARD]
+            orders.append(tuple(action for action in forwards if action.microbatch < units))
         return Schedule(
-            "forward", self.placement, count, orders, skips=self.skips, slices=self.slices
+            "forward", self.placement, count, tuple(orders), skips=self.skips, slices=self.slices
         )
 
     def to_csv(self) -> str:

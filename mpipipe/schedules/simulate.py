@@ -175,13 +175,13 @@ class Timeline:
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank a tuple of (action, start, end)."""
-        return tuple(
-            tuple(
-                (action, start, start + self.duration(action))
-                for action, start in zip(order, began)
-            )
-            for order, began in zip(self.schedule.orders, self.starts)
-        )
+        spans = []
+        for order, starts in zip(self.schedule.orders, self.starts):
+            of_rank = []
+            for action, start in zip(order, starts):
+                of_rank.append((action, start, start + self.duration(action)))
+            spans.append(tuple(of_rank))
+        return tuple(spans)
 
     def duration(self, action: Action) -> float:
         """Return how long an action takes."""
@@ -240,9 +240,10 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
 def bubbles(ranks: int, makespan: float, busy: float) -> tuple[float, float]:
     """Return idle time over all time, and over busy time."""
     idle = max(0.0, ranks * makespan - busy)
-    return idle / (
-        ranks * makespan
-    ) if makespan else 0.0, idle / busy if busy else math.inf if idle else 0.0
+    if not makespan:
+        return 0.0, 0.0
+    in_busy = idle / busy if busy else math.inf
+    return idle / (ranks * makespan), in_busy
 
 
 def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
@@ -330,13 +331,12 @@ def peak_memory(
     trained_from = schedule.trained_from
     shares = shares_of_mean(slices, n, "lengths")
     if slices is not None:  # each slice of a stage counts as a stage
-        orders = tuple(
-            tuple(Action(stage * n + unit % n, op, unit) for stage, op, unit in order)
-            for order in orders
-        )
-        whole, kept = (
-            [size * share for size in sizes for share in shares] for sizes in (whole, kept)
-        )
+        of_slices = []
+        for order in orders:
+            of_slices.append(tuple(Action(a.stage * n + a.microbatch % n, *a[1:]) for a in order))
+        orders = tuple(of_slices)
+        whole = [size * share for size in whole for share in shares]
+        kept = [size * share for size in kept for share in shares]
         trained_from *= n
     return [max(held(order, whole, kept, trained_from)) for order in orders]
 

@@ -154,10 +154,10 @@ def zero_bubble_v(
     if are_alike(costs, by_hand.stages):
         return in_slices(by_hand, slices)
     times = StageTimes(by_hand.placement, by_hand.units, costs)
-    queues = [
-        [[3 * stage + OPS.index(op) for stage, op, _ in order if op != WEIGHT_GRAD]]
-        for order in by_hand.orders
-    ]
+    queues = []
+    for order in by_hand.orders:
+        without_weights = [action for action in order if action.op != WEIGHT_GRAD]
+        queues.append([[3 * stage + OPS.index(op) for stage, op, _ in without_weights]])
     timeline = simulate(by_hand, costs)
     spans = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends))
     best = by_hand
@@ -334,7 +334,7 @@ def fill_idle_with_weight_grads(
     holds = (1.0, kept - 1, -kept)  # activations more from the begin of F, I and W
     seconds = times.seconds
     waits_for = times.waits_for
-    rests = [[deque(queue) for queue in of_rank] for of_rank in queues]
+    rests = [list(map(deque, of_rank)) for of_rank in queues]
     left = [sum(map(len, of_rank)) for of_rank in queues]
     orders: list[list[int]] = [[] for _ in queues]
     ends: list[list[float]] = [[] for _ in seconds]
@@ -398,5 +398,8 @@ def fill_idle_with_weight_grads(
     if any(left):
         return None
     last = [ends[order[-1]][-1] for order in orders]
-    peaks = [max(accumulate(1 - task % 3 for task in order)) for order in orders]
+    peaks = []
+    for order in orders:
+        changes = [1 - task % 3 for task in order]
+        peaks.append(max(accumulate(changes)))
     return Filled((max(map(sub, last, begins)), max(last), sum(peaks)), orders)
