@@ -189,7 +189,7 @@ def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], li
         for name, array in (*inner.parameters.items(), *inner.state.items()):
             frozen = " frozen" if name in inner.frozen else ""
             named.append((f"{name} {inner.dtype}{frozen}", array))
-        flats += [inner.parameters.flat, inner.buffers.held.flat]
+        flats += [inner.parameters.flat, inner.buffers.frozen.flat]
     if isinstance(stage, UserStage) and not stage.inner_stages:
         named = [("", flat) for flat in gradient_arrays(stage)]
         for name, array in stage.own_arrays().items():

@@ -113,7 +113,7 @@ def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
 def checked_dtype(name: str | np.dtype) -> np.dtype:
     """Return the dtype of a name; raise ArgumentError unless a stage can compute in it."""
     kind = arrays.dtype(name)
-    names = [each.name for each in arrays.COMPUTE_DTYPES]
+    names = [dtype.name for dtype in arrays.COMPUTE_DTYPES]
     if kind.name not in names:
         raise ArgumentError(
             "a stage cannot compute in this dtype",

@@ -189,13 +189,11 @@ def _check_shapes(
     message: str, output: Array, target: Array, shape: Shape | None, remedy: str | None = None
 ) -> None:
     if shape != target.shape or not output.size:
-        expected = (
-            "equal shapes, not empty"
-            if shape == output.shape
-            else f"a target of shape {shape}, not empty"
-        )
-        found = f"output {output.shape}, target {target.shape}"
-        raise ArgumentError(message, found=found, expected=expected, remedy=remedy)
+        expected = "equal shapes, not empty"
+        if shape != output.shape:
+            expected = f"a target of shape {shape}, not empty"
+        shapes = f"output {output.shape}, target {target.shape}"
+        raise ArgumentError(message, found=shapes, expected=expected, remedy=remedy)
 
 
 def _check_side(output: Array, target: Array) -> None:

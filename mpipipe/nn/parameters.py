@@ -315,7 +315,7 @@ def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
 
 # -- Frozen parameters, and the buffers in which they lie: apart, so that `flat` is what is trained
 #
-#     parameters   | trained ...        |   held   | frozen ... |
+#     parameters   | trained ...        |   frozen   | frozen ... |
 #     gradients    | of the trained ... |
 
 
@@ -355,7 +355,7 @@ def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
 
 @dataclass
 class StageBuffers:
-    """The arrays of a stage: flat ones of what is trained, and `held` for frozen parameters.
+    """The arrays of a stage: flat ones of what is trained, and `frozen` for frozen parameters.
 
     `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged`
     are the layers with adapters, by the name of a matrix, and its sum with them. With
@@ -370,8 +370,8 @@ class StageBuffers:
     parameters: FlatBuffer
     gradients: FlatBuffer
     compute: FlatBuffer
-    held: FlatBuffer
-    held_compute: FlatBuffer
+    frozen: FlatBuffer
+    frozen_compute: FlatBuffer
     decay_ranges: list[tuple[int, int, bool]]
     merged: dict[str, tuple[Any, Array]] = field(default_factory=dict)
     optimizer_writes: bool = False
@@ -384,7 +384,7 @@ class StageBuffers:
     def of(
         cls,
         declared: Mapping[str, Parameter],
-        frozen: Collection[str],
+        frozen_names: Collection[str],
         dtype: np.dtype,
         device: str,
         seed: int,
@@ -395,29 +395,29 @@ class StageBuffers:
         trained: dict[str, Parameter] = {}
         rest: dict[str, Parameter] = {}
         for name, parameter in declared.items():
-            (rest if name in frozen else trained)[name] = parameter
+            (rest if name in frozen_names else trained)[name] = parameter
         shapes = shapes_of(trained)
         layout: Any = {"narrowest": dtype, "order": memory_order(trained)}
         parameters = drawn(trained, wide, device, seed, layout)
         gradients = FlatBuffer(shapes, wide, device, **layout)
-        held = drawn(rest, wide, device, seed, {"narrowest": dtype})
+        frozen = drawn(rest, wide, device, seed, {"narrowest": dtype})
         compute = parameters
-        held_compute = held
+        frozen_compute = frozen
         if wide != dtype:
             compute = FlatBuffer(shapes, dtype, device, **layout)
-            held_compute = FlatBuffer(shapes_of(rest), dtype, device)
-            _show(compute, held_compute, declared)
+            frozen_compute = FlatBuffer(shapes_of(rest), dtype, device)
+            _show(compute, frozen_compute, declared)
         decays = {name: parameter.decay for name, parameter in trained.items()}
         ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
-        _show(parameters, held, declared)
-        return cls(parameters, gradients, compute, held, held_compute, ranges)
+        _show(parameters, frozen, declared)
+        return cls(parameters, gradients, compute, frozen, frozen_compute, ranges)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        buffers = [*self._trained, self.held]
-        if self.held_compute is not self.held:
-            buffers.append(self.held_compute)
+        buffers = [*self._trained, self.frozen]
+        if self.frozen_compute is not self.frozen:
+            buffers.append(self.frozen_compute)
         return sum(buffer.whole.nbytes for buffer in buffers)
 
     @property

@@ -180,7 +180,7 @@ class Stage(Differentiable):
     @property
     def frozen(self) -> set[str]:
         """Names of the parameters that stay as they are."""
-        return set(self.buffers.held)
+        return set(self.buffers.frozen)
 
     @property
     def ties(self) -> dict[str, list[str]]:
@@ -287,8 +287,8 @@ class Stage(Differentiable):
 
         Call it after you wrote parameters yourself.
         """
-        held = self.buffers.held, self.buffers.held_compute
-        for wide, compute in ((self.parameters, self.compute), held):
+        frozen = self.buffers.frozen, self.buffers.frozen_compute
+        for wide, compute in ((self.parameters, self.compute), frozen):
             if compute is not wide and not wide.is_divided and wide.flat.size:
                 self.kernels.copy(wide.flat, compute.flat)
         merge(self, self.buffers.merged, anew=True)
@@ -469,7 +469,7 @@ class Stage(Differentiable):
     @property
     def gives(self) -> tuple[str, ...]:
         """The names that its layers give."""
-        return () if self.names is None else self.names.given
+        return () if self.names is None else self.names.named
 
     def hand_on(self, names: Sequence[str]) -> None:
         """Hand these names on to later stages, and no other; a pipeline says so.
@@ -510,7 +510,7 @@ class Stage(Differentiable):
 
         It is not to be written to any more.
         """
-        if self.names is None or name not in self.names.given:
+        if self.names is None or name not in self.names.named:
             raise ArgumentError(f"a layer gives the name {name!r} without having it in `gives`")
         self.position.values[name] = tree  # type: ignore[attr-defined]  # of a chain with names
 
@@ -520,7 +520,7 @@ class Stage(Differentiable):
         The gradient is shaped as what was taken, with None in place of an array of integers.
         """
         assert self.names is not None  # since the layer took something
-        gradients = self.names.gradients_for(name, (*self.names.takes, *self.names.given), "takes")
+        gradients = self.names.gradients_for(name, (*self.names.takes, *self.names.named), "takes")
         gradients[name] = sum_of(gradients.get(name), gradient)
 
     def gradient_of(self, name: str) -> Tree:
@@ -529,7 +529,7 @@ class Stage(Differentiable):
         It is the sum of what all takers have added; None where none has.
         """
         assert self.names is not None  # since the layer gave something
-        return self.names.gradients_for(name, self.names.given, "gives").pop(name, None)
+        return self.names.gradients_for(name, self.names.named, "gives").pop(name, None)
 
     # -- forward and backward
 

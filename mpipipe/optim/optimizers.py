@@ -61,7 +61,7 @@ class FlatOptimizer:
     def _share(self, number: int) -> tuple[int, int]:
         """The range of the flat parameters of a stage that is updated here."""
         if self._shards is not None:
-            return self._shards.own(number)
+            return self._shards.share_of(number)
         return (0, self._updated[number].gradients.flat.size)
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:

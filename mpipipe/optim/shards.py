@@ -82,7 +82,7 @@ class Shards:
             self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
         self._divide()
 
-    def own(self, number: int) -> Range:
+    def share_of(self, number: int) -> Range:
         """Return this replica's share of the stage of this number."""
         return self.ranges[number][self.group.rank]
 
@@ -188,7 +188,7 @@ class Shards:
                 announce_write(stage)  # a save may read them
                 _model(stage).optimizer_writes_compute()
                 stage.sync_compute()
-                share = arrays.copy(originals.flat[slice(*self.own(number))])
+                share = arrays.copy(originals.flat[slice(*self.share_of(number))])
                 self.originals[number] = share
                 shards = {}
                 for name, start in originals.offsets.items():
@@ -204,7 +204,7 @@ class Shards:
             for number, share in enumerate(self.originals):
                 if share is not None:
                     whole = wholes[number] = arrays.empty_like(self.stages[number].gradients.flat)
-                    arrays.copy_into(whole[slice(*self.own(number))], share)
+                    arrays.copy_into(whole[slice(*self.share_of(number))], share)
                     self._gather(whole, self.ranges[number])
         for number, whole in wholes.items():
             unite_buffer(_model(self.stages[number]).parameters, whole)
@@ -225,7 +225,7 @@ class Shards:
                 (min(max(low - start, 0), like.size), min(max(high - start, 0), like.size))
             )
         first, last = parts[self.group.rank]
-        begin = start - self.own(number)[0]
+        begin = start - self.share_of(number)[0]
         part = state[begin + first : begin + last] if first < last else state[:0]
         return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
 

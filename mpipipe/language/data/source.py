@@ -86,8 +86,8 @@ class Source:
         """
         parts: list[Array] = []
         content = blake2b(digest_size=16)
-        for name, given in (("train", train), ("validation", validation)):
-            tokens = Array(given)
+        for name, ids in (("train", train), ("validation", validation)):
+            tokens = Array(ids)
             outside = np.flatnonzero((tokens.array < 0) | (tokens.array >= vocab))
             if outside.size:
                 raise out_of_range(

@@ -315,13 +315,13 @@ def _open_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> FileIntegers:
 
 
 def _damaged(
-    path: Path, found: str, expected: str, what: str = "a file of tokens is damaged"
+    path: Path, problem: str, expected: str, what: str = "a file of tokens is damaged"
 ) -> DataError:
-    return DataError(what, found=f"{found}, {path}", expected=expected, remedy=REMEDY)
+    return DataError(what, found=f"{problem}, {path}", expected=expected, remedy=REMEDY)
 
 
-def _bad_index(path: Path, found: str, expected: str) -> DataError:
-    return _damaged(path, found, expected, "an index of tokens is damaged")
+def _bad_index(path: Path, problem: str, expected: str) -> DataError:
+    return _damaged(path, problem, expected, "an index of tokens is damaged")
 
 
 # -- Megatron's pair of .bin and .idx --------------------------------------------------------------

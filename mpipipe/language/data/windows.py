@@ -66,9 +66,9 @@ def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
     rows = []
     for start in starts:
         marks = np.zeros(seq_len, np.int32)
-        found = text.starts(start + 1, start + seq_len)
-        if found is not None:
-            marks[np.asarray(found) - start] = 1
+        documents = text.starts(start + 1, start + seq_len)
+        if documents is not None:
+            marks[np.asarray(documents) - start] = 1
         rows.append(np.cumsum(marks, dtype=np.int32))
     return np.stack(rows)
 

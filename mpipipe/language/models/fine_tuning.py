@@ -135,12 +135,12 @@ def find_pretrained(
         defaults = {entry.name: entry.default for entry in fields(config)}
         for name in FROM_FOLDER:
             value = getattr(config, name)
-            there = getattr(model, name)
-            if value not in (defaults[name], there):
+            size = getattr(model, name)
+            if value not in (defaults[name], size):
                 raise ConfigError(
                     f"{name} contradicts the model to begin from",
                     found=f"{name} = {value}",
-                    expected=f"{there}, as in {folder.path}",
+                    expected=f"{size}, as in {folder.path}",
                     remedy=f"leave out {name}: the architecture comes from the folder",
                 )
         sizes = {name: getattr(model, name) for name in FROM_FOLDER}

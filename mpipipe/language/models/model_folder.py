@@ -87,13 +87,13 @@ class ModelFolder(ABC):
 
     def with_slices(self, count: int) -> ModelFolder:
         """Return the folder of the model with its head in `count` slices, or raise ConfigError."""
-        there = self.model.head_slices
-        if there != count:
+        slices = self.model.head_slices
+        if slices != count:
             raise ConfigError(
                 "the weights to begin with have their head in other slices",
-                found=f"head_slices = {there} in {self.path}",
+                found=f"head_slices = {slices} in {self.path}",
                 expected=f"{count}, as the configuration has it",
-                remedy=f"give head_slices = {there}, or `mpipipe convert` them into a folder of "
+                remedy=f"give head_slices = {slices}, or `mpipipe convert` them into a folder of "
                 "Hugging Face",
             )
         return self

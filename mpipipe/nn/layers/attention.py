@@ -152,9 +152,9 @@ class SelfAttention(Layer):
     def projections(self) -> dict[str, Projection]:
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
-        found = stacked_projections("qkv", {"q_proj": queries, "k_proj": keys, "v_proj": keys})
+        three = stacked_projections("qkv", {"q_proj": queries, "k_proj": keys, "v_proj": keys})
         out = Projection("out", 0, self.dim)
-        return {**found, "o_proj": out, "c_attn": Projection("qkv", 0, self._width), "c_proj": out}
+        return {**three, "o_proj": out, "c_attn": Projection("qkv", 0, self._width), "c_proj": out}
 
     def bound(self) -> None:
         self._attend = as_attend(self.attend).for_layer()

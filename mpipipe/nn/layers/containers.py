@@ -46,8 +46,8 @@ class Sequential(Layer):
         for place, layer in enumerate(self.layers):
             if place and poll is not None:
                 poll()
-            x, kept = layer.forward(x)
-            saved.append(kept if place >= lowest else None)
+            x, of_layer = layer.forward(x)
+            saved.append(of_layer if place >= lowest else None)
         return x, saved
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:

@@ -204,7 +204,7 @@ class HeadSlice(Layer):
         after = [arrays.empty(sums.shape, kind, stage.device) for sums in before]
         logits_nbytes = len(flat) * self.vocab * flat.dtype.itemsize
         keeps = stage.position.training and logits_nbytes <= KEPT_BYTES[stage.device]
-        kept: list[Array] = []
+        logits_of_tiles: list[Array] = []
         columns = (self.first, self.vocab)
         for at in tiles(stage, len(flat), self._tile):
             logits = stage.kernels.linear(flat[at], self.weight)
@@ -212,9 +212,9 @@ class HeadSlice(Layer):
             new = [sums[at] for sums in after]
             stage.kernels.running_lse(logits, ids[at], columns, old, new)
             if keeps:
-                kept.append(logits)
+                logits_of_tiles.append(logits)
             del logits
-        saved = h.shape, flat, ids, before[0], after[0], kept
+        saved = h.shape, flat, ids, before[0], after[0], logits_of_tiles
         lse, t = after
         if self.last:
             losses = stage.kernels.add(lse, stage.kernels.scale(t, -1.0))
@@ -225,7 +225,7 @@ class HeadSlice(Layer):
         """Compute the gradient of the input, add to that of the weight, or both."""
         if not self.takes:
             return self._back_from_logits(dy, saved, of_input, of_weight)
-        shape, flat, ids, before, lse, kept = saved
+        shape, flat, ids, before, lse, logits_of_tiles = saved
         kernels = self.stage.kernels
         device = self.stage.device
         if self.last:
@@ -234,8 +234,8 @@ class HeadSlice(Layer):
         slopes = [slope.reshape(-1) for slope in dy[1:]]
         dx = arrays.empty(flat.shape, flat.dtype, device) if of_input else None
         for number, at in enumerate(tiles(self.stage, len(flat), self._tile)):
-            if kept:
-                logits = kept[number]
+            if logits_of_tiles:
+                logits = logits_of_tiles[number]
                 dlogits = arrays.empty_like(logits)
             else:
                 logits = kernels.linear(flat[at], self.weight)

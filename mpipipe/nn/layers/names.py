@@ -49,16 +49,16 @@ def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...],
     for place, layer in enumerate(layers):
         meetings += [(place, name, gives) for name, gives in names_within(layer)]
     outside = []
-    given_here = []
+    named = []
     unclaimed = []
     for name, (giver, takers) in ends_of_names(meetings).items():
         if giver is None:
             outside.append(name)
             continue
-        given_here.append(name)
+        named.append(name)
         if not takers:
             unclaimed.append(name)
-    return tuple(outside), tuple(given_here), tuple(unclaimed)
+    return tuple(outside), tuple(named), tuple(unclaimed)
 
 
 def ends_of_names(
@@ -129,16 +129,16 @@ def check_links(
     The first stage takes its names from the inputs, and hands on others that are there.
     """
     taken: set[str] = set()
-    given_here: set[str] = set()
+    named: set[str] = set()
     missing: set[str] = set()
     if chain is not None:
         taken.update(chain.takes)
-        given_here.update(chain.given)
+        named.update(chain.named)
         missing = set(chain.unclaimed) - set(gives)
     unknown = set(takes) - taken
     if number:
         missing |= taken - set(takes)
-        unknown |= set(gives) - given_here
+        unknown |= set(gives) - named
     if missing or unknown:
         words = [f"no skip {name}" for name in sorted(missing)]
         words += [f"skip {name}" for name in sorted(unknown)]
@@ -178,7 +178,7 @@ class NamedChain(Sequential):
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__(layers)
-        self.takes, self.given, self.unclaimed = names_of(layers)
+        self.takes, self.named, self.unclaimed = names_of(layers)
         self.comes_in = self.takes
         self.goes_out = self.unclaimed
         self.gradients: dict[str, Tree] | None = None  # of the backward under way
@@ -186,7 +186,7 @@ class NamedChain(Sequential):
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
         self.goes_out = tuple(names)
-        known = (*self.given, *self.takes)
+        known = (*self.named, *self.takes)
         self.comes_in = (*self.takes, *(name for name in names if name not in known))
 
     def forward(self, x: Any) -> tuple[Any, Any]:

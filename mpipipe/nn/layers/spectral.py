@@ -50,8 +50,8 @@ class SpectralConv(Layer):
         self.inputs = inputs
         self.outputs = outputs
         self.modes = modes
-        self.kept = (*(2 * count for count in modes[:-1]), modes[-1])
-        shape = (*self.kept, inputs, outputs, 2)
+        self.frequencies = (*(2 * count for count in modes[:-1]), modes[-1])
+        shape = (*self.frequencies, inputs, outputs, 2)
         self.declared = {"weight": normal(shape, gain * (2 * inputs) ** -0.5)}
         self._matrices: dict[Any, Any] = {}
 
@@ -66,8 +66,8 @@ class SpectralConv(Layer):
         check_field(self, x, len(self.modes), self.inputs)
         space = x.shape[1:-1]
         kernels = self.stage.kernels
-        there, back = self._transforms(space, x.dtype)
-        low = self._apply(arrays.cast(x, there[0].dtype), space, there, range(len(space))[::-1])
+        to_low, back = self._transforms(space, x.dtype)
+        low = self._apply(arrays.cast(x, to_low[0].dtype), space, to_low, range(len(space))[::-1])
         low = low.reshape(2 * len(x), -1, self.inputs).swapaxes(0, 1)
         products = arrays.empty((*low.shape[:2], 2 * self.outputs), low.dtype, self.stage.device)
         kernels.products(low, self._weight(low.dtype), products)
@@ -79,7 +79,7 @@ class SpectralConv(Layer):
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         low, space = saved
         kernels, (frequencies, rows, _) = self.stage.kernels, low.shape
-        there, back = self._transforms(space, dy.dtype)
+        to_low, back = self._transforms(space, dy.dtype)
         ready = self._apply(
             arrays.cast(dy, low.dtype), space, back, range(len(space))[::-1], transpose=True
         )
@@ -96,7 +96,7 @@ class SpectralConv(Layer):
         dx = self._apply(
             turned.reshape(len(dy), -1, self.inputs),
             space,
-            there,
+            to_low,
             range(len(space)),
             transpose=True,
         )
@@ -136,7 +136,7 @@ class SpectralConv(Layer):
         if (space, kind) not in self._matrices:
             if any(
                 points < count
-                for points, count in zip((*space[:-1], space[-1] // 2 + 1), self.kept)
+                for points, count in zip((*space[:-1], space[-1] // 2 + 1), self.frequencies)
             ):
                 raise ArgumentError(
                     f"layer {self.name} (SpectralConv): an axis has too few points for its "
@@ -166,14 +166,14 @@ def _transform(points: int, modes: int, first: bool, last: bool) -> tuple[np.nda
     cos = np.cos(angle)
     sin = np.sin(angle)
     if last:
-        there = np.concatenate([cos, -sin])
+        to_low = np.concatenate([cos, -sin])
         weight = np.where((frequencies == 0) | (2 * frequencies == points), 1, 2)[:, None] / points
         of_re = (weight * cos).T
         of_im = (-weight * sin).T
     else:
-        there = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(
+        to_low = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(
             2 * len(cos), -1
         )
         of_re = np.stack([cos, sin], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
         of_im = np.stack([-sin, cos], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
-    return there, np.concatenate([of_re, of_im, of_im, -of_re] if first else [of_re, of_im], 1)
+    return to_low, np.concatenate([of_re, of_im, of_im, -of_re] if first else [of_re, of_im], 1)

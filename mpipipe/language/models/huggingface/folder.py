@@ -91,18 +91,18 @@ def _stored(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).exists():
         with opened(folder / SINGLE) as file:
             return dict.fromkeys(file.arrays, SINGLE)
-    found = f"neither {SINGLE} nor {INDEX} in {folder}"
+    problem = f"neither {SINGLE} nor {INDEX} in {folder}"
     remedy = COPY_AGAIN
     pickled = [name for name in PICKLES if (folder / name).exists()]
     if pickled:
-        found = f"{', '.join(pickled)} in {folder}: pickled objects, which run code when read"
+        problem = f"{', '.join(pickled)} in {folder}: pickled objects, which run code when read"
         remedy = (
             "let the library that wrote it save it again as safetensors: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise ArgumentError(
         "the model folder has no tensors that can be read",
-        found=found,
+        found=problem,
         expected=f"{SINGLE}, or {INDEX} with its files",
         remedy=remedy,
     )

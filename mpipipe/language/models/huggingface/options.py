@@ -25,14 +25,14 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object; raise ConfigError, which names the file, where there is none."""
     try:
         with files.reading(f"{path.name} of a model folder", path, ConfigError, remedy=remedy):
-            found = json.loads(files.read_text(path, MOST_BYTES))
+            content = json.loads(files.read_text(path, MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path.name} of a model folder is no JSON: {error}"[:300], found=str(path)
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path.name} of a model folder is no JSON object", found=str(path))
-    return found
+    return content
 
 
 class Options:
@@ -52,10 +52,10 @@ class Options:
     ) -> ConfigError:
         """Make the error for an option."""
         name = f"{self.inside}.{key}" if self.inside else key
-        found = f"{name} = {self.values[key]!r:.120}" if key in self.values else f"no {name}"
+        text = f"{name} = {self.values[key]!r:.120}" if key in self.values else f"no {name}"
         return ConfigError(
             f"the option {name} of a model folder {message}",
-            found=f"{found} in {self.path}",
+            found=f"{text} in {self.path}",
             expected=expected,
             remedy=REMEDY,
         )

@@ -52,8 +52,8 @@ def accumulate(grad: DeviceArray, part: DeviceArray) -> None:
 def scale(x: DeviceArray, factor: float, out: DeviceArray | None = None) -> DeviceArray:
     """Return x * factor, in `out` where it is given."""
     y = arrays.empty_like(x) if out is None else out
-    own = arrays.as_reals(x)
-    _elements((own, arrays.as_reals(y)), (), ("scale",), (scalar_type(own.dtype)(factor),))
+    reals = arrays.as_reals(x)
+    _elements((reals, arrays.as_reals(y)), (), ("scale",), (scalar_type(reals.dtype)(factor),))
     return y
 
 
@@ -133,9 +133,9 @@ def dropout_backward(dy: DeviceArray, keep: DeviceArray, factor: float) -> Devic
 # -- What the functions on a GPU ask of their arrays -----------------------------------------------
 
 
-def check_contiguous(name: str, *given: DeviceArray) -> None:
+def check_contiguous(name: str, *several: DeviceArray) -> None:
     """Raise ArgumentError unless all arrays are C-contiguous."""
-    for array in given:
+    for array in several:
         if not array.flags.c_contiguous:
             raise ArgumentError(
                 f"kernels.{name} takes C-contiguous arrays on a GPU",
@@ -181,7 +181,8 @@ def check_ids(ids: DeviceArray) -> None:
 
 
 def _unequal(name: str, first: DeviceArray, other: DeviceArray, expected: str) -> ArgumentError:
-    found = " and ".join(f"{array.dtype.name} {array.shape}" for array in (first, other))
     return ArgumentError(
-        f"kernels.{name} was given arrays that do not fit", found=found, expected=expected
+        f"kernels.{name} was given arrays that do not fit",
+        found=f"{first.dtype.name} {first.shape} and {other.dtype.name} {other.shape}",
+        expected=expected,
     )

@@ -179,16 +179,20 @@ def norm_backward(
     more: DeviceArray | None = None,
 ) -> tuple[DeviceArray, ...]:
     """Return dx, and parts of dgain and, where centred, of dbias: a row for each block."""
-    name, count = ("layer_norm_backward", 2) if centred else ("rms_norm_backward", 1)
+    name = "layer_norm_backward" if centred else "rms_norm_backward"
+    inputs = [dy, x, scale, gain]
+    if more is not None:
+        name = f"{name}_add"
+        inputs.append(more)
     dx = arrays.empty_like(x)
-    width = x.shape[1]
-    given = (dy, x, scale, gain, *([] if more is None else [more]))
-    name = name if more is None else f"{name}_add"
-    call = _norm_backward.call(given, (dx,), (name,))
-    if call is None:
-        return (dx, *(arrays.zeros((1, width), scale.dtype, "cuda") for _ in range(count)))
-    parts = [arrays.empty((call.grid[0], width), scale.dtype, "cuda") for _ in range(count)]
-    call.launch((*given, dx, *parts))
+    call = _norm_backward.call(tuple(inputs), (dx,), (name,))
+    make = arrays.zeros if call is None else arrays.empty
+    blocks = 1 if call is None else call.grid[0]
+    parts = []
+    for _ in range(2 if centred else 1):
+        parts.append(make((blocks, x.shape[1]), scale.dtype, "cuda"))
+    if call is not None:
+        call.launch((*inputs, dx, *parts))
     return (dx, *parts)
 
 

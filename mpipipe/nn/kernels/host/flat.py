@@ -65,9 +65,9 @@ def sgd(
     def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
         added = grad + part * decay if decays and decay else grad
         if u is not None:
-            kept = u[at]
-            np.multiply(kept, momentum, out=kept)
-            added = np.add(kept, added, out=kept)
+            moving = u[at]
+            np.multiply(moving, momentum, out=moving)
+            added = np.add(moving, added, out=moving)
         np.subtract(part, added * rate, out=part)
 
     _update(change, p, g, update)

@@ -401,17 +401,17 @@ def softmax_cross_entropy(
 
     def term(at: slice) -> float:
         part = upcast(logits[at])
-        own = ids[at]
+        labels = ids[at]
         picks = np.arange(at.stop - at.start)
         to = gradient[at] if logits.itemsize > 2 else part
         np.subtract(part, part.max(1, keepdims=True), out=to)
-        hits = to[picks, own]
+        hits = to[picks, labels]
         np.exp(to, out=to)
         sums = np.add.reduce(to, 1, keepdims=True)
         value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
         np.multiply(sums, count, out=sums)
         np.divide(to, sums, out=to)
-        to[picks, own] -= 1 / count
+        to[picks, labels] -= 1 / count
         if logits.itemsize == 2:
             copy(to, gradient[at])
         return value
