@@ -157,7 +157,7 @@ class HaloExchange(_OverRanks):
     [[12, 0, 1, 2, 10], [2, 10, 11, 12, 0]]
     """
 
-    _conv = ""  # that of HaloConv
+    _conv = ""  # set by HaloConv
 
     def __init__(
         self,

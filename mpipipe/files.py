@@ -28,9 +28,10 @@ KINDS = (
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
 )
-REGULAR = "a readable regular file"  # what callers say that they expected
+REGULAR = "a readable regular file"  # callers say that they expected this
 PARTIAL = ".partial"  # after the name of a file that is being written
-SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: begin to write dirty pages, without waiting for them
+# From <fcntl.h>: begin to write dirty pages, without waiting for them.
+SYNC_FILE_RANGE_WRITE = 2
 BLOCK = 1 << 20  # bytes of a text that are read together
 # without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -254,10 +255,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # what file systems say that have no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such thing
             raise
     finally:
         os.close(descriptor)

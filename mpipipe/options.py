@@ -41,16 +41,15 @@ class Option:
     `--no-tied`. A list is a flag that may be repeated.
     """
 
-    text: str = ""  # what it means, for the help
-    names: tuple[
-        str, ...
-    ] = ()  # of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
-    least: float | None = None  # of a number; `least` and `most` are in the range
+    text: str = ""  # its meaning, for the help
+    # The flag's; by default one, made of the parameter's name: `seq_len` is `--seq-len`.
+    names: tuple[str, ...] = ()
+    least: float | None = None  # for numbers; `least` and `most` are in the range
     above: float | None = None
     below: float | None = None
     most: float | None = None
     choices: tuple[str, ...] | None = None  # all values that it can have
-    metavar: str | None = None  # what stands for the value in the help
+    metavar: str | None = None  # stands for the value in the help
     group: str = "options"  # heading under which the help lists it
     # Whether an empty text means something; else it is refused, as a variable that is not set.
     empty: bool = False
@@ -61,9 +60,8 @@ class Option:
         None  # reads a text with a meaning of its own as a typed value
     )
     show: Callable[[Any], str] = str  # writes such a value as text again
-    decides: bool = (
-        False  # which numbers a training gives, so that it cannot change when that is resumed
-    )
+    # Whether it decides which numbers a training gives: then it cannot change in a resumed one.
+    decides: bool = False
 
     @property
     def range_words(self) -> str:
@@ -152,7 +150,7 @@ def _read(entry: dataclasses.Field, value: Any, kind: type) -> Any:
             f"{key_of(entry)} ({described.text})", found=repr(value), expected=expected
         )
     if kind is int and described.below is None:
-        described = dataclasses.replace(described, below=2**63)  # what numpy and MPI can count
+        described = dataclasses.replace(described, below=2**63)  # numpy and MPI count no further
     if kind in (int, float) and not described.has(value):
         raise ConfigError(
             f"{key_of(entry)} ({described.text}) is out of range",

@@ -238,8 +238,8 @@ class _Pool:
     """Threads that wait for jobs, as daemons: they hold up no exit of the interpreter."""
 
     def __init__(self) -> None:
-        self.threads: int | None = None  # with the caller's; None until somebody asks
-        self.chosen: int | None = None  # by `set_threads`
+        self.threads: int | None = None  # and the caller's; None until somebody asks
+        self.chosen: int | None = None  # set by `set_threads`
         self.free = allocate_lock()
         self.job: _Job | None = None
         self.wakes: list[LockType] = []  # one for each helper, which goes on when it gets it
@@ -254,9 +254,8 @@ class _Pool:
         try:
             self.job = job
             for wake in self.wakes[:helpers]:
-                if (
-                    wake.locked()
-                ):  # else it has not come to an earlier job yet, and will find this one
+                # One that has not come to an earlier job yet will find this one.
+                if wake.locked():
                     wake.release()
             for piece in job.pieces:
                 job.work(piece)

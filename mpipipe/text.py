@@ -14,8 +14,9 @@ BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # and their powers
 
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: "1 rank", "4 cores" or "2 micro-batches"."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{ending}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith("ch") else f"{count} {noun}s"
 
 
 class Unit(int):

@@ -66,13 +66,14 @@ def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callabl
 
 WORD = 16  # bytes: the widest load of one thread
 BLOCK = 256  # threads of a block without a reason for another number
-MOST_BLOCKS = 1 << 20  # of one grid; the threads of a kernel with more to do come back for it
+# Of one grid: the threads of a kernel with more to do come back for it.
+MOST_BLOCKS = 1 << 20
 
 
 class Launch(NamedTuple):
     """A launch without its arrays."""
 
-    function: Callable  # as `cuda_function` returns it
+    function: Callable  # returned by `cuda_function`
     grid: tuple[int, ...]
     block: tuple[int, ...]
     numbers: tuple[Any, ...] = ()  # the parameters after the arrays, in their types

@@ -78,7 +78,7 @@ def missing_parts() -> list[str]:
 def _remedy(runtime: Any) -> str:
     if runtime.is_hip:
         return "load the ROCm module of this site, and set ROCM_HOME where CuPy does not find it"
-    major = runtime.runtimeGetVersion() // 1000  # of the runtime within CuPy
+    major = runtime.runtimeGetVersion() // 1000  # the runtime within CuPy
     return (
         f"pip install 'cupy-cuda{major}x[ctk]', or load the CUDA {major} module of this site, "
         "and no other"

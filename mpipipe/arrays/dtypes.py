@@ -17,7 +17,8 @@ FLOAT32 = np.dtype(np.float32)
 # names of types that stand in annotations
 DeviceArray: TypeAlias = Any  # cupy.ndarray: CuPy may be missing, and has no types
 Array: TypeAlias = "np.ndarray | DeviceArray"
-Tree: TypeAlias = "Array | tuple[Array, ...] | dict[str, Array]"  # what travels between two stages
+# What travels between two stages.
+Tree: TypeAlias = "Array | tuple[Array, ...] | dict[str, Array]"
 Shape: TypeAlias = "tuple[int, ...]"
 Stream: TypeAlias = Any  # cupy.cuda.Stream
 Event: TypeAlias = Any  # cupy.cuda.Event
@@ -86,9 +87,8 @@ def dtype(name: DTypeLike) -> np.dtype:
         ) from None
 
 
-COMPUTE_DTYPES = tuple(
-    map(dtype, ("float32", "float64", *HALVES))
-)  # in which layers and attention compute
+# Layers and attention compute in these.
+COMPUTE_DTYPES = tuple(map(dtype, ("float32", "float64", *HALVES)))
 
 
 def is_floating(kind: np.dtype) -> bool:

@@ -21,16 +21,15 @@ from mpipipe.arrays.streams import stream
 from mpipipe.errors import BackendError
 
 T = TypeVar("T")
-WORKSPACE_BYTES = (
-    32 << 20
-)  # what cuBLAS's manual recommends for Hopper, the most of all GPUs; others need 4 MiB
+# Recommended by cuBLAS's manual for Hopper, which needs most of all GPUs; others need 4 MiB.
+WORKSPACE_BYTES = 32 << 20
 
 
 class _Recording(threading.local):
     """What the graph that this thread records needs besides its own memory."""
 
     def __init__(self) -> None:
-        self.alive: list | None = None  # what the graph keeps alive; None if none is recorded
+        self.alive: list | None = None  # things that the graph keeps alive; None: no graph
         # memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one
         # by one
         self.workspaces: dict[tuple, DeviceArray] = {}
@@ -106,7 +105,8 @@ def record_graph(work: Callable[[], T]) -> tuple[Graph, T]:
     except Exception as error:
         if memory_shortage(error) is None:
             raise
-    cupy().get_default_memory_pool().free_all_blocks()  # of another pool than that of the graph
+    # The graph has a pool of its own.
+    cupy().get_default_memory_pool().free_all_blocks()
     return _record(work)
 
 
@@ -123,9 +123,7 @@ def _record(work: Callable[[], T]) -> tuple[Graph, T]:
             try:
                 result = work()
             except BaseException:
-                with suppress(
-                    RuntimeError
-                ):  # of a recording that is spoilt; this one is given up in any case
+                with suppress(RuntimeError):  # the recording is spoilt, and given up in any case
                     current.end_capture()
                 raise
             return Graph(current.end_capture(), memory, alive), result

@@ -124,7 +124,7 @@ class Shortage(NamedTuple):
 
     request: int | None  # None if the library that asked does not say
     free: int  # unused ones, in CuPy's pool and beyond it
-    total: int  # of the GPU, or those that CuPy's pool is limited to
+    total: int  # all of the GPU, or CuPy's limit
 
 
 def memory_shortage(error: BaseException) -> Shortage | None:

@@ -41,7 +41,7 @@ class _Kind(NamedTuple):
 
     number: int  # its own
     compute: int  # how to compute with factors of it
-    zero_and_one: tuple[int, int]  # where these numbers are, in its accumulator's dtype
+    zero_and_one: tuple[int, int]  # addresses of these numbers, in its accumulator's dtype
 
 
 class _Kinds(dict[np.dtype, _Kind]):
@@ -208,7 +208,8 @@ C_SIZES = (c_int,) * 5  # transpose both, m, n, k
 # address, dtype, rows apart, problems
 MATRIX = (c_void_p, c_int, c_int)
 STRIDED = (c_void_p, c_int, c_int, c_longlong)
-FUNCTIONS = {  # of cublas_api.h; each begins with the handle
+# From cublas_api.h; each begins with the handle.
+FUNCTIONS = {
     "cublasSetStream_v2": (c_void_p,),
     "cublasSetWorkspace_v2": (c_void_p, c_size_t),
     "cublasGemmEx": (*C_SIZES, c_void_p, *MATRIX, *MATRIX, c_void_p, *MATRIX, c_int, c_int),

@@ -50,9 +50,7 @@ def own_stream(device: str = "cuda") -> Iterator[None]:
         try:
             yield
         except BaseException:
-            with suppress(
-                RuntimeError
-            ):  # of a GPU that has failed; what it was asked for is in the error already
+            with suppress(RuntimeError):  # the GPU has failed; the error says in what
                 before.wait_event(record())
             raise
         before.wait_event(record())

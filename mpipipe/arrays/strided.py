@@ -17,7 +17,7 @@ from mpipipe.arrays.trees import flatten, unflatten
 
 STRIDED, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
 THREADS = 256
-AXES = 5  # that strided.cu loops over
+AXES = 5  # loops of strided.cu
 
 
 def element_strides(x: DeviceArray) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class _Walk(NamedTuple):
 
     numbers: tuple[Any, ...]  # extents but the first, strides of the source, strides of the target
     index: Any  # numpy integer type that holds every offset
-    divides: int  # what the width of a word must divide; 0: words are single elements
+    divides: int  # a multiple of the width of a word; 0: words are single elements
 
 
 def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[int, ...]) -> _Walk:
@@ -112,10 +112,10 @@ def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[i
             joined.append((extent, source, target))
     joined = [(1, 0, 0)] * (AXES - len(joined)) + joined
     extents, sources, targets = zip(*joined)
-    farthest = max(
-        sum(abs(step) * (n - 1) for n, step in zip(extents, steps)) for steps in (sources, targets)
-    )
-    index = np.int32 if max(farthest, math.prod(shape)) < 2**31 else np.int64
+    farthest = math.prod(shape)
+    for steps in (sources, targets):
+        farthest = max(farthest, sum(abs(step) * (n - 1) for n, step in zip(extents, steps)))
+    index = np.int32 if farthest < 2**31 else np.int64
     together = sources[-1] == targets[-1] == 1
     divides = bitwise_or(extents[-1:], sources[:-1], targets[:-1]) if together else 0
     return _Walk(tuple(map(index, (*extents[1:], *sources, *targets))), index, divides)
@@ -132,7 +132,7 @@ def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
     """Put C-contiguous arrays of one dtype and device together along an axis."""
     shape = [*parts[0].shape]
     shape[axis] = sum(part.shape[axis] for part in parts)
-    if isinstance(parts[0], np.ndarray):  # by itself numpy keeps the order of axes in memory
+    if isinstance(parts[0], np.ndarray):  # numpy would keep the order of axes in memory
         return np.concatenate(parts, axis, out=np.empty(shape, parts[0].dtype))
     whole = empty(tuple(shape), parts[0].dtype, "cuda")
     start = 0

@@ -17,9 +17,8 @@ from mpipipe.arrays.graphs import refuse_recording
 from mpipipe.arrays.memory import address, copy, empty
 from mpipipe.arrays.streams import is_done, record, stream
 
-PIECE_BYTES = (
-    64 << 20
-)  # of pinned memory for one piece of an array; CuPy keeps what was pinned once
+# Pinned memory for one piece of an array; CuPy keeps what was pinned once.
+PIECE_BYTES = 64 << 20
 
 
 def pinned(nbytes: int) -> np.ndarray:
@@ -164,9 +163,8 @@ def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
 # -- The bytes of arrays as pieces in host memory, one after the other, for code that writes them --
 
 
-DEPTH = (
-    2  # pinned buffers: one that the caller looks at, and one into which the next piece is copied
-)
+# Pinned buffers: the caller looks at one, and the next piece is copied into the other.
+DEPTH = 2
 # Number, piece, its buffer, when it is there.
 Copies: TypeAlias = "deque[tuple[int, np.ndarray, np.ndarray, Event]]"
 

@@ -40,13 +40,15 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
                 "the keys of a dict of arrays", found=list(tree), expected="strings"
             )
         return list(tree.values()), tuple(tree)
-    if isinstance(tree, Branches):  # of gradients, a tree without any is None
-        parts_found = [
-            (name, *(([None], None) if item is None else flatten(item)))
-            for name, item in [("", tree.main), *tree.skips.items()]
-        ]
-        parts = tuple((name, structure, len(leaves)) for name, leaves, structure in parts_found)
-        return [leaf for _, leaves, _ in parts_found for leaf in leaves], Forked(parts)
+    if isinstance(tree, Branches):
+        parts = []
+        all_leaves: list = []
+        for name, item in [("", tree.main), *tree.skips.items()]:
+            # a tree without any gradients is None
+            leaves, structure = ([None], None) if item is None else flatten(item)
+            parts.append((name, structure, len(leaves)))
+            all_leaves += leaves
+        return all_leaves, Forked(tuple(parts))
     raise ArgumentError(
         "neither an array nor a tuple or dict of arrays",
         found=type(tree).__name__,
@@ -86,11 +88,11 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
     if isinstance(structure, int):
         return tuple(leaves)
     if isinstance(structure, Forked):
-        source = iter(leaves)
-        trees = {
-            name: unflatten([next(source) for _ in range(count)], item)
-            for name, item, count in structure.parts
-        }
+        trees = {}
+        start = 0
+        for name, inner, count in structure.parts:
+            trees[name] = unflatten(leaves[start : start + count], inner)
+            start += count
         return Branches(trees.pop(""), **trees)
     return dict(zip(structure, leaves))
 

@@ -105,11 +105,11 @@ def check_keep(keep: int | None) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint, so that it is found no more; return its new name."""
-    names = (
-        path.with_name(f"aside-{path.name}{tail}")
-        for tail in ("", *(f"-{n}" for n in range(2, 1000)))
-    )
-    target = next(name for name in names if not name.exists())
+    target = path.with_name(f"aside-{path.name}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"aside-{path.name}-{number}")
     path.rename(target)
     return target
 

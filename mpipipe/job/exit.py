@@ -116,20 +116,17 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
         return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
     except BaseException as error:
         refusal = 0
-        code = (
-            INTERRUPTED
-            if isinstance(error, KeyboardInterrupt)
-            else AGREED
-            if world.group.agreed_on(error)
-            else 1
-        )
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED
+        elif world.group.agreed_on(error):
+            code = AGREED
         elsewhere = getattr(error, "reported_elsewhere", False)
         cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
         if isinstance(error, (ArgumentError, BackendError)) and error.microbatch is None:
             refusal = digest(type(error).__name__, (("text", str(error)),))
-        return ExitReport(
-            code, cause, describe_error(error, heading(world.rank, world.size)), refusal
-        )
+        text = describe_error(error, heading(world.rank, world.size))
+        return ExitReport(code, cause, text, refusal)
 
 
 def _exit_code(leaving: SystemExit) -> int:

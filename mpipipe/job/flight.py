@@ -25,7 +25,7 @@ class Snapshot(NamedTuple):
     doing: str = ""  # the action under way, in words; "" between calls
     # Whether that action runs code of the user, or of a layer, rather than waits for a message.
     computes: bool = False
-    stage: int | None = None  # that action's
+    stage: int | None = None  # the stage of that action
     microbatch: int | None = None
     thread: int = 0  # the one that runs it
     expects: Message | None = None  # the message that is waited for

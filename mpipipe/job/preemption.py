@@ -159,14 +159,15 @@ class Preemption:
 
     def _why(self, over: bool) -> str:
         first = self._signals.first
-        texts = self.group.gather(
-            CALL, str(self.time_limit) if over else "" if first is None else first.name
-        )
-        return "; ".join(
-            text if " " in text else f"{text} on {rank_list.named(ranks, self.group.size)}"
-            for text, ranks in rank_list.by_text(enumerate(texts)).items()
-            if text
-        )
+        reason = "" if first is None else first.name
+        texts = self.group.gather(CALL, str(self.time_limit) if over else reason)
+        reasons = []
+        for text, ranks in rank_list.by_text(enumerate(texts)).items():
+            if " " in text:
+                reasons.append(text)
+            elif text:
+                reasons.append(f"{text} on {rank_list.named(ranks, self.group.size)}")
+        return "; ".join(reasons)
 
     def saving(self) -> AbstractContextManager[None]:
         """Measure the block as a save, which is no part of a step."""
