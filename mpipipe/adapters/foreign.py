@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import compress, islice
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -43,6 +44,10 @@ class Tape(NamedTuple):
     floating: tuple[bool, ...]
     output: Structures
     differentiable: tuple[bool, ...]
+
+
+# The output of a forward, and its Tape in training.
+Forwarded: TypeAlias = "tuple[Leaves, Structures, Tape | None]"
 
 
 class Held(NamedTuple):
@@ -85,11 +90,10 @@ class ForeignLayer(nn.Layer):
     takes_any = True
 
     _declare: Callable[[], dict[str, Parameter]]
-    _computing: Callable[[], AbstractContextManager[Any]]
-    # From (leaves, structures, position) to (leaves, structures, Tape or None).
-    _forward: Any
-    # The same, with what the library keeps for the backward: bytes by their address.
-    _counted: Any
+    _computing: Callable[[], AbstractContextManager[object]]
+    _forward: Callable[[Leaves, Structures, Position], Forwarded]
+    # It counts what the library keeps for the backward: bytes by their address.
+    _counted: Callable[[Leaves, Structures, Position], tuple[Forwarded, dict[int, int]]]
     _backward: Callable[[Leaves, Tape], Leaves]
     _backward_input: Callable[[Leaves, Tape], tuple[Leaves, Any]]
     _backward_weight: Callable[[Any], None]
@@ -153,7 +157,7 @@ class ForeignLayer(nn.Layer):
         if self.stage.poll is not None:
             self.stage.poll()
 
-    def forward(self, x: Any) -> tuple[Any, Held]:
+    def forward(self, x: Tree) -> tuple[Tree, Held]:
         stage = self.stage
         if self._tied:
             self._follow_ties()
@@ -171,7 +175,7 @@ class ForeignLayer(nn.Layer):
             stage.give(name, tree)
         return y, Held(tape, sizes)
 
-    def backward_input(self, dy: Any, saved: Held) -> tuple[Any, Held]:
+    def backward_input(self, dy: Tree, saved: Held) -> tuple[Tree, Held]:
         with self._computing():
             slopes, pending = self._backward_input(self._slopes(dy, saved.saved), saved.saved)
         return self._of_input(slopes, saved.saved), Held(pending, saved.bytes)
@@ -182,7 +186,7 @@ class ForeignLayer(nn.Layer):
         with self._computing():
             self._backward_weight(pending.saved)
 
-    def backward(self, dy: Any, saved: Held) -> Any:
+    def backward(self, dy: Tree, saved: Held) -> Tree:
         with self._computing():
             slopes = self._backward(self._slopes(dy, saved.saved), saved.saved)
         return self._of_input(slopes, saved.saved)
@@ -194,13 +198,11 @@ class ForeignLayer(nn.Layer):
         leaves: Leaves = []
         for part, structure in zip([dy, *map(self.stage.gradient_of, self.gives)], tape.output):
             leaves += _leaves_like(part, structure)
-        return [leaf for leaf, has in zip(leaves, tape.differentiable) if has]
+        return list(compress(leaves, tape.differentiable))
 
     def _of_input(self, slopes: Leaves, tape: Tape) -> Tree:
         """Return the gradient of the input, with None for an array that has none."""
-        source = iter(slopes)
-        leaves = [next(source) if has else None for has in tape.floating]
-        dx, *taken = unflatten_parts(leaves, tape.structures)
+        dx, *taken = unflatten_parts(spread(slopes, tape.floating), tape.structures)
         for name, gradient in zip(self.takes, taken):
             self.stage.add_gradient(name, gradient)
         return dx
@@ -215,7 +217,7 @@ class ForeignStage(nn.Stage):
     keeps_halves = True
 
     def __init__(
-        self, layers: Mapping[str, ForeignLayer], dtype: Any, seed: int, device: str
+        self, layers: Mapping[str, ForeignLayer], dtype: str, seed: int, device: str
     ) -> None:
         self._by_name = {prefix.rstrip("."): layer for prefix, layer in layers.items()}
         super().__init__([*layers.values()], dtype, seed, device)
@@ -260,7 +262,7 @@ def skip_names(names: Sequence[str], what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def returned(output: Any, names: Sequence[str]) -> Sequence[Any]:
+def returned(output: Any, names: Sequence[str]) -> Sequence[Tree]:
     """Return the parts of an output that gives over skips with these names."""
     if not names:
         return [output]
@@ -274,8 +276,8 @@ def returned(output: Any, names: Sequence[str]) -> Sequence[Any]:
 
 
 def applied(
-    function: Callable[..., Any], first: Sequence[Any], parts: Sequence[Any], **options: Any
-) -> Any:
+    function: Callable[..., Tree], first: Sequence[object], parts: Sequence[Tree], **options: object
+) -> Tree:
     """Return what a function returns for these parts, after arguments that come first."""
     main, *taken = parts
     if isinstance(main, dict):
@@ -286,7 +288,7 @@ def applied(
 
 
 def flatten_parts(
-    parts: Sequence[Any], of: Callable[[Any], tuple[list, Structure]] = flatten
+    parts: Sequence[Tree], of: Callable[[Tree], tuple[list, Structure]] = flatten
 ) -> tuple[list, Structures]:
     """Return the arrays of all parts, one after the other, and the structure of each."""
     leaves: list = []
@@ -298,19 +300,30 @@ def flatten_parts(
     return leaves, tuple(structures)
 
 
-def unflatten_parts(leaves: Sequence[Any], structures: Structures) -> list[Tree]:
+def unflatten_parts(leaves: Leaves, structures: Structures) -> list[Tree]:
     """Return the parts with these arrays."""
     if structures == (None,):
         return [leaves[0]]
     source = iter(leaves)
-    return [unflatten([next(source) for _ in range(_count(each))], each) for each in structures]
+    parts = []
+    for structure in structures:
+        parts.append(unflatten(list(islice(source, _count(structure))), structure))
+    return parts
+
+
+def spread(leaves: Leaves, places: Sequence[bool]) -> Leaves:
+    """Return the arrays in the places that are true, and None in the others."""
+    source = iter(leaves)
+    return [next(source) if place else None for place in places]
 
 
 def _count(structure: Structure) -> int:
     """Return the number of arrays in a part."""
     if isinstance(structure, tuple):
         return len(structure)
-    return structure if isinstance(structure, int) else 1
+    if isinstance(structure, int):
+        return structure
+    return 1
 
 
 def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
@@ -339,12 +352,12 @@ DRAWING = threading.Lock()
 TURN = threading.local()
 
 
-def let_draw_in_turn(lock: Any) -> None:
+def let_draw_in_turn(lock: AbstractContextManager[object]) -> None:
     """Let modules of this thread draw random numbers only while they hold this lock."""
     TURN.lock = lock
 
 
-def drawing_turn() -> AbstractContextManager[Any]:
+def drawing_turn() -> AbstractContextManager[object]:
     """Within, no reader of batches draws from the generators of PyTorch."""
     return getattr(TURN, "lock", None) or nullcontext()
 

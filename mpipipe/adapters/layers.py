@@ -25,7 +25,7 @@ def as_layer(entry: Any, place: int, seed: int = 0) -> nn.Layer:
 
     Raises ArgumentError for anything else.
     """
-    skips = entry if isinstance(entry, WithSkips) else WithSkips(entry)
+    skips = skips_of(entry)
     thing = skips.entry
     is_made = isinstance(thing, (nn.Layer, tuple)) or is_module(thing) or _is_loss(thing)
     if callable(thing) and not is_made:
@@ -76,6 +76,13 @@ class WithSkips:
     ties: Mapping[str, str] = field(default_factory=dict)
 
 
+def skips_of(entry: Any) -> WithSkips:
+    """Return an entry with its names, or with none."""
+    if isinstance(entry, WithSkips):
+        return entry
+    return WithSkips(entry)
+
+
 def names_of_entry(entry: Any) -> Iterator[tuple[str, bool]]:
     """Yield the names that an entry takes, with False, and those that it gives, with True."""
     if isinstance(entry, WithSkips):
@@ -89,7 +96,7 @@ def check_distinct(layers: Sequence[Any]) -> None:
     """Raise ArgumentError for one layer or module in two places: a cut would untie them."""
     names: dict[int, str] = {}
     for place, entry in enumerate(layers):
-        thing = entry.entry if isinstance(entry, WithSkips) else entry
+        thing = skips_of(entry).entry
         walked: Iterable[tuple[str, Any]] = ()
         if isinstance(thing, nn.Layer):
             walked = thing.walk(f"{place}")
@@ -112,8 +119,10 @@ def tie_shared(layers: Sequence[Any]) -> None:
     modules: dict[int, Any] = {}
     names: dict[int, str] = {}
     for place, entry in enumerate(layers):
-        skips = entry if isinstance(entry, WithSkips) else WithSkips(entry)
-        thing = skips.entry.module if _is_loss(skips.entry) else skips.entry
+        skips = skips_of(entry)
+        thing = skips.entry
+        if _is_loss(thing):
+            thing = thing.module
         if isinstance(thing, tuple) and not skips.ties:
             _refuse_shared(place, thing[1:2], names)
         elif is_module(thing):

@@ -23,4 +23,6 @@ def _last(option: str, words: list[str]) -> str:
     """Return the value of the last such option, "" where there is none."""
     values = [after for word, after in zip(words, [*words[1:], ""]) if word == option]
     values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
-    return values[-1] if values else ""
+    if values:
+        return values[-1]
+    return ""

@@ -211,7 +211,9 @@ NOUNS: dict[type, str] = {int: "an integer", float: "a number"}
 
 def program() -> str:
     """Return how this program was started, for messages: `mpipipe` or `python -m mpipipe`."""
-    return "mpipipe" if Path(sys.argv[0]).name == "mpipipe" else "python -m mpipipe"
+    if Path(sys.argv[0]).name == "mpipipe":
+        return "mpipipe"
+    return "python -m mpipipe"
 
 
 def wrong_usage(
@@ -401,7 +403,9 @@ def _operand_usage(entry: Argument) -> str:
     name = _escaped(_name(entry)) + " ..." * entry.many
     if isinstance(entry.flag, Operand) and entry.flag.after_dashes:
         name = f"-- {name}"
-    return name if entry.default is REQUIRED else f"[{name}]"
+    if entry.default is REQUIRED:
+        return name
+    return f"[{name}]"
 
 
 def _name(entry: Argument) -> str:

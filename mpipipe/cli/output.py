@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -53,6 +53,11 @@ def show(text: str) -> None:
         raise Stop(
             f"mpipipe: the standard output cannot be written: {reason}\n", UNWRITTEN
         ) from None
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Write lines as `show` does."""
+    show("".join(f"{line}\n" for line in lines))
 
 
 # -- How a command is refused: one report, and the exit code of wrong usage ------------------------
@@ -118,10 +123,12 @@ def naming_exits() -> Iterator[None]:
         frames = traceback.extract_tb(leaving.__traceback__)
         if Path(frames[-1].filename).is_relative_to(PACKAGE):
             raise
-        theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+        last = frames[-1]
         installed = (sys.prefix, sys.base_prefix, "<")
-        of_user = [frame for frame in theirs if not frame.filename.startswith(installed)]
-        last = (of_user or theirs)[-1]
+        for frame in frames:
+            in_package = Path(frame.filename).is_relative_to(PACKAGE)
+            if not (in_package or frame.filename.startswith(installed)):
+                last = frame
         raise ConfigError(
             f"code of yours ends the program, with the exit code {leaving.code}",
             found=f"line {last.lineno} of {last.filename}: {last.line}",

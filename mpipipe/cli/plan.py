@@ -49,7 +49,7 @@ def plan(
     def work() -> None:
         comm = runtime.world()
         with group_of(comm).raise_together("plan: reading the configuration"):
-            keys = {} if config is None else read_keys(Path(config))
+            keys = read_keys(config)
             keys.update(flags)
             chosen = load_config(task, config, **{**flags, "plan": "auto"})
             if isinstance(chosen, TaskFileConfig):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from mpipipe import files, schedules
 from mpipipe.cli.flags import numbers
-from mpipipe.cli.output import refusing, show
+from mpipipe.cli.output import refusing, show_lines
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import (
@@ -103,7 +103,7 @@ def simulate(
                 with files.writing("the order", out):
                     out.write_text(made.to_csv(), encoding="utf-8")
                 lines.append(f"order       {out}")
-    show("".join(f"{line}\n" for line in lines))
+    show_lines(lines)
 
 
 def without_none(**options: Any) -> dict[str, Any]:

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import processor, schedules
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
-from mpipipe.cli.output import on_ranks, refusing, show
+from mpipipe.cli.output import on_ranks, refusing, show, show_lines
 from mpipipe.errors import ConfigError
 from mpipipe.job import (
     Communicator,
@@ -114,8 +113,8 @@ def print_check(load: Callable[[], TaskConfig]) -> int:
         lines, right = inprocess.run(1, work)[0]
     result = "ok" if right else "failed"
     lines.append(f"mpipipe: check {result} in float64")
-    show("".join(f"{line}\n" for line in lines))
-    return 0 if right else 1
+    show_lines(lines)
+    return int(not right)
 
 
 def check_task_file(task: str | None) -> None:
@@ -134,11 +133,10 @@ def check_task_file(task: str | None) -> None:
 
 def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfig:
     """Return the configuration of the task that is named here or in a file, or of text."""
-    keys = {} if config is None else read_keys(Path(config))
+    keys = read_keys(config)
     if task is None and "task" not in keys:
         return TrainConfig.load(config, **flags)
-    known = {entry.name for entry in fields(TaskFileConfig)}
-    others = [key_of(entry) for entry in fields(TrainConfig) if entry.name not in known]
+    others = [key_of(entry) for entry in fields(TrainConfig) if entry.name not in GENERAL]
     for name in (*keys, *flags):
         option = name.rstrip("_")
         if option in others and flags.get(name, 0) is not None:

@@ -28,8 +28,8 @@ COUNT = re.compile(r"0*[1-9][0-9]{0,8}")
 
 def parse_partition(text: str) -> tuple[int, ...]:
     """Read the numbers of layers of stages. Raises ArgumentError for anything else."""
-    counts = [part.strip() for part in text.split(",")]
-    if not all(COUNT.fullmatch(count) for count in counts):
+    counts = list(map(str.strip, text.split(",")))
+    if not all(map(COUNT.fullmatch, counts)):
         expected = "numbers of layers with commas between, such as 3,2,2,3"
         raise ArgumentError("no partition", found=f"{text!r:.80}", expected=expected)
     return tuple(map(int, counts))
@@ -332,7 +332,7 @@ class TaskConfig(RunOptions, ParallelOptions):
         100
         """
         names = {key_of(entry): entry.name for entry in fields(cls)}
-        keys = {} if path is None else read_keys(Path(path))
+        keys = read_keys(path)
         values: dict[str, Any] = {}
         for source, part in ((path, keys), ("the flags", flags)):
             for key, value in part.items():
@@ -377,12 +377,17 @@ def _check_together(config: TaskConfig) -> None:
         raise ConfigError("resume = auto without out", expected=expected, remedy=remedy)
     init = getattr(config, "init", None)
     if config.resume not in ("auto", "no") and init is not None:
-        found = f"resume {config.resume}, init {init}"
-        raise _both_given("resume and init", found, "a checkpoint that is resumed has weights")
+        raise _both_given(
+            "resume and init",
+            f"resume {config.resume}, init {init}",
+            "a checkpoint that is resumed has weights",
+        )
     if config.recompute and config.recompute_limit is not None:
-        found = f"recompute_limit {config.recompute_limit}"
-        why = "recompute runs all forwards again, recompute_limit some"
-        raise _both_given("recompute and recompute_limit", found, why)
+        raise _both_given(
+            "recompute and recompute_limit",
+            f"recompute_limit {config.recompute_limit}",
+            "recompute runs all forwards again, recompute_limit some",
+        )
     if config.plan != "auto":
         for name in ("memory_limit", "fixed"):
             if getattr(config, name) not in (None, ()):
@@ -411,8 +416,8 @@ def _check_together(config: TaskConfig) -> None:
         )
 
 
-def _both_given(names: str, found: str, why: str) -> ConfigError:
-    return ConfigError(f"{names} are both given", found=found, expected=f"one of them: {why}")
+def _both_given(names: str, values: str, why: str) -> ConfigError:
+    return ConfigError(f"{names} are both given", found=values, expected=f"one of them: {why}")
 
 
 # -- A configuration as a file in TOML: read, and written ------------------------------------------
@@ -422,38 +427,44 @@ def _both_given(names: str, found: str, why: str) -> ConfigError:
 MOST_BYTES = 1 << 27
 
 
-def read_keys(path: Path) -> dict[str, Any]:
+def read_keys(name: str | None) -> dict[str, Any]:
     """Return the keys of a TOML file. ConfigError where it cannot be read, or has a table."""
+    if name is None:
+        return {}
     what = "the config file"
+    path = Path(name)
     try:
         with files.reading(what, path, ConfigError, remedy="name a TOML file with --config"):
             keys = tomllib.loads(files.read_text(path, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
-    for name, value in keys.items():
+    for key, value in keys.items():
         if isinstance(value, dict):
             raise ConfigError(
                 "the config file has a table",
-                found=f"[{name}] in {path}",
+                found=f"[{key}] in {path}",
                 expected="keys at the top level, without tables",
-                remedy=f"leave out the line [{name}]: its keys are known without it",
+                remedy=f"leave out the line [{key}]: its keys are known without it",
             )
-    return {name: _as_given(value) for name, value in keys.items()}
+        keys[key] = _as_given(value)
+    return keys
 
 
 def _as_given(value: Any) -> Any:
     """Return a value as the command line has it: names in the encoding of the file system."""
     if isinstance(value, list):
-        return [_as_given(item) for item in value]
-    return os.fsdecode(value.encode()) if isinstance(value, str) else value
+        return list(map(_as_given, value))
+    if isinstance(value, str):
+        return os.fsdecode(value.encode())
+    return value
 
 
-def toml_line(key: str, value: Any) -> str:
+def toml_line(key: str, value: object) -> str:
     """Return one key of a configuration and its value as a line of TOML."""
     return f"{key} = {_toml(value)}\n"
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, float) and not math.isfinite(value):

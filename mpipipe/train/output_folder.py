@@ -89,7 +89,7 @@ def names_in(out: Path) -> set[str]:
     if not out.exists():
         return set()
     with using(out):
-        names = {path.name for path in out.iterdir()}
+        names = set(os.listdir(out))
     return {name for name in names if not is_owner_file(name) and not name.startswith(MARKER)}
 
 
@@ -226,10 +226,14 @@ def resolved(
 
 def absolute(path: str) -> str:
     """Return an absolute path for one that exists, and any other text unchanged."""
-    return os.path.abspath(path) if os.path.exists(path) else path
+    if os.path.exists(path):
+        return os.path.abspath(path)
+    return path
 
 
-def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], task: Task) -> None:
+def write(
+    out: Path, keys: Mapping[str, object], environment: Mapping[str, object], task: Task
+) -> None:
     """Write both files on rank 0, and copies of the file and modules of a task. Raises OSError."""
     path = out / CONFIG
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config"

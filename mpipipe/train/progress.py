@@ -39,7 +39,7 @@ class Progress:
         self.step = 0
         self.record = Record(0)
 
-    def scaling(self) -> dict[str, Any]:
+    def scaling(self) -> dict[str, float]:
         """Return what a record says of the loss scale, where that is dynamic."""
         if not self.scaler.dynamic:
             return {}
@@ -52,7 +52,7 @@ class Progress:
         whole = getattr(self.optimizer, "whole_parameters", nullcontext)
         return whole()
 
-    def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def state(self, facts: Mapping[str, object]) -> dict[str, object]:
         """Return what a checkpoint remembers besides arrays: `facts`, and this state."""
         scaler = self.scaler
         facts_of_record = self.record.facts().items()

@@ -164,7 +164,7 @@ def difference(
     for leaf, *pieces in zip(*(arrays.flatten(tree)[0] for tree in trees)):
         if leaf is None or not arrays.is_floating(leaf.dtype):
             continue
-        scales = [1.0] * len(pieces) if shares is None else shares
+        scales = shares or [1.0] * len(pieces)
         scaled = [scale * numbers(piece) for scale, piece in zip(scales, pieces)]
         joined = np.concatenate(scaled, axis)
         values = numbers(leaf)
@@ -327,8 +327,7 @@ def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Ta
         check_row(task, method, number, 0, reader.shard, pipe=pipe, group=group, reads=reads)
         loss.samples = True
         loss.sample = None
-        when = " in the validation" if method == "validation" else ""
-        call(task, "layers", *pair, when=when, by=pipeline.evaluate)
+        call(task, "layers", *pair, when=f" in the {method}", by=pipeline.evaluate)
         loss.samples = False
         sample = loss.sample
         with group.raise_together("train: the loss"):
@@ -369,8 +368,9 @@ def validate(
 
     Where the loss returns weights, each batch counts by the sum of its weights.
     """
-    scores = loss if isinstance(loss, TaskLoss) and loss.has_metrics else None
-    if scores is not None:
+    scores = None
+    if isinstance(loss, TaskLoss) and loss.has_metrics:
+        scores = loss
         scores.collects = True
     total = 0.0
     weights = 0.0
@@ -511,25 +511,30 @@ def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair
 
 def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> tuple[list[str], bool]:
     """Return lines about ties, state, dtypes between layers and backwards; whether ties agree."""
-    ties: dict[str, list[tuple[str, arrays.Shape]]] = {}
+    # By key: names with shapes, and the shapes.
+    ties: dict[str, list[str]] = {}
+    shapes: dict[str, set[arrays.Shape]] = {}
     state: list[str] = []
     whole: list[str] = []
-    for stage, _ in passed:
+    between: list[str] = []
+    for stage, output in passed:
         state += stage.state
+        between.append(shapes_of(getattr(output, "main", output)))
         if getattr(stage.layers[0], "in_one_walk", False):
             whole.append(f"layers[{stage.first}]")
         for key, names in stage.ties.items():
-            ties.setdefault(key, []).extend((name, stage.parameters[name].shape) for name in names)
-    tied = []
-    fine = True
-    for places in ties.values():
-        tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in places))
-        fine = fine and len({shape for _, shape in places}) == 1
-    between = [shapes_of(getattr(output, "main", output)) for _, output in passed[:-1]]
+            for name in names:
+                shape = stage.parameters[name].shape
+                ties.setdefault(key, []).append(f"{name} {list(shape)}")
+                shapes.setdefault(key, set()).add(shape)
+    fine = max(map(len, shapes.values()), default=1) == 1
+    tied = ", ".join(map(" = ".join, ties.values())) or "none"
+    if not fine:
+        tied += "; tied parameters have one shape"
     lines = [
-        f"ties: {', '.join(tied) or 'none'}" + ("" if fine else "; tied parameters have one shape"),
+        f"ties: {tied}",
         f"state in checkpoints: {', '.join(state) or 'none'}",
-        f"between layers: {'; '.join(between) or 'nothing'}",
+        f"between layers: {'; '.join(between[:-1]) or 'nothing'}",
         f"whole backward in I, and nothing left for W: {', '.join(whole) or 'no layer'}",
     ]
     return lines, fine

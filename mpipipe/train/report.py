@@ -71,8 +71,11 @@ class Record:
     @classmethod
     def of(cls, facts: Facts) -> Record:
         """Make the record that has these facts."""
-        known: dict[str, Any] = {name: value for name, value in facts.items() if name in FIELDS}
-        metrics = {name: value for name, value in facts.items() if name not in FIELDS}
+        known: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
+        for name, value in facts.items():
+            part = known if name in FIELDS else metrics
+            part[name] = value
         return cls(**known, metrics=metrics)
 
     def facts(self) -> Facts:
@@ -119,7 +122,7 @@ def summary(record: Record, unit: str = "tokens") -> str:
     """Return what the last line of a training says of a record; bytes count as tokens."""
     cells = _cells(record, LAST, "tokens" if unit == "bytes" else unit)
     cells += [f"{name}={value:.4g}" for name, value in record.metrics.items()]
-    return "".join(f" {cell}" for cell in cells)
+    return " ".join(["", *cells])
 
 
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
@@ -127,11 +130,13 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     place = f"step {record.step:>{len(str(steps))}}/{steps}"
     lines = []
     if record.loss is not None:
-        lines.append([place, *_cells(record, CELLS, unit), timing])
+        cells = [place, *_cells(record, CELLS, unit), timing]
+        lines.append("  ".join(cells).rstrip())
     if record.validation is not None:
-        metrics = [f"{name} {value:.4g}" for name, value in record.metrics.items()]
-        lines.append([place, *_cells(record, VALIDATION, unit), *metrics])
-    return ["  ".join(cells).rstrip() for cells in lines]
+        cells = [place, *_cells(record, VALIDATION, unit)]
+        cells += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
+        lines.append("  ".join(cells))
+    return lines
 
 
 def bubble_explained(record: Record, oversubscribed: str | None) -> str:
@@ -198,7 +203,10 @@ class Reporter:
         """Append a record to the metrics, and show it as a line or two."""
         facts = {**record.facts(), **self.pace.stamp()}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
-        numbers = {name: value if math.isfinite(value) else None for name, value in facts.items()}
+        numbers: dict[str, float | None] = dict(facts)
+        for name, value in facts.items():
+            if not math.isfinite(value):
+                numbers[name] = None
         self.metrics.append(json.dumps(numbers, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)

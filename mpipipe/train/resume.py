@@ -201,7 +201,7 @@ class Checkpoints:
     config: RunOptions
     root: Path
     progress: Progress
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     reporter: Reporter | NullReporter
     preemption: Preemption
 

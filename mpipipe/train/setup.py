@@ -301,7 +301,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
 
 
 def _config_of(run: str | Path) -> TaskFileConfig:
-    path = Path(run, output_folder.CONFIG)
+    path = str(Path(run, output_folder.CONFIG))
     if not files.exists(path) or "task" not in read_keys(path):
         raise ConfigError(
             "the folder is not that of a task in a file",
@@ -310,7 +310,7 @@ def _config_of(run: str | Path) -> TaskFileConfig:
             remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the "
             "folder weights",
         )
-    return TaskFileConfig.load(str(path))
+    return TaskFileConfig.load(path)
 
 
 def export(run: Path, target: Path) -> str:

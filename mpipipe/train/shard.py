@@ -71,12 +71,12 @@ class Shard:
         slices = self._slices(layout) or [layout]
         shortest = min(part.length(rank) for part in slices for rank in range(self.size))
         if shortest == 0:
-            sliced = f", in {counted(len(slices), 'slice')}" if self.cut else ""
             raise ConfigError(
                 "a rank would hold no part of the sequence",
-                found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}{sliced}",
+                found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}, in "
+                f"{counted(len(slices), 'slice')}",
                 expected="at least one position a rank, two for zigzag",
-                remedy="take longer sequences, or lower seq" + (" or slices" if self.cut else ""),
+                remedy="take longer sequences, or lower seq or slices",
             )
         self._divided[length] = layout
         return layout
@@ -109,7 +109,8 @@ class Shard:
         if self.size == 1:
             return array
         parts = group_of(self.comm).gather("the parts of an array", array)
-        return self.divide(sum(part.shape[axis] for part in parts)).unshard(parts, axis)
+        length = sum(part.shape[axis] for part in parts)
+        return self.divide(length).unshard(parts, axis)
 
     def positions(self, length: int) -> Array:
         """Return which of `length` positions of the whole this rank holds: int64, rising."""
@@ -142,7 +143,7 @@ class Shard:
         if self.cut is not None and (not causal or self.attended not in (None, length)):
             raise ConfigError(
                 "slices of a sequence cannot attend in this way",
-                found=f"attention over {length} positions that is {'' if causal else 'not '}causal",
+                found=f"attention over {length} positions, causal={causal}",
                 expected="causal attention, over sequences of one length in all layers",
                 remedy="slices = 1, or causal=True",
             )

@@ -232,7 +232,7 @@ class Task:
         sequence of int
             Their lengths, the same on all ranks.
         """
-        return [len(part) for part in even_split(length, slices)]
+        return list(map(len, even_split(length, slices)))
 
     # -- how the room asks: the model, on paper
 
@@ -255,9 +255,10 @@ class Task:
             if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
                 unfit.append(f"freeze {pattern}")
         for group in self.groups:
-            if not any(
-                group._has(entry.tie or name, entry.shape) for name, entry in everything.items()
-            ):
+            fits = False
+            for name, entry in everything.items():
+                fits = fits or group._has(entry.tie or name, entry.shape)
+            if not fits:
                 unfit.append(f"groups {group.match}")
         if unfit:
             what, _, pattern = unfit[0].partition(" ")
@@ -311,7 +312,9 @@ class Task:
     @property
     def fingerprint(self) -> str:
         """What tells task and data from others, over a resume."""
-        return "" if self.file is None else self.file.checksum
+        if self.file is None:
+            return ""
+        return self.file.checksum
 
     # -- the model, on this rank
 

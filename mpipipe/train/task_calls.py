@@ -33,6 +33,7 @@ from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
 from mpipipe.job import RankGroup, ThreadTask, wait_locally
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
 
@@ -43,23 +44,31 @@ Reading: TypeAlias = "tuple[Any, Any, Any]"
 def place_of(task: Task, method: str) -> str:
     """Return a method of a task in words: with the file, if the task was loaded from one."""
     name = f"{type(task).__name__}.{method}"
-    return name if task.file is None else f"{name} in {task.file.path.name}"
+    if task.file is None:
+        return name
+    return f"{name} in {task.file.path.name}"
 
 
-def turn_of(task: Task) -> AbstractContextManager[Any]:
+def turn_of(task: Task) -> AbstractContextManager[object]:
     """Return the lock of a task: the thread that runs code of the user holds it."""
-    turn: AbstractContextManager[Any] = vars(task).setdefault("_turn", threading.RLock())
+    turn: AbstractContextManager[object] = vars(task).setdefault("_turn", threading.RLock())
     return turn
 
 
-def turn(task: Task, method: str) -> AbstractContextManager[Any]:
+def turn(task: Task, method: str) -> AbstractContextManager[object]:
     """Return the lock of a task for a method that is code of the user: one thread runs that."""
     module: str = getattr(getattr(task, method, None), "__module__", "") or ""
-    return nullcontext() if module.startswith("mpipipe.") else turn_of(task)
+    if module.startswith("mpipipe."):
+        return nullcontext()
+    return turn_of(task)
 
 
 def call(
-    task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None
+    task: Task,
+    method: str,
+    *arguments: object,
+    when: str = "",
+    by: Callable[..., Any] | None = None,
 ) -> Any:
     """Call a method of a task, or `by` in its place. An error says where it was, and `when`."""
     try:
@@ -83,7 +92,9 @@ def line_of(error: BaseException, file: str) -> str | None:
     """Return the last line of a file in a traceback, in words, or the last one at all."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     lines = [frame for frame in frames if frame.filename == file] or frames
-    return f"line {lines[-1].lineno} of {lines[-1].filename}: {lines[-1].line}" if lines else None
+    if lines:
+        return f"line {lines[-1].lineno} of {lines[-1].filename}: {lines[-1].line}"
+    return None
 
 
 def _is_function(value: Any) -> bool:
@@ -93,7 +104,7 @@ def _is_function(value: Any) -> bool:
         return False
 
 
-def _is_list_of(kind: type, values: Any) -> bool:
+def _is_list_of(kind: type, values: object) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
 
 
@@ -134,7 +145,7 @@ def costs_of(task: Task) -> list[float]:
     return costs
 
 
-def rate_of(task: Task, step: int, config: Any) -> float:
+def rate_of(task: Task, step: int, config: TaskConfig) -> float:
     """Return the learning rate of a step; ConfigError for one that cannot be meant."""
     when = f"(step={step})"
     rate = call(task, "rate_at", when=when, by=lambda: float(task.rate_at(step, config)))
@@ -206,7 +217,9 @@ def shapes_of(tree: Tree) -> str:
     """Return shapes and dtypes of what lies between two layers, without the rows."""
     leaves, structure = arrays.flatten(tree)
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
-    return shapes if structure is None else f"{structure}: {shapes}"
+    if structure is None:
+        return shapes
+    return f"{structure}: {shapes}"
 
 
 def agree_on_layers(task: Task, problem: PlanningProblem, shard: Shard, group: RankGroup) -> None:
@@ -262,7 +275,10 @@ def read_all(
     readings = []
     for part in even_split(len(rows), microbatches):
         readings.append(read(task, method, number, rows[part.start : part.stop], shard))
-    inputs, targets, more = (None if column[0] is None else [*column] for column in zip(*readings))
+    columns: list[list[Any] | None] = []
+    for column in zip(*readings):
+        columns.append(None if column[0] is None else [*column])
+    inputs, targets, more = columns
     return inputs, targets, more
 
 

@@ -113,7 +113,10 @@ def imported(path: Path, code: bytes) -> ModuleType:
     module = ModuleType(f"task_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
-    sys.path[:] = [str(path.parent), *(entry for entry in sys.path if entry != str(path.parent))]
+    folder = str(path.parent)
+    while folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
     importlib.invalidate_caches()
     forget_others(path.parent)
     linecache.checkcache(str(path))

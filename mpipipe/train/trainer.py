@@ -319,7 +319,9 @@ def trace_folder(
             check_new(folder)
         return folder.exists()
 
-    return None if group_of(comm).from_one("train: the folder of the trace", exists) else folder
+    if group_of(comm).from_one("train: the folder of the trace", exists):
+        return None
+    return folder
 
 
 class Tracing:
@@ -342,7 +344,9 @@ class Tracing:
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Mark a part of the step: the "optimizer", or "reading", the wait for its batch."""
-        return nullcontext() if self.recording is None else getattr(self.recording, name)()
+        if self.recording is None:
+            return nullcontext()
+        return getattr(self.recording, name)()
 
     def end_step(self) -> None:
         """Write the trace once enough steps are recorded; collective."""

@@ -41,7 +41,9 @@ from mpipipe.train.task_loss import TaskLoss
 
 def pipe_of(config: ParallelOptions, ranks: int) -> int:
     """Return the ranks of one pipeline, in a job of this size."""
-    return max(1, ranks // config.seq) if config.pipe is None else config.pipe
+    if config.pipe is None:
+        return max(1, ranks // config.seq)
+    return config.pipe
 
 
 def rows_of(config: TrainingOptions, replicas: int) -> int:
@@ -230,8 +232,7 @@ def measured_ranks(
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, whole)
     problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-    sizes = [sum(leaf.size for leaf in arrays.flatten(x)[0]) for x in inputs[1:]]
-    largest = max(sizes, default=1)
+    largest = max(map(elements, inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         mesh=mesh,
@@ -246,6 +247,11 @@ def measured_ranks(
         seed=config.seed,
         frozen=task.freeze,
     )
+
+
+def elements(tree: Tree) -> int:
+    """Count the numbers in the arrays of a tree."""
+    return sum(leaf.size for leaf in arrays.flatten(tree)[0])
 
 
 def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:

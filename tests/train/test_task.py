@@ -332,7 +332,7 @@ MISFIT = wrong("Misfit", layers=lambda *_: [nn.Linear(1, WIDTH), nn.Linear(WIDTH
         (HITS, Exception, r"Hits.metrics returns a sum over the rows(.|\n)*hits"),
         (SHADOW, Exception, r"Shadow.metrics: the name of a metric cannot be written, or a record has it(.|\n)*loss"),
         (Twice, ArgumentError, r"one Scale is layer 1 and layer 2"),
-        (MISFIT, Exception, r"stage 0(.|\n)*Misfit.layers: layer 1 "),
+        (MISFIT, Exception, r"stage 0(.|\n)*Misfit.layers in the batch: layer 1 "),
         (wrong("Empty", layers=lambda *_: []), ConfigError, r"Empty.layers returns no list of layers"),
         (wrong("Tall", layers=lambda *_: [nn.Linear(1, 1), "a layer"]), ArgumentError, r"layers\[1\] is not a layer"),
     ],

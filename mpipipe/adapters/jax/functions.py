@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, TypeAlias
+from itertools import compress
+from operator import not_
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -25,14 +27,22 @@ from mpipipe.job import in_place_of
 # Parameters that a function may have.
 OPTIONS = ("key", "training", "state")
 
+# jax.Array: JAX may be missing where types are checked.
+JaxArray: TypeAlias = Any
+JaxTree: TypeAlias = Any
+Results = TypeVar("Results")
+# Gradients of parameters and of inputs, and a function that makes them of those of outputs.
+Gradients: TypeAlias = "tuple[list[JaxArray], list[JaxArray]]"
+Pull: TypeAlias = "Callable[[list[JaxArray]], Gradients]"
+
 
 @jax.jit
-def both(pull: Any, dy: Any) -> Any:
+def both(pull: Pull, dy: list[JaxArray]) -> Gradients:
     """Return (gradients of the parameters, gradients of the inputs)."""
     return pulled(pull, dy)
 
 
-def pulled(pull: Any, dy: Any) -> Any:
+def pulled(pull: Pull, dy: list[JaxArray]) -> Gradients:
     """Pull gradients dRe + i dIm back, in that convention too: JAX's own are the conjugates."""
     return jax.tree.map(jax.numpy.conj, pull(jax.tree.map(jax.numpy.conj, dy)))
 
@@ -47,8 +57,8 @@ class Functions:
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        tree: Any,
+        function: Callable[..., JaxTree],
+        tree: JaxTree,
         structures: Structures,
         floating: tuple[bool, ...],
         gives: Sequence[str],
@@ -56,8 +66,8 @@ class Functions:
         takes = options_of(function)
 
         def call(
-            values: list, some: list, others: list, key: JaxArray, state: Any, training: bool
-        ) -> Any:
+            values: list, some: list, others: list, key: JaxArray, state: JaxTree, training: bool
+        ) -> JaxTree:
             parameters = jax.tree_util.tree_unflatten(tree, values)
             parts = unflatten_parts(joined(some, others, floating), structures)
             options = {"key": key, "training": training, "state": state}
@@ -66,13 +76,13 @@ class Functions:
             if "state" in takes:
                 output, state = with_state(output, state)
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
-            kinds = [arrays.is_floating(leaf.dtype) for leaf in leaves]
+            kinds = floating_of(leaves)
             rest = [None if is_floating else leaf for leaf, is_floating in zip(leaves, kinds)]
             return divided(leaves, kinds)[0], (unflatten_parts(rest, shapes), state)
 
         def with_gradients(
-            values: list, some: list, others: list, key: JaxArray, state: Any
-        ) -> Any:
+            values: list, some: list, others: list, key: JaxArray, state: JaxTree
+        ) -> JaxTree:
             train = partial(call, others=others, key=key, state=state, training=True)
             return jax.vjp(train, values, some, has_aux=True)
 
@@ -80,7 +90,7 @@ class Functions:
         self.with_gradients = jax.jit(with_gradients)
 
 
-def options_of(function: Callable[..., Any]) -> set[str]:
+def options_of(function: Callable[..., JaxTree]) -> set[str]:
     """Return which `OPTIONS` a function takes. ArgumentError for arrays that it holds."""
     floating = []
     for leaf in jax.tree.leaves(function):
@@ -98,13 +108,15 @@ def options_of(function: Callable[..., Any]) -> set[str]:
     return {name for name in OPTIONS if name in signature(function).parameters}
 
 
-def with_state(output: Any, before: Any) -> tuple[Any, Any]:
+def with_state(output: JaxTree, before: JaxTree) -> tuple[JaxTree, JaxTree]:
     """Return (output, state) of a function with a state. ArgumentError for another state."""
-    state = output[1] if isinstance(output, tuple) and len(output) == 2 else None
+    state = None
+    if isinstance(output, tuple) and len(output) == 2:
+        state = output[1]
     tree = jax.tree_util.tree_structure(before)
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(before)]
+    shapes = list(map(np.shape, jax.tree.leaves(before)))
     other = jax.tree_util.tree_structure(state)
-    others = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
+    others = list(map(np.shape, jax.tree.leaves(state)))
     if tree != other or shapes != others:
         raise ArgumentError(
             "a function with a state returns no state like it",
@@ -114,23 +126,23 @@ def with_state(output: Any, before: Any) -> tuple[Any, Any]:
     return output[0], state
 
 
-def divided(leaves: Sequence[Any], floating: Sequence[bool]) -> tuple[list, list]:
+def floating_of(leaves: Sequence[Array]) -> tuple[bool, ...]:
+    """Tell for each array whether gradients exist for its dtype."""
+    return tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
+
+
+def divided(leaves: Sequence[JaxArray], floating: Sequence[bool]) -> tuple[list, list]:
     """Return (the floating ones, the others)."""
-    some: list = []
-    others: list = []
-    for leaf, has in zip(leaves, floating):
-        part = some if has else others
-        part.append(leaf)
-    return some, others
+    return list(compress(leaves, floating)), list(compress(leaves, map(not_, floating)))
 
 
-def joined(some: Sequence[Any], others: Sequence[Any], floating: Sequence[bool]) -> list:
+def joined(some: Sequence[JaxArray], others: Sequence[JaxArray], floating: Sequence[bool]) -> list:
     """Return what `divided` has divided."""
     sources = iter(others), iter(some)
     return [next(sources[has]) for has in floating]
 
 
-def flatten_output(output: Any) -> tuple[list, Structure]:
+def flatten_output(output: JaxTree) -> tuple[list, Structure]:
     """Return (arrays, structure) of a part of an output; an error of `flatten` for what is no tree.
 
     The keys of a dict are sorted: JAX sorts them in what leaves a compiled function.
@@ -139,7 +151,9 @@ def flatten_output(output: Any) -> tuple[list, Structure]:
         return [output], None
     if isinstance(output, dict):
         output = dict(sorted(output.items()))
-    return flatten(tuple(output) if isinstance(output, list) else output)
+    elif isinstance(output, list):
+        output = tuple(output)
+    return flatten(output)
 
 
 # -- Arrays as JAX's and back ----------------------------------------------------------------------
@@ -149,18 +163,13 @@ def flatten_output(output: Any) -> tuple[list, Structure]:
 # for before its results leave.
 
 
-# jax.Array: JAX may be missing where types are checked.
-JaxArray: TypeAlias = Any
-
-
 def put(array: Array) -> JaxArray:
     """Return an array of JAX on the memory of an array, or a copy where XLA wants it elsewhere.
 
     Raises ArgumentError for 64-bit numbers where JAX would make 32-bit ones of them in silence.
     """
-    # A complex number is two.
-    wide = 16 if array.dtype.kind == "c" else 8
-    if array.dtype.itemsize == wide and not jax.config.jax_enable_x64:
+    wide = array.dtype in (np.float64, np.complex128, np.int64, np.uint64)
+    if wide and not jax.config.jax_enable_x64:
         raise ArgumentError(
             f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched "
             "off",
@@ -180,7 +189,7 @@ def put(array: Array) -> JaxArray:
 
 def taken(results: Sequence[JaxArray]) -> list[Array]:
     """Wait for results of JAX; return C-contiguous, read-only arrays on their memory."""
-    return [np.asarray(result) for result in jax.block_until_ready(results)]
+    return list(map(np.asarray, jax.block_until_ready(results)))
 
 
 # -- Calls that JAX makes back to the host, in a thread of its own or in the one that waits --------
@@ -210,11 +219,11 @@ def waiting_for_jax() -> Iterator[None]:
         _waiting.remove(threading.get_ident())
 
 
-def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
+def called_back(function: Callable[..., Results]) -> Callable[..., Results]:
     """Return a method for JAX to call, of a method of numpy arrays."""
 
     @wraps(function)
-    def called(self: Any, *inputs: JaxArray) -> Any:
+    def called(self: object, *inputs: JaxArray) -> Results:
         with in_place_of(_waiting[-1] if _waiting else None):
             _called.back = True
             try:

@@ -13,18 +13,22 @@ from mpipipe import arrays
 from mpipipe.adapters.foreign import (
     ForeignLayer,
     ForeignStage,
+    Forwarded,
     Leaves,
     StatesBefore,
     Structures,
     Tape,
     flatten_parts,
     one_dtype,
+    spread,
 )
 from mpipipe.adapters.jax import functions
 from mpipipe.adapters.jax.functions import (
     Functions,
     JaxArray,
+    JaxTree,
     divided,
+    floating_of,
     joined,
     put,
     taken,
@@ -62,7 +66,7 @@ class JaxLayer(ForeignLayer):
                 expected="function(parameters, x, state) that returns (y, state), and its first "
                 "state",
             )
-        first = state[0] if state else None
+        first = next(iter(state), None)
         self._state_tree = jax.tree_util.tree_structure(first)
         self._state = {name: leaf.copy() for name, leaf in named_leaves(first).items()}
         self._before: StatesBefore[list[Array]] = StatesBefore()
@@ -90,7 +94,9 @@ class JaxLayer(ForeignLayer):
     def _of(self, name: str) -> Array:
         """Return a parameter, complex where JAX has it so."""
         array = getattr(self, name)
-        return array.view(f"c{2 * array.itemsize}")[..., 0] if name in self._complex else array
+        if name not in self._complex:
+            return array
+        return array.view(f"c{2 * array.itemsize}")[..., 0]
 
     def _read_parameters(self) -> None:
         self._values = [put(self._of(name)) for name in self.declared]
@@ -105,7 +111,7 @@ class JaxLayer(ForeignLayer):
             self._read_parameters()
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> JaxTree:
         """The parameters as a tree of views, shaped as the one that the function came with."""
         return jax.tree_util.tree_unflatten(self._tree, [self._of(name) for name in self.declared])
 
@@ -114,7 +120,7 @@ class JaxLayer(ForeignLayer):
         """The state by the paths in its tree, on the host: views, which a load may write to."""
         return self._state
 
-    def _state_for(self, position: Position) -> Any:
+    def _state_for(self, position: Position) -> JaxTree:
         """Return the state that a forward finds."""
         values = None
         if position.training and position.recompute == "now":
@@ -125,17 +131,15 @@ class JaxLayer(ForeignLayer):
             self._before.note(position, copies)
         return jax.tree_util.tree_unflatten(self._state_tree, [*map(put, copies)])
 
-    def _keep_state(self, state: Any, position: Position) -> None:
+    def _keep_state(self, state: JaxTree, position: Position) -> None:
         if self._state and position.training and position.recompute != "now":
             for array, new in zip(self._state.values(), taken(jax.tree.leaves(state))):
                 array[...] = new
 
-    _computing: Callable[[], AbstractContextManager[Any]] = staticmethod(waiting_for_jax)
+    _computing: Callable[[], AbstractContextManager[object]] = staticmethod(waiting_for_jax)
 
-    def _forward(
-        self, leaves: Leaves, structures: Structures, position: Position
-    ) -> tuple[Leaves, Structures, Tape | None]:
-        floating = tuple(not self.ends and arrays.is_floating(leaf.dtype) for leaf in leaves)
+    def _forward(self, leaves: Leaves, structures: Structures, position: Position) -> Forwarded:
+        floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
         key = structures, floating
         if key not in self._functions:
             self._functions[key] = Functions(
@@ -154,19 +158,21 @@ class JaxLayer(ForeignLayer):
         # Without the floating arrays, in whose places None stands.
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
-        integers = taken([leaf for leaf in without if leaf is not None])
-        y = joined(taken(results), integers, differentiable)
+        integers = filter(lambda leaf: leaf is not None, without)
+        y = joined(taken(results), taken(list(integers)), differentiable)
         if not position.training:
             return y, output, None
         kinds = [(array.shape, array.dtype) for array in results]
         return y, output, Tape((pull, kinds), structures, floating, output, differentiable)
 
-    def _counted(self, leaves: Leaves, structures: Structures, position: Position) -> Any:
+    def _counted(
+        self, leaves: Leaves, structures: Structures, position: Position
+    ) -> tuple[Forwarded, dict[int, int]]:
         """Return what `_forward` does, and bytes that JAX keeps for the backward, by address."""
         result = self._forward(leaves, structures, position)
         tape = result[2]
         sizes = {}
-        for array in jax.tree.leaves(None if tape is None else tape.of_library[0]):
+        for array in jax.tree.leaves(tape and tape.of_library[0]):
             if isinstance(array, jax.Array):
                 sizes[array.unsafe_buffer_pointer()] = array.nbytes
         for name in self.declared:
@@ -178,7 +184,7 @@ class JaxLayer(ForeignLayer):
         self._backward_weight(weights)
         return of_inputs
 
-    def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, Any]:
+    def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, list[Array]]:
         """Compute both gradients, as one function; the other half adds those of parameters."""
         pull, kinds = tape.of_library
         dy = []
@@ -187,7 +193,7 @@ class JaxLayer(ForeignLayer):
         weights, inputs = functions.both(pull, dy)
         return taken(inputs), taken(weights)
 
-    def _backward_weight(self, pending: Any) -> None:
+    def _backward_weight(self, pending: list[Array]) -> None:
         for name, part in zip(self.declared, pending):
             total = getattr(self, f"{name}_grad")
             # A frozen parameter has none.
@@ -200,14 +206,14 @@ class JaxStage(ForeignStage):
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        parameters: Any,
+        function: Callable[..., JaxTree],
+        parameters: JaxTree,
         prefix: str = "",
         seed: int = 0,
         gives: Sequence[str] = (),
         takes: Sequence[str] = (),
         ties: Mapping[str, str] | None = None,
-        state: Any = None,
+        state: JaxTree = None,
     ) -> None:
         self.function = function
         entry = (function, parameters) if state is None else (function, parameters, state)
@@ -224,12 +230,12 @@ class JaxStage(ForeignStage):
         super().__init__({prefix: self.layer}, one_dtype(kinds, remedy), seed, "cpu")
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> JaxTree:
         """The parameters as a tree of views, shaped as the one that the function came with."""
         return self.layer.tree
 
 
-def _declared(name: str, leaf: Any) -> Parameter:
+def _declared(name: str, leaf: Array) -> Parameter:
     """Declare a parameter with its value: complex numbers as pairs of real ones."""
     array = np.asarray(leaf)
     if not arrays.is_floating(array.dtype):
@@ -244,9 +250,9 @@ def _declared(name: str, leaf: Any) -> Parameter:
     return Parameter(reals.shape, lambda *_: reals, decay=leaf.ndim > 1)
 
 
-def named_leaves(parameters: Any) -> dict[str, Any]:
+def named_leaves(parameters: JaxTree) -> dict[str, Array]:
     """Return the leaves of a tree by their paths. ArgumentError for what is no array of numbers."""
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, Array] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         kind = getattr(leaf, "dtype", type(leaf).__name__)
@@ -270,13 +276,15 @@ def named_leaves(parameters: Any) -> dict[str, Any]:
 class JaxLoss:
     """See `mpipipe.adapters.jax_loss`, which makes it."""
 
-    def __init__(self, function: Callable[..., Any], seed: int = 0):
+    def __init__(self, function: Callable[..., JaxTree], seed: int = 0):
         self.function = function
         self.seed = seed
         self._draws = "key" in functions.options_of(function)
         self._functions: dict[tuple, Functions] = {}
 
-    def _called(self, _nothing: Any, output: Any, target: Any, *, key: JaxArray) -> Any:
+    def _called(
+        self, _nothing: object, output: JaxTree, target: JaxTree, *, key: JaxArray
+    ) -> tuple[JaxArray, ...]:
         """Return (value,), or (value, weight), where the weight has no gradient."""
         options = {"key": key} if self._draws else {}
         result = self.function(output, target, **options)
@@ -291,8 +299,8 @@ class JaxLoss:
         """Return (value, gradient of the output times `factor`), and the weight if there is one."""
         leaves, structures = flatten_parts([(), output, target])
         outputs, structure = flatten(output)
-        floating = [arrays.is_floating(leaf.dtype) for leaf in outputs]
-        taking = (*floating, *[False] * (len(leaves) - len(outputs)))
+        floating = floating_of(outputs)
+        taking = floating + (False,) * (len(leaves) - len(outputs))
         kind = structures, taking
         if kind not in self._functions:
             self._functions[kind] = Functions(self._called, NOTHING, structures, taking, ())
@@ -302,8 +310,7 @@ class JaxLoss:
         results, pull, _ = self._functions[kind].with_gradients([], some, others, key, None)
         value, *weight = results
         slopes = [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)]
-        source = iter(taken(functions.both(pull, slopes)[1]))
-        gradients = [next(source) if has else None for has in floating]
+        gradients = spread(taken(functions.both(pull, slopes)[1]), floating)
         return (value.item(), unflatten(gradients, structure), *map(float, weight))
 
 

@@ -35,6 +35,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # torch.Tensor: PyTorch may be missing where types are checked.
 Tensor: TypeAlias = Any
+Node: TypeAlias = Any
 
 # Node of a graph that torch.compile has made.
 COMPILED_NODE = "CompiledFunctionBackward"
@@ -55,7 +56,7 @@ HOOKS = HookCount()
 register_hook = torch.Tensor.register_hook
 
 
-def _counted_register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+def _counted_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> object:
     HOOKS.value += 1
     return register_hook(tensor, hook)
 
@@ -63,7 +64,7 @@ def _counted_register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
 torch.Tensor.register_hook = _counted_register_hook
 
 
-def _has_hooks(node: Any) -> bool:
+def _has_hooks(node: Node) -> bool:
     """True if a hook is registered at a node: a handle of ours shows the hooks of all."""
     for register in (node.register_prehook, node.register_hook):
         handle = register(_nothing)
@@ -74,7 +75,7 @@ def _has_hooks(node: Any) -> bool:
     return False
 
 
-def _nothing(*_gradients: Any) -> None:
+def _nothing(*_gradients: Tensor) -> None:
     return None
 
 
@@ -106,19 +107,20 @@ class AutogradGraph:
             self._numbers[get_gradient_edge(parameter).node] = number
         self._inputs = {get_gradient_edge(tensor).node for tensor in inputs}
         # True for a node that leads to an input; for others the parameters that they lead to.
-        self._trunk: dict[Any, bool] = {}
-        self._leads_to: dict[Any, frozenset[int]] = {}
+        self._trunk: dict[Node, bool] = {}
+        self._leads_to: dict[Node, frozenset[int]] = {}
         self.strange: list[Tensor] = []
         roots = [get_gradient_edge(tensor).node for tensor in outputs]
         for root in roots:
             self._visit(root)
-        branching: dict[Any, frozenset[int]] = {}
+        branching: dict[Node, frozenset[int]] = {}
         for node, leads_to_input in self._trunk.items():
             if leads_to_input:
-                after = [other for other, _ in node.next_functions if other is not None]
-                numbers = [self._leads_to[other] for other in after if not self._trunk[other]]
-                if any(numbers):
-                    branching[node] = frozenset().union(*numbers)
+                numbers: set[int] = set()
+                for other in _inputs_of(node):
+                    numbers.update(self._leads_to.get(other, ()))
+                if numbers:
+                    branching[node] = frozenset(numbers)
         lone = [self._leads_to[root] for root in roots if not self._trunk[root]]
         times = Counter(chain(*branching.values(), *lone))
         self.shared = sorted(number for number, count in times.items() if count > 1)
@@ -138,16 +140,16 @@ class AutogradGraph:
         # These are gone through in both halves: where a second walk goes through everything, all
         # of them.
         twice = self._trunk if self.shared or self.apart else self.branching
-        return any(_has_hooks(node) for node in twice)
+        return any(map(_has_hooks, twice))
 
-    def _visit(self, root: Any) -> None:
+    def _visit(self, root: Node) -> None:
         """Classify all nodes from this one on, without recursion: graphs are deep."""
         stack = [(root, False)]
         while stack:
             node, is_left = stack.pop()
             if node in self._trunk:
                 continue
-            after = [other for other, _ in node.next_functions if other is not None]
+            after = _inputs_of(node)
             if not is_left:
                 stack.append((node, True))
                 stack += [(other, False) for other in after if other not in self._trunk]
@@ -156,10 +158,15 @@ class AutogradGraph:
             is_leaf = not after and hasattr(node, "variable")
             if is_leaf and number is None and node not in self._inputs:
                 self.strange.append(node.variable)
-            self._trunk[node] = node in self._inputs or any(self._trunk[other] for other in after)
+            self._trunk[node] = node in self._inputs or any(map(self._trunk.get, after))
             if not self._trunk[node]:
                 numbers = frozenset(() if number is None else (number,))
-                self._leads_to[node] = numbers.union(*(self._leads_to[other] for other in after))
+                self._leads_to[node] = numbers.union(*map(self._leads_to.__getitem__, after))
+
+
+def _inputs_of(node: Node) -> list[Node]:
+    """Return the nodes that come after one in a backward."""
+    return [other for other, _ in node.next_functions if other is not None]
 
 
 # -- The two halves --------------------------------------------------------------------------------
@@ -191,9 +198,9 @@ class SplitBackward:
                     if gradient is not None:
                         edges.append(GradientEdge(node, place))
                         of_edges.append(gradient)
-                branch = [parameters[number] for number in graph.branching[node]]
+                branch = list(map(parameters.__getitem__, graph.branching[node]))
                 self.parts.append((edges, of_edges, branch))
-        whole = [parameters[number] for number in sorted({*graph.shared, *graph.apart})]
+        whole = list(map(parameters.__getitem__, sorted({*graph.shared, *graph.apart})))
         if whole:
             self.parts.append((list(outputs), list(gradients), whole))
 
@@ -212,9 +219,9 @@ def _walk_trunk(
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor],
-) -> dict[Any, tuple[Tensor | None, ...]]:
+) -> dict[Node, tuple[Tensor | None, ...]]:
     """Compute the gradients of inputs; return those that arrive at each node with a branch."""
-    arrived: dict[Any, tuple[Tensor | None, ...]] = {}
+    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = []
     for node, numbers in graph.branching.items():
         if numbers:

@@ -11,10 +11,11 @@ gradient of zeros here: a call of a pipeline finds it so, and finds `.grad` on i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from mpipipe import arrays
 from mpipipe.adapters.foreign import (
     ForeignLayer,
     ForeignStage,
+    Forwarded,
     Held,
     Leaves,
     Structures,
@@ -40,6 +42,7 @@ from mpipipe.adapters.pytorch.tensors import (
     Tensor,
     as_kind_of,
     check_module,
+    described,
     device_of,
     flatten_output,
     is_differentiable,
@@ -53,12 +56,13 @@ from mpipipe.adapters.pytorch.tensors import (
     written_error,
 )
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
-from mpipipe.arrays import Array, array_of, tensor_of
+from mpipipe.arrays import Array, Tree, array_of, tensor_of
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Parameter, Position
 
 # Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
 BETWEEN_POLLS = 1e-3
+Walked = TypeVar("Walked")
 
 
 class PlacedParameter(NamedTuple):
@@ -104,8 +108,11 @@ class TorchLayer(ForeignLayer):
             return
         super().bound()
         module = self.entry
-        self._gpu = arrays.current_gpu() if self.stage.device == "cuda" else None
-        device = "cpu" if self._gpu is None else f"cuda:{self._gpu}"
+        self._gpu = None
+        device = "cpu"
+        if self.stage.device == "cuda":
+            self._gpu = arrays.current_gpu()
+            device = f"cuda:{self._gpu}"
         shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
         dtype = None
         for name in self.declared:
@@ -118,11 +125,10 @@ class TorchLayer(ForeignLayer):
             slope = self._place(name, parameters[name])
             if before is not None and slope is not None:
                 slope.copy_(before)
-        self._trained = {
-            name: piece.parameter
-            for name, piece in self._pieces.items()
-            if piece.gradient is not None
-        }
+        self._trained = {}
+        for name, piece in self._pieces.items():
+            if piece.gradient is not None:
+                self._trained[name] = piece.parameter
         self._parameters = list(self._trained.values())
         self._state = ModuleState(module)
         self._shared = {name: module.get_buffer(name).clone() for name in shared}
@@ -182,8 +188,11 @@ class TorchLayer(ForeignLayer):
     def _check_parameters(self) -> None:
         """Raise ArgumentError for parameters that are not those of the stage, or lie elsewhere."""
         now = dict(self.entry.named_parameters())
-        changed = {name for name, parameter in now.items() if parameter.requires_grad}
-        changed ^= self._trained.keys()
+        changed = set()
+        for name, parameter in now.items():
+            if parameter.requires_grad != (name in self._trained):
+                changed.add(name)
+        changed.update(self._trained.keys() - now.keys())
         for name, piece in self._pieces.items():
             parameter = piece.parameter
             is_new = now.get(name) is not parameter
@@ -213,10 +222,9 @@ class TorchLayer(ForeignLayer):
         for name, (parameter, _, gradient) in self._pieces.items():
             other = parameter.grad
             if other is not gradient:
-                kind = "None" if other is None else f"{other.dtype}{list(other.shape)}"
                 raise ArgumentError(
                     f"the gradient of the parameter {name} was replaced within a step",
-                    found=kind,
+                    found="None" if other is None else described([other]),
                     expected="gradients that only the pipeline writes within a step",
                     remedy="call zero_grad() between steps, not in forward or in a loss",
                 )
@@ -234,19 +242,17 @@ class TorchLayer(ForeignLayer):
 
     # -- forward and backward
 
-    def _computing(self) -> AbstractContextManager[Any]:
+    def _computing(self) -> AbstractContextManager[object]:
         return on_stream(self.stage.device)
 
-    def _forward(
-        self, leaves: Leaves, structures: Structures, position: Position
-    ) -> tuple[Leaves, Structures, Tape | None]:
+    def _forward(self, leaves: Leaves, structures: Structures, position: Position) -> Forwarded:
         trains = position.training
         hooks = HOOKS.value
         with (
             self._state.drawing(self._gpu, self.random_seed("torch"), position),
             torch.set_grad_enabled(trains),
         ):
-            inputs = [tensor_of(leaf) for leaf in leaves]
+            inputs = list(map(tensor_of, leaves))
             # The first time also where they are not needed: what refuses to be differentiated in
             # part raises its error then.
             if trains and not (self.ends and self._looked):
@@ -257,19 +263,21 @@ class TorchLayer(ForeignLayer):
             copies = [tensor.clone() for tensor in inputs]
             output = applied(self.entry, (), unflatten_parts(copies, structures))
             outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
-            results = [array_of(tensor) for tensor in outputs]
+            results = list(map(array_of, outputs))
         if not trains:
             return results, shapes, None
         floating = tuple(tensor.requires_grad for tensor in inputs)
         differentiable = tuple(tensor.requires_grad for tensor in outputs)
-        taking = [tensor for tensor in inputs if tensor.requires_grad]
-        giving = [tensor for tensor in outputs if tensor.requires_grad]
+        taking = list(compress(inputs, floating))
+        giving = list(compress(outputs, differentiable))
         if not self._looked:
             self._look(taking, giving)
         graph = taking, giving, HOOKS.value > hooks
         return results, shapes, Tape(graph, structures, floating, shapes, differentiable)
 
-    def _counted(self, leaves: Leaves, structures: Structures, position: Position) -> Any:
+    def _counted(
+        self, leaves: Leaves, structures: Structures, position: Position
+    ) -> tuple[Forwarded, dict[int, int]]:
         """Return what `_forward` does, and bytes that PyTorch keeps for it, by their address."""
         sizes: dict[int, int] = {}
 
@@ -293,7 +301,7 @@ class TorchLayer(ForeignLayer):
         inputs, outputs, gradients = self._taking_part(slopes, tape)
         if outputs:
             _unwritten(gradients, lambda: torch.autograd.backward(outputs, gradients))
-        return [slope_of(tensor) for tensor in inputs]
+        return list(map(slope_of, inputs))
 
     def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, SplitBackward | None]:
         inputs, outputs, gradients = self._taking_part(slopes, tape)
@@ -305,7 +313,7 @@ class TorchLayer(ForeignLayer):
                 gradients, lambda: SplitBackward(outputs, gradients, inputs, parameters, hooked)
             )
             self.in_one_walk = bool(parameters) and not split.parts
-        return [slope_of(tensor) for tensor in inputs], split
+        return list(map(slope_of, inputs)), split
 
     def _backward_weight(self, pending: SplitBackward | None) -> None:
         self._check_gradients()
@@ -326,7 +334,7 @@ class TorchLayer(ForeignLayer):
                 gradients.append(tensor_of(slope))
         return inputs, outputs, gradients
 
-    def _move_messages(self, output: Any) -> None:
+    def _move_messages(self, output: object) -> None:
         """Poll after the forward of a module, and before its backward; but not all the time."""
         if self.stage.poll is not None and perf_counter() > self._polled + BETWEEN_POLLS:
             self._polled = perf_counter()
@@ -341,7 +349,7 @@ class TorchLayer(ForeignLayer):
             raise ArgumentError(
                 "the output of a module depends on a tensor with a gradient that is none of its "
                 "parameters",
-                found=", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in graph.strange),
+                found=described(graph.strange),
                 expected="parameters that the module had when the stage was made",
                 remedy="register it as torch.nn.Parameter before, or detach it",
             )
@@ -372,16 +380,16 @@ class LossLayer(TorchLayer):
         self.loss.is_trained = True
         self.loss.seed = self.stage.seed
 
-    def forward(self, x: Any) -> tuple[Any, Held]:
+    def forward(self, x: Tree) -> tuple[Tree, Held]:
         return x, Held(None, {})
 
-    def backward_input(self, dy: Any, saved: Held) -> tuple[Any, Held]:
+    def backward_input(self, dy: Tree, saved: Held) -> tuple[Tree, Held]:
         return dy, saved
 
     def backward_weight(self, pending: Held) -> None:
         """The loss has added to its gradients."""
 
-    def backward(self, dy: Any, saved: Held) -> Any:
+    def backward(self, dy: Tree, saved: Held) -> Tree:
         return dy
 
 
@@ -390,12 +398,12 @@ class TorchStage(ForeignStage):
 
     def __init__(
         self,
-        module: Any,
+        module: torch.nn.Module,
         prefix: str = "",
         seed: int = 0,
         gives: Sequence[str] = (),
         takes: Sequence[str] = (),
-        ties: Any = None,
+        ties: Mapping[str, str] | None = None,
         loss: TorchLoss | None = None,
     ) -> None:
         self.module = module
@@ -404,7 +412,7 @@ class TorchStage(ForeignStage):
         if loss is not None and loss.module is not None:
             layers[f"{prefix}loss."] = LossLayer(loss)
             tensors += [*loss.module.parameters(), *loss.module.buffers()]
-        places = sorted({device_of(each) for each in tensors} or {"cpu"})
+        places = sorted({*map(device_of, tensors)} or {"cpu"})
         if len(places) > 1:
             raise ArgumentError(
                 "a module on several devices",
@@ -412,11 +420,10 @@ class TorchStage(ForeignStage):
                 expected="one",
                 remedy="module.to(device)",
             )
-        kinds = {
-            str(real_dtype(each)).removeprefix("torch."): name
-            for name, each in module.named_parameters()
-            if each.requires_grad
-        }
+        kinds = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                kinds[str(real_dtype(parameter)).removeprefix("torch.")] = name
         remedy = (
             "module.to(dtype); for mixed precision float32 parameters and torch.autocast "
             "within forward"
@@ -425,7 +432,7 @@ class TorchStage(ForeignStage):
 
 
 def _declared(parameter: Tensor) -> Parameter:
-    def values(*_: Any) -> Array:
+    def values(*_: object) -> Array:
         kind = torch.complex128 if parameter.is_complex() else torch.float64
         wide = parameter.detach().to(kind).cpu()
         reals = torch.view_as_real(wide) if wide.is_complex() else wide
@@ -440,7 +447,7 @@ def _declared(parameter: Tensor) -> Parameter:
     )
 
 
-def _stored(name: str, value: Any) -> Tensor:
+def _stored(name: str, value: object) -> Tensor:
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
             f"the state of a module is no tensor: {name}",
@@ -451,7 +458,7 @@ def _stored(name: str, value: Any) -> Tensor:
     return value
 
 
-def _unwritten(gradients: Sequence[Tensor], walk: Callable[[], Any]) -> Any:
+def _unwritten(gradients: Sequence[Tensor], walk: Callable[[], Walked]) -> Walked:
     """Walk backward. Raises ArgumentError if that writes to the gradients that it begins with."""
     versions = [gradient._version for gradient in gradients]
     result = walk()

@@ -11,8 +11,14 @@ import torch
 from mpipipe import arrays
 from mpipipe.adapters.pytorch.backward import AutogradGraph
 from mpipipe.adapters.pytorch.state import ModuleState
-from mpipipe.adapters.pytorch.tensors import Tensor, is_differentiable, on_stream, slope_of
-from mpipipe.arrays import Tree, array_of, flatten, tensor_of, unflatten
+from mpipipe.adapters.pytorch.tensors import (
+    Tensor,
+    described,
+    is_differentiable,
+    on_stream,
+    slope_of,
+)
+from mpipipe.arrays import Array, Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, random_seed
 
@@ -60,7 +66,7 @@ class TorchLoss:
             torch.enable_grad(),
             self._at(position, leaves[0]),
         ):
-            outputs = [tensor_of(leaf) for leaf in leaves]
+            outputs = list(map(tensor_of, leaves))
             taking = list(filter(is_differentiable, outputs))
             for tensor in taking:
                 tensor.requires_grad_()
@@ -75,8 +81,9 @@ class TorchLoss:
                 factor *= weigh(weight[0] if weight else None)
             if value.requires_grad and not self._looked:
                 self._look(value, taking)
-            trains = position is not None and position.training
-            inputs = [*taking, *self.parameters] if trains else taking
+            inputs = taking
+            if position is not None and position.training:
+                inputs = [*taking, *self.parameters]
             # A weight of 0 may come with NaN.
             if value.requires_grad and factor:
                 torch.autograd.backward(value, torch.full_like(value, factor), inputs=inputs)
@@ -86,16 +93,18 @@ class TorchLoss:
                 number = value.item()
             return (number, unflatten(slopes, structure), *weight)
 
-    def _at(self, position: Position | None, leaf: Any) -> AbstractContextManager[Any]:
+    def _at(self, position: Position | None, leaf: Array) -> AbstractContextManager[object]:
         if position is None:
             return nullcontext()
-        gpu = arrays.current_gpu() if arrays.is_device(leaf) else None
+        gpu = None
+        if arrays.is_device(leaf):
+            gpu = arrays.current_gpu()
         seed = random_seed(
             "torch loss", self.seed, position.step, position.microbatch, position.replica
         )
         return self._state.drawing(gpu, seed, position)
 
-    def _look(self, value: Any, taking: Sequence[Tensor]) -> None:
+    def _look(self, value: Tensor, taking: Sequence[Tensor]) -> None:
         """Raise ArgumentError for a loss that depends on a tensor which no stage trains."""
         parameters = self.parameters
         strange = AutogradGraph([value], taking, parameters).strange
@@ -103,7 +112,7 @@ class TorchLoss:
             raise ArgumentError(
                 "a loss depends on a tensor with a gradient that is neither the output nor a "
                 "parameter of the loss",
-                found=", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in strange),
+                found=described(strange),
                 expected="a function of output and target, or a torch.nn.Module with its own "
                 "parameters",
                 remedy="compute what needs the model in the last stage, or detach the tensor",
@@ -120,7 +129,7 @@ class TorchLoss:
         self._looked = True
 
 
-def _check_number(value: Any) -> None:
+def _check_number(value: object) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise ArgumentError(
             "the value of a loss",

@@ -143,7 +143,7 @@ GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple)
 
 
-def _state_in(holder: Holder) -> list[tuple[str, Any]]:
+def _state_in(holder: Holder) -> list[tuple[str, object]]:
     """Return what a forward may change: no modules, functions and objects, no graph."""
     state = []
     for key, value in holder.items():
@@ -160,10 +160,12 @@ def _is_state(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is None and not isinstance(tensor, torch.nn.Parameter)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """Return a copy of what is in an object; of what is no state, the object."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if _is_state(value) else value
+        if _is_state(value):
+            return value.detach().clone()
+        return value
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
@@ -181,7 +183,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _same(value: Any, content: Any) -> bool:
+def _same(value: object, content: Any) -> bool:
     """True for arrays that have not changed, and for what holds nothing; else it is copied."""
     if isinstance(value, torch.Tensor):
         alike = value.shape == content.shape and value.dtype == content.dtype

@@ -7,7 +7,7 @@ it: no emulated GPU is for PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -26,6 +26,11 @@ def is_differentiable(tensor: Tensor) -> bool:
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
+def described(tensors: Iterable[Tensor]) -> str:
+    """Return dtypes and shapes, for errors."""
+    return ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)
+
+
 def slope_of(tensor: Tensor) -> Array:
     """Take the gradient that has arrived at a tensor, as an array; zeros without one."""
     gradient = tensor.grad
@@ -35,13 +40,14 @@ def slope_of(tensor: Tensor) -> Array:
     return array_of(gradient)
 
 
-def on_stream(device: str) -> AbstractContextManager[Any]:
+def on_stream(device: str) -> AbstractContextManager[object]:
     """Within, PyTorch works on CuPy's current stream; on the host this does nothing."""
     if device == "cpu":
         return nullcontext()
     pointer = arrays.stream().ptr
-    stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
-    return torch.cuda.stream(stream)
+    if not pointer:
+        return torch.cuda.stream(torch.cuda.default_stream())
+    return torch.cuda.stream(torch.cuda.ExternalStream(pointer))
 
 
 def device_of(tensor: Tensor) -> str:
@@ -54,15 +60,21 @@ def device_of(tensor: Tensor) -> str:
             expected="cpu or cuda",
             remedy="module.to('cpu'); of meta module.to_empty(device='cpu') and initial values",
         )
-    return kind if kind == "cpu" else f"cuda:{tensor.device.index}"
+    if kind == "cpu":
+        return kind
+    return f"cuda:{tensor.device.index}"
 
 
 def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
     """Return (tensors, structure) of an output. ArgumentError for anything else than a tree."""
     if isinstance(output, torch.Tensor):
         return [output], None
-    tree = tuple(output) if isinstance(output, list) else output
-    leaves, structure = flatten(tree if isinstance(tree, (tuple, dict)) else ())
+    tree: Any = ()
+    if isinstance(output, dict):
+        tree = output
+    elif isinstance(output, (tuple, list)):
+        tree = tuple(output)
+    leaves, structure = flatten(tree)
     strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if strange or not leaves:
         raise ArgumentError(
@@ -81,7 +93,7 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
 COMPILED = "OptimizedModule"
 
 
-def check_module(module: Any) -> None:
+def check_module(module: torch.nn.Module) -> None:
     """Raise ArgumentError for what is no module, or has parameters without a shape."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
@@ -104,7 +116,7 @@ def check_module(module: Any) -> None:
         )
 
 
-def modules_for_hooks(module: Any) -> Iterator[Any]:
+def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the modules within that are worth a hook, since they have matrices.
 
     TorchScript takes none, and a graph of torch.compile would break at each.
@@ -134,33 +146,41 @@ def written_error(who: str, what: str) -> ArgumentError:
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
-def real_dtype(tensor: Tensor) -> Any:
+def real_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of the real numbers that a tensor consists of."""
     return REAL.get(tensor.dtype, tensor.dtype)
 
 
 def real_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor in a flat array of real numbers."""
-    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+    if tensor.is_complex():
+        return (*tensor.shape, 2)
+    return tuple(tensor.shape)
 
 
 def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
     """Return real numbers as complex ones, where the tensor that they stand for is complex."""
-    return torch.view_as_complex(real) if tensor.is_complex() and not real.is_complex() else real
+    if tensor.is_complex() and not real.is_complex():
+        return torch.view_as_complex(real)
+    return real
 
 
-def own_dtypes(module: Any) -> set[Any]:
+def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
     """Return the dtypes of parameters that follow the stage: those of the trained ones.
 
     Without such ones float32 and float64. What is frozen in another dtype, such as integers of a
     quantized model, stays as it is.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    trained = {real_dtype(parameter) for parameter in parameters}
+    trained = set()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            trained.add(real_dtype(parameter))
     return trained or {torch.float32, torch.float64}
 
 
-def move_state(module: Any, declared: Collection[str], dtype: Any, device: str) -> None:
+def move_state(
+    module: torch.nn.Module, declared: Collection[str], dtype: torch.dtype | None, device: str
+) -> None:
     """Move what is not `declared` to a device; buffers keep to the dtype of the parameters.
 
     Those of other dtypes stay as they are: a table of angles is complex, a clock in seconds needs
