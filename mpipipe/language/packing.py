@@ -46,9 +46,7 @@ class PackedAttend(Attend):
         self._others: dict[int, PackedAttend] = {}
 
     def begin(self, position: Position) -> None:
-        self._microbatch = position.microbatch // len(
-            self.slice_rows or (1,)
-        )  # of a unit, where there are slices
+        self._microbatch = position.microbatch // len(self.slice_rows or (1,))
         self.inner.begin(position)
 
     def positions(self, rows: int) -> np.ndarray | None:

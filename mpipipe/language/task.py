@@ -48,8 +48,9 @@ from mpipipe.train import (
     warn,
 )
 
-PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
-TEMPERATURE = 0.8  # of the sample at the end of a training
+# The sample at the end of a training continues so much validation text.
+PROMPT_BYTES = 32
+TEMPERATURE = 0.8
 BLOCK = 32  # rows: products of some of these take a few percent less time
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
 
@@ -134,7 +135,7 @@ class TextTask(Task):
         self.tuning = tuning or fine_tuning.FineTuning()
         self.data = data
         self.listing: DataListing | Source | None = None
-        self.source: Source | None = None  # on ranks that read data
+        self.source: Source | None = None  # None on ranks that read no data
         self.freeze = self.tuning.freeze
         self.everywhere = config.packing == "segments"
         self.layout = config.layout
@@ -361,7 +362,7 @@ class TextTask(Task):
         return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
 
     def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
-        if self.head_slices > 1:  # which hand on several arrays
+        if self.head_slices > 1:  # slices hand on several arrays
             return None
         return rows, self._length(shard), self.model.dim
 
@@ -466,7 +467,8 @@ class TextTask(Task):
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
         forward = plan.schedule.forward_only_part(1)
-        orders = []  # of whole sequences: that of the first slice
+        # A whole sequence takes the order of the first slice.
+        orders = []
         for order in forward.orders:
             orders.append(tuple(action for action in order if action.microbatch == 0))
         alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))

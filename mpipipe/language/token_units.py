@@ -16,7 +16,7 @@ from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import shown
 from mpipipe.language.inference.prompts import Bytes
 
-RATES = ("bits_per_byte", "validation_bits_per_byte")  # of training and validation
+RATES = ("bits_per_byte", "validation_bits_per_byte")  # names for training and validation
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 

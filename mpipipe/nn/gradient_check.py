@@ -17,9 +17,12 @@ from mpipipe.nn.stage import Stage
 # error of the first is STEPS[0]^4. The others are for kinks such as that of max(x, 0): fewer
 # elements cross theirs in a smaller step.
 STEPS = (2e-4, 1e-5, 5e-7)
-SMOOTH = 1e-2  # of what two steps differ by, the error that is left after extrapolation
-KINKED = 100.0  # of the same: the most that kinks explain
-ROUNDINGS = 1e3  # that a sum may have met, in units of eps
+# Error that is left after extrapolation, relative to the difference of two steps.
+SMOOTH = 1e-2
+# The most that kinks explain, relative to the same.
+KINKED = 100.0
+# Roundings that a sum may have met, in units of eps.
+ROUNDINGS = 1e3
 EPS = float(np.finfo(float).eps)
 TINY = float(np.finfo(float).tiny)
 # Of the noise in a value, over the step: five of what it is in the extrapolated difference.

@@ -284,7 +284,7 @@ def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | No
     return numbers.astype(np.float64)
 
 
-TABLES = 64  # of one stage at most, each for its own positions
+TABLES = 64  # most tables of one stage, by positions
 
 
 class RopeTables:

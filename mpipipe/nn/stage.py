@@ -121,7 +121,7 @@ class Stage(Differentiable):
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
-        self.version = 0  # of what a CUDA graph records; layers raise it where they change
+        self.version = 0  # layers raise it when they change, for CUDA graphs
         for place, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
                 raise ArgumentError(

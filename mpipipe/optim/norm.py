@@ -79,9 +79,9 @@ class Norm:
         self._group = (
             None if comm is None or comm.size == 1 else group_of(comm)
         )  # None where no rank is asked
-        self._row: NcclRow | None = None  # where the norm is put together on GPUs
-        self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
-        self._here = slice(0, 0)  # those of this rank
+        self._row: NcclRow | None = None  # set if GPUs put the norm together
+        self._owners: list[NonFiniteParameter] = []  # one for each number of the row
+        self._here = slice(0, 0)  # numbers of this rank
 
     @property
     def on_device(self) -> bool:

@@ -21,7 +21,7 @@ from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
 from mpipipe.optim.shards import Shards
 from mpipipe.stages import PipelineStage, as_stages
 
-State: TypeAlias = dict[str, Array]  # of a stage, by kind
+State: TypeAlias = dict[str, Array]  # arrays of a stage by kind
 
 
 class FlatOptimizer:
@@ -83,7 +83,7 @@ class FlatOptimizer:
         """
         rate = self.lr if lr is None else lr
         shards = self._shards
-        at = scale if isinstance(scale, float) else None  # else it is on the GPU
+        at = scale if isinstance(scale, float) else None  # None for a scale on the GPU
         numbers = dict(steps=self.steps, lr=float(rate), weight_decay=self.weight_decay, scale=at)
         with nullcontext() if shards is None else shards.step(**numbers):
             announce_write(self, *self._updated)

@@ -148,7 +148,7 @@ class LossScaler:
         self.interval = interval
         self.dynamic = dynamic
         self.good = self.skipped = 0
-        self.unread: list[NormOfStep] = []  # of steps on a GPU
+        self.unread: list[NormOfStep] = []  # norms that are still on the GPU
 
     @property
     def can_shrink(self) -> bool:

@@ -41,7 +41,7 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
 def size_of(path: Path) -> int:
     """Return the bytes of a file. Raises DataError if it cannot be read."""
     with files.reading("data", path, DataError, remedy=REMEDY):
-        opened = _opened(path)  # as in read_bytes
+        opened = _opened(path)
         return os.fstat(opened.descriptor).st_size
 
 
@@ -68,8 +68,10 @@ _opened = lru_cache(maxsize=OPEN_FILES)(_Opened)
 
 
 BLOCK = 4096  # bytes
-BLOCKS = 4096  # in all, where there are fewer files than half of this
-FILES = 8192  # whose contents are looked at, where there are more
+# Blocks in all; but a file has two of them.
+BLOCKS = 4096
+# Files whose contents are sampled at most.
+FILES = 8192
 GLANCED = 16  # files
 
 

@@ -40,7 +40,7 @@ SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 REMEDY = "name readable text files, or folders that hold some, with --data"
 HELD_OUT = 20  # one token in this many is for validation
 SECTIONS = 32
-DOCUMENTS = 64  # of a section
+DOCUMENTS = 64  # least documents in a section
 # share that may be held out by documents
 FEWEST = 0.025
 MOST = 0.1

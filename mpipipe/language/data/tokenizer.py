@@ -20,8 +20,8 @@ from mpipipe.errors import DataError
 from mpipipe.text import optional_library
 
 NAME = "tokenizer.json"
-MOST_BYTES = 1 << 26  # of it
-MOST_SMALL = 1 << 24  # of the files beside it
+MOST_BYTES = 1 << 26  # bytes of a tokenizer.json
+MOST_SMALL = 1 << 24  # bytes of a file beside it
 REMEDY = "name the folder of a model that has a tokenizer.json, or that file"
 
 

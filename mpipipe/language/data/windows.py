@@ -34,11 +34,12 @@ def training_starts(
         return generator(seed, "training", step).integers(0, length - seq_len, batch)[rows].tolist()
     count = (length - 1) // seq_len  # windows of an epoch; what is left at the end is left out
     numbers = range(step * batch, (step + 1) * batch)[rows]
-    keys = {
-        epoch: random_key("epoch", epoch, seed).tobytes()
-        for epoch in {number // count for number in numbers}
-    }
-    return [shuffled(number % count, count, keys[number // count]) * seq_len for number in numbers]
+    starts = []
+    for number in numbers:
+        epoch, place = divmod(number, count)
+        key = random_key("epoch", epoch, seed).tobytes()
+        starts.append(shuffled(place, count, key) * seq_len)
+    return starts
 
 
 def validation_starts(

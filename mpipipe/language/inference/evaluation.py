@@ -33,7 +33,7 @@ from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
 from mpipipe.train import Shard
 
-TOKENS = 4096  # of a micro-batch, by default
+TOKENS = 4096  # tokens in a micro-batch by default
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class WindowLosses(nn.HeadCrossEntropy):
         if not slices:
             super().__init__(stage)
         self.tokens = 0
-        self.nats: list[float] = []  # of each micro-batch
+        self.nats: list[float] = []  # sum for each micro-batch
         self._noted: list[tuple[int, Any]] = []  # (tokens, mean loss), in order
 
     def __call__(self, output: Array, target: Any, factor: float = 1.0) -> tuple[float, None]:

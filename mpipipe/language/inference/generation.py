@@ -48,7 +48,7 @@ class _Sequence:
     """A prompt with its answer so far."""
 
     prompt: int
-    place: int  # in its batch
+    place: int  # number in the batch
     tokens: list[int]
     prompt_length: int
     fed: int = 0  # tokens that the caches have, or are about to get
@@ -196,8 +196,8 @@ class Decoder:
 class Underway:
     """The pieces of a forward: the decoder and its stages set them, caches read them."""
 
-    parts: Sequence[Sequence[Piece]] = ()  # of all micro-batches
-    pieces: Sequence[Piece] = ()  # of the micro-batch that a stage computes now
+    parts: Sequence[Sequence[Piece]] = ()  # for each micro-batch
+    pieces: Sequence[Piece] = ()  # the micro-batch under way
 
 
 class SequenceCaches(nn.Attend):

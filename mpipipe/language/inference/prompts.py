@@ -12,7 +12,7 @@ from mpipipe import files
 from mpipipe.errors import ConfigError, DataError
 from mpipipe.language.data.tokenizer import Tokenizer
 
-MOST_BYTES = 1 << 30  # of a file of prompts
+MOST_BYTES = 1 << 30  # bytes in a file of prompts
 REMEDY = (
     'write one prompt on a line; in a file .jsonl a line is {"prompt": "a text"} or '
     '{"tokens": [5, 17, 9]}'

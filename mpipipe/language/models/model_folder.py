@@ -82,7 +82,7 @@ class ModelFolder(ABC):
             for stage in stages:
                 stage.sync_compute()
         with group.raise_together("loading the model: whether it is one"):
-            if group.rank == 0:  # which has opened the folder
+            if group.rank == 0:  # rank 0 has opened the folder
                 checkpoint.check_same_folder(self.path, self.inode)
 
     def with_slices(self, count: int) -> ModelFolder:
@@ -194,7 +194,7 @@ class CheckpointFolder(TrainingFolder):
         checkpoint.read_arrays(checkpoint.read(self.path), names)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        checkpoint.load(self.path, mesh, stages)  # which compares the names of all ranks, too
+        checkpoint.load(self.path, mesh, stages)  # compares the names of all ranks, too
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from mpipipe.nn import announce_write
 from mpipipe.schedules import Schedule
 
 DESCRIPTION = "model.json"
-MOST_BYTES = 64 << 20  # of it
+MOST_BYTES = 64 << 20  # bytes of a model.json
 OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
-FLOATS = ("float32", "float64")  # in which parameters are kept
+FLOATS = ("float32", "float64")  # dtypes of the parameters in files
 REMEDY = "build the model with the sizes and dtype of model.json"
 TRAIN_AGAIN = "train again, with a lower learning rate or clipped gradients"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"

@@ -24,9 +24,8 @@ from mpipipe.nn.kernels.host import any_dtype
 share_threads()
 P = ParamSpec("P")
 R = TypeVar("R")
-KERNELS = SimpleNamespace(
-    **vars(any_dtype)
-)  # in which the functions below take the place of those of their names
+# The functions below take the place of those with their names.
+KERNELS = SimpleNamespace(**vars(any_dtype))
 
 
 def _of_halves(function: Callable[P, R]) -> Callable[P, R]:

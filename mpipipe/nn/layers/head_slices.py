@@ -35,11 +35,9 @@ from mpipipe.nn.layers.layer import Layer, StageOfLayer, leaf
 from mpipipe.nn.parameters import matrix, row_slices
 
 LABELS = "labels"  # their name among the inputs
-TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits that are computed at a time
-KEPT_BYTES = {
-    "cpu": 512 << 20,
-    "cuda": 4 << 30,
-}  # of all logits of a micro-batch, up to which slices keep theirs
+TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # logits of one tile
+# Slices keep their logits up to so many bytes for a micro-batch.
+KEPT_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 
 
 def tile_rows(vocab: int, itemsize: int, device: str) -> int:

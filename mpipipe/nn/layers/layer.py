@@ -320,7 +320,7 @@ class Layer(Differentiable):
 
     def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:
         """Add to a gradient by a kernel that takes it last, where it is there and not frozen."""
-        gradient = self.__dict__.get(f"{key}_grad")  # where `bind` has put it
+        gradient = self.__dict__.get(f"{key}_grad")  # set by `bind`
         if gradient is not None:
             kernel(*parts, gradient)
 
@@ -342,7 +342,7 @@ class Layer(Differentiable):
             columns = dy
             if stop - start < dy.shape[1]:
                 columns = dy[:, start:stop]
-                if arrays.is_device(dy):  # whose products take whole rows alone
+                if arrays.is_device(dy):  # products there take whole rows
                     columns = arrays.copied(columns)
             inner = kernels.linear(x, a)
             kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)

@@ -181,7 +181,7 @@ class NamedChain(Sequential):
         self.takes, self.named, self.unclaimed = names_of(layers)
         self.comes_in = self.takes
         self.goes_out = self.unclaimed
-        self.gradients: dict[str, Tree] | None = None  # of the backward under way
+        self.gradients: dict[str, Tree] | None = None  # None outside of a backward
 
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""

@@ -145,13 +145,14 @@ class SpectralConv(Layer):
                     expected="2 * modes points on each axis, and 2 * modes - 2 on the last",
                     remedy="lower modes, or take a finer field",
                 )
-            pairs = [
-                _transform(n, m, axis == 0, axis == len(space) - 1)
-                for axis, (n, m) in enumerate(zip(space, self.modes))
-            ]
             move = arrays.upload if self.stage.device == "cuda" else np.asarray
-            ways = ([move(matrix.astype(kind)) for matrix in way] for way in zip(*pairs))
-            self._matrices[space, kind] = tuple(ways)
+            to_low = []
+            back = []
+            for axis, (points, modes) in enumerate(zip(space, self.modes)):
+                pair = _transform(points, modes, axis == 0, axis == len(space) - 1)
+                to_low.append(move(pair[0].astype(kind)))
+                back.append(move(pair[1].astype(kind)))
+            self._matrices[space, kind] = to_low, back
         return self._matrices[space, kind]
 
 

@@ -118,7 +118,7 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(lora.targets),
-        "fan_in_fan_out": family.name == "gpt2",  # whose matrices lie the other way round there
+        "fan_in_fan_out": family.name == "gpt2",  # its matrices lie the other way round
         "use_rslora": False,
         "use_dora": False,
         "modules_to_save": None,

@@ -281,7 +281,7 @@ SCALING = "rope_scaling"
 PARAMETERS = "rope_parameters"
 THETA = "rope_theta"
 ORIGINAL = "original_max_position_embeddings"
-BASE = 10000.0  # where no option says another one, in all families
+BASE = 10000.0  # default in all families
 
 
 def read_rotary(options: Options, positions: int) -> tuple[float, Any]:
@@ -321,7 +321,7 @@ def _scaling(options: Options, positions: int) -> Any:
         scaling = READERS[kind](options, positions)
     except ConfigError:
         raise
-    except ArgumentError as error:  # of the scaling itself
+    except ArgumentError as error:  # the scaling refuses its numbers
         raise ConfigError(
             f"{options.inside} of a model folder: {error.message}",
             found=f"{error.found} in {options.path}",
@@ -374,7 +374,10 @@ READERS: dict[str, Callable[[Options, int], Any]] = {
 
 
 Windows = tuple[int | None, ...] | None
-KINDS = {"sliding_attention": True, "full_attention": False}  # of layer_types
+KINDS = {
+    "sliding_attention": True,
+    "full_attention": False,
+}  # entries of layer_types, and if they slide
 
 
 def _window(options: Options) -> int | None:

@@ -12,7 +12,7 @@ from mpipipe import files
 from mpipipe.errors import ConfigError
 
 CONFIG = "config.json"
-MOST_BYTES = 16 << 20  # of it
+MOST_BYTES = 16 << 20  # bytes of a config.json
 REQUIRED = object()
 REMEDY = (
     "docs/model-folders.md lists what is read of a model, and docs/finetuning.md of an adapter; "

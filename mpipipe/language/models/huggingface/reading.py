@@ -52,7 +52,7 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     names: dict[str, list[str]] = {}
     for name in parameters:
         names.setdefault(tied_to(name, folder.model), []).append(name)
-    parts: dict[str, list[Part]] = {}  # by their file
+    parts: dict[str, list[Part]] = {}  # parts in each file
     left: Counter[str] = Counter()  # tensors of each parameter that have not been read
     for part in parts_of(folder.family.table, folder.model):
         if part.ours in names:

@@ -29,9 +29,8 @@ from mpipipe.language.models.huggingface.options import CONFIG
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 SHARD_BYTES = 5_000_000_000
-NO_TOKENS = dict.fromkeys(
-    ("bos_token_id", "eos_token_id", "pad_token_id")
-)  # else the library takes ids of its own
+# Without these the library takes ids of its own.
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 METADATA = {"format": "pt"}  # without it `transformers` does not open a file
 ReadGroup: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, Array]]"
 
@@ -43,7 +42,7 @@ def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str,
     """
     family, options = expressed(model, origin.family)
     config = {"architectures": [family.architecture], "model_type": family.name, **NO_TOKENS}
-    if family.name == "gpt2":  # whose defaults of dropout are not 0
+    if family.name == "gpt2":  # its default dropout is not 0
         config |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": model.dropout}
     config |= {**origin.carried, **options, "torch_dtype": dtype}
     longest = origin.config.get("max_position_embeddings")

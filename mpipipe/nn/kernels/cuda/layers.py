@@ -351,8 +351,9 @@ LOSS_THREADS = (
     128,
     256,
     512,
-)  # of one row of logits: two blocks at least share a multiprocessor
-WORDS = 4  # that a thread fetches at a time
+    # Threads of a row of logits: two blocks at least share a multiprocessor.
+)
+WORDS = 4  # words that a thread fetches at a time
 FLOAT64 = np.dtype(np.float64)
 LOSS_PARTS = 2048  # blocks for a mean squared error
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpipipe.processor import each
 
-ELEMENTS = 1 << 18  # of a piece at most: 1 MiB of float32
+ELEMENTS = 1 << 18  # most elements of a piece: 1 MiB of float32
 # Elements: pieces of flat arrays begin at multiples, so that no two threads write to one line of
 # the cache.
 LINE = 64

@@ -130,9 +130,8 @@ def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
     ids = ids[order]
     starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
     rows = embed(dy.reshape(-1, dy.shape[-1]), order)
-    grad[ids[starts]] += np.add.reduceat(
-        rows, starts, axis=0
-    )  # which keeps the interpreter: threads would not help
+    # `reduceat` keeps the interpreter, so that threads would not help.
+    grad[ids[starts]] += np.add.reduceat(rows, starts, axis=0)
 
 
 # -- dropout ---------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ import numpy as np
 from mpipipe.processor import each
 
 WORK = 1 << 22  # multiplications of a product that is cut
-ROWS = 512  # of a piece at least, and twice as many where this gives two pieces
-COLUMNS = 1024  # of a piece at least, where there are too few rows
+# Least rows of a piece, and twice as many where this gives two pieces.
+ROWS = 512
+# Least columns of a piece, where rows are too few.
+COLUMNS = 1024
 PIECE = (
     1 << 17
 )  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
@@ -48,7 +50,11 @@ def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np
     whole = slice(None)
 
     def work(at: slice) -> None:
-        rows, columns = (at, whole) if count >= 2 * ROWS else (whole, at)
+        rows = whole
+        columns = at
+        if count >= 2 * ROWS:
+            rows = at
+            columns = whole
         part = np.matmul(a[rows], b[:, columns], out=result[rows, columns])
         if bias is not None:
             np.add(part, bias[columns], out=part)
@@ -99,18 +105,21 @@ def products(
     add: bool = False,
 ) -> None:
     """C = a b or, with `add`, c += a b, for each of some problems."""
-    a = a.swapaxes(1, 2) if transpose_a else a
-    b = b.swapaxes(1, 2) if transpose_b else b
+    if transpose_a:
+        a = a.swapaxes(1, 2)
+    if transpose_b:
+        b = b.swapaxes(1, 2)
+    count = len(c)
+    a = np.broadcast_to(a, (count, *a.shape[1:]))
+    b = np.broadcast_to(b, (count, *b.shape[1:]))
 
     def work(at: slice) -> None:
         part = c[at]
-        product = np.matmul(
-            a[at] if len(a) > 1 else a, b[at] if len(b) > 1 else b, out=None if add else part
-        )
         if add:
-            np.add(part, product, out=part)
+            np.add(part, np.matmul(a[at], b[at]), out=part)
+        else:
+            np.matmul(a[at], b[at], out=part)
 
-    count = len(c)
     step = max(1, count if c.size * a.shape[2] < WORK else -(-count // 64))
     each(work, [slice(start, start + step) for start in range(0, count, step)])
 
@@ -132,9 +141,13 @@ def columns_of(x: np.ndarray) -> list[slice]:
 
     Sums of rows have the same bits however columns are cut.
     """
-    return (even_pieces(x.shape[1], WIDTH) if x.size > SUMMED else []) or [slice(None)]
+    pieces = even_pieces(x.shape[1], WIDTH) if x.size > SUMMED else []
+    return pieces or [slice(None)]
 
 
 def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
     """Grad += the sum of the rows of parts."""
-    np.add(grad, parts[0] if len(parts) == 1 else np.add.reduce(parts, 0), out=grad)
+    if len(parts) == 1:
+        np.add(grad, parts[0], out=grad)
+    else:
+        np.add(grad, np.add.reduce(parts, 0), out=grad)
