@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from importlib.util import module_from_spec, spec_from_file_location
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 from support.launch import ROOT  # noqa: E402
 
 from mpipipe import adapters, optim  # noqa: E402
-from mpipipe.errors import ConfigError, DataError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.train import TaskConfig, run  # noqa: E402
 
@@ -100,34 +98,3 @@ def test_any_mesh_has_the_losses_of_pytorch_alone(judged, tmp_path, ranks, keys)
     make, expected = judged
     found = inprocess.run(ranks, lambda comm: losses(comm, make, tmp_path / "run", **keys))[0]
     assert found == pytest.approx(expected, rel=1e-10)
-
-
-class Drawn(Judged):
-    def batch(self, step, rows, shard):
-        (nodes, edges, numbers), target = super().batch(step, rows, shard)
-        return (nodes + np.random.default_rng().normal(size=nodes.shape), edges, numbers), target
-
-
-class Empty(Judged):
-    def batch(self, step, rows, shard):
-        inputs, target = super().batch(step, rows, shard)
-        return (tuple(each[..., :0] if each.ndim == 2 and len(each) == 2 else each[:0] for each in inputs), target)
-
-
-class Summed(Judged):
-    loss = adapters.torch_loss(lambda y, target: ((y - target) ** 2).sum())
-
-
-WRONG = {
-    Drawn: (DataError, "gives other inputs of row 0 on other ranks"),
-    Empty: (DataError, r"the inputs of Empty.batch\(step=0, rows=0..2\) are empty"),
-    Summed: (ConfigError, "no mean over the rows"),
-}
-
-
-@pytest.mark.parametrize("make", WRONG)
-def test_what_is_wrong_is_an_error_before_anything_is_written(tmp_path, make):
-    kind, message = WRONG[make]
-    with pytest.raises(kind, match=message):
-        inprocess.run(2, lambda comm: losses(comm, make, tmp_path / "run", microbatches=4))
-    assert not (tmp_path / "run").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,7 +9,7 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 from support import dense, jax_models  # noqa: E402
 
-from mpipipe import Pipeline, adapters, optim, schedules  # noqa: E402
+from mpipipe import Pipeline, adapters, schedules  # noqa: E402
 from mpipipe.adapters.jax import functions  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
@@ -46,23 +45,6 @@ def test_gradients_are_those_of_jax(comm, name, chunks, recompute):
             close(stage.gradients[name], expected, name)
     if result.input_grads is not None:
         close(np.concatenate(result.input_grads), dx, "dx")
-
-
-def test_steps_of_our_optimizer_are_seen_by_jax(comm):
-    """The memory is shared, so an update in place is the parameters' new value."""
-    schedule, data = dense.build("one_f_one_b", comm.size, 1, 2), jax_models.batch()
-    everything, (stage,) = jax_models.parameters(schedule.stages), own_stages(schedule, comm.rank)
-    optimizer = optim.SGD([stage], lr=0.1)
-    with Pipeline([stage], schedule, comm, loss=adapters.jax_loss(jax_models.squared_error)) as pipeline:
-        for _ in range(3):
-            loss, gradients, _ = jax_models.reference(everything, *data)
-            close(pipeline.step(*dense.placed(schedule, comm.rank, *data)).loss, loss, "loss")
-            norm = float(jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients))))
-            close(optim.clip_by_global_norm([stage], 0.5, comm), norm, "norm")
-            optimizer.step()
-            everything = jax.tree.map(lambda p, g: p - 0.1 * min(1, 0.5 / norm) * g, everything, gradients)  # noqa: B023
-    for name, expected in jax_models.named(everything[comm.rank], f"{comm.rank}.").items():
-        close(stage.parameters[name], expected, name)
 
 
 def test_parameters_and_results_are_one_memory():
@@ -106,26 +88,6 @@ def test_a_function_is_compiled_once_for_each_shape():
         y, saved = stage.forward(np.ones((rows, 3)), Position())
         stage.backward(y, saved)
     assert sorted(traced) == [(2, 3)] * 2 + [(4, 3)] * 2  # for training and for evaluation
-
-
-def test_several_inputs_and_outputs_and_integers():
-    def function(parameters, words, scale):
-        return {"y": parameters["table"][words] * scale, "words": words + 1}
-
-    table = np.random.default_rng(0).normal(size=(5, 3))
-    stage = adapters.jax_stage(function, {"table": table})
-    words, scale = np.array([[0, 4], [4, 4]], np.int32), np.array([[[2.0]], [[3.0]]])
-    for backward in (stage.backward, lambda dy, saved: halves(stage, dy, saved)):
-        stage.gradients.flat[...] = 0
-        y, saved = stage.forward((words, scale))
-        np.testing.assert_array_equal(y["y"], table[words] * scale)
-        np.testing.assert_array_equal(y["words"], words + 1)
-        dwords, dscale = backward({"y": np.ones((2, 2, 3)), "words": None}, saved)
-        assert dwords is None
-        np.testing.assert_allclose(dscale, table[words].sum((1, 2)).reshape(2, 1, 1), rtol=1e-14)
-        np.testing.assert_array_equal(stage.gradients["table"], [[2] * 3, [0] * 3, [0] * 3, [0] * 3, [8] * 3])
-    y, saved = stage.forward({"words": words, "scale": scale})
-    assert list(stage.backward({"y": np.ones((2, 2, 3)), "words": None}, saved)) == ["words", "scale"]
 
 
 def test_a_dict_keeps_its_names_whatever_their_order():
@@ -179,14 +141,6 @@ def test_the_halves_of_the_backward_are_the_whole(name):
         for key, gradient in expected.items():
             np.testing.assert_allclose(stage.gradients[key], calls * gradient, rtol=1e-13, atol=1e-13)
         assert functions.both._cache_size() <= size + 1  # compiled once, and not for each micro-batch
-
-
-def test_bfloat16_goes_in_and_out():
-    stage = adapters.jax_stage(lambda p, x: x * p.astype(x.dtype), np.arange(3, dtype=np.float32))
-    x = np.ones((2, 3), ml_dtypes.bfloat16)
-    y, saved = stage.forward(x)
-    assert y.dtype == x.dtype and halves(stage, y, saved).dtype == x.dtype
-    np.testing.assert_array_equal(stage.gradients.flat[:3], [0, 2, 4])
 
 
 def test_keys_depend_on_the_place_and_come_again_when_a_forward_is_made_anew():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ from mpipipe.adapters import as_layer  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.planning.memory import array_bytes, new_bytes  # noqa: E402
-from mpipipe.train import Task, TaskConfig, run  # noqa: E402
 
 pytestmark = pytest.mark.judges
 WIDTH = 6
@@ -60,33 +57,6 @@ def test_frozen_ones_stay_and_have_no_gradient():
     stage.backward(np.ones_like(y), saved)
     assert not {"1.0.bias", "2.gain"} & {*stage.gradients}
     assert all(np.abs(stage.gradients[name]).max() > 0 for name in stage.gradients)
-
-
-class Mixed(Task):
-    loss = adapters.torch_loss(torch.nn.functional.mse_loss)
-
-    def layers(self, shard):
-        return entries()
-
-    def batch(self, step, rows, shard):
-        fields = np.random.default_rng(step).normal(size=(8, WIDTH))[rows.start : rows.stop]
-        return fields, np.roll(fields, 1, axis=1)
-
-    def validation(self, index, rows, shard):
-        return self.batch(1000 + index, rows, shard)
-
-
-def test_a_task_of_them_learns_the_same_on_any_mesh(tmp_path):
-    config = TaskConfig(batch=8, steps=3, dtype="float64", device="cpu", warmup=0, eval_batches=1)
-
-    def trained(ranks, name, **keys):
-        chosen = replace(config, **keys, out=str(tmp_path / name))
-        return inprocess.run(ranks, lambda comm: run(Mixed(), chosen, comm))[0]
-
-    alone = trained(1, "alone")
-    for record in (trained(2, "replicas", pipe=1), trained(4, "pipe", pipe=4, schedule="zero_bubble_h1")):
-        assert record.loss == pytest.approx(alone.loss, rel=1e-10)
-        assert record.validation == pytest.approx(alone.validation, rel=1e-10)
 
 
 @pytest.mark.parametrize("place", [1, 2])

@@ -121,23 +121,6 @@ def test_none_of_zero_grad_is_zero_and_another_gradient_is_adopted():
 # -- structures -------------------------------------------------------------------------------------------------------
 
 
-def test_several_inputs_and_outputs_by_place_and_by_name():
-    def function(module, a, ids, b=None):
-        return {"y": module.weight[ids] * a, "ids": ids + 1, "rest": None if b is None else b * 2}
-
-    stage = adapters.torch_stage(Of(function))
-    a, ids = np.arange(6.0).reshape(2, 3), np.array([[0, 1, 2], [2, 1, 0]])
-    y, saved = stage.forward({"a": a, "ids": ids, "b": a})
-    assert list(y) == ["y", "ids", "rest"] and y["ids"].dtype == ids.dtype
-    dx = stage.backward({"y": np.ones((2, 3)), "ids": None, "rest": np.ones((2, 3))}, saved)
-    assert list(dx) == ["a", "ids", "b"] and dx["ids"] is None
-    np.testing.assert_array_equal(dx["a"], stage.module.weight.detach().numpy()[ids])
-    np.testing.assert_array_equal(dx["b"], 2)
-    np.testing.assert_array_equal(stage.gradients["weight"], [0 + 5, 1 + 4, 2 + 3])
-    with pytest.raises(ArgumentError, match="output of a module"):
-        stage.forward((a, ids))  # one of the outputs is None
-
-
 def test_what_no_output_depends_on_has_a_gradient_of_zeros():
     stage = adapters.torch_stage(Of(lambda module, a, b: (a * module.weight, torch.zeros(2))))
     for backward in (stage.backward, lambda dy, saved: in_halves(stage, dy, saved)[0]):
@@ -145,23 +128,6 @@ def test_what_no_output_depends_on_has_a_gradient_of_zeros():
         da, db = backward((np.ones((2, 3)), np.zeros(2, np.float32)), saved)
         np.testing.assert_array_equal(da, [stage.module.weight.detach().numpy()] * 2)
         assert db.dtype == np.float32 and db.shape == (2, 5) and not db.any()
-
-
-def test_trees_travel_between_stages(pair):
-    first = Of(lambda module, x: (x * module.weight, torch.arange(len(x)), x.to(torch.bfloat16)))
-    second = Of(lambda module, x, rows, half: x * module.weight + rows[:, None] + half)
-    stage = adapters.torch_stage((first, second)[pair.rank])
-    x, schedule = np.random.default_rng(0).normal(size=(4, 3)), schedules.zero_bubble_h1(2, 2)
-    with Pipeline([stage], schedule, pair, loss=squared) as pipeline:
-        for _ in range(2):
-            result = pipeline.step(x if pair.rank == 0 else None, np.zeros((4, 3)) if pair.rank else None)
-    w = torch.linspace(1, 2, 3, dtype=torch.float64)
-    a, b, leaf = w.clone().requires_grad_(), w.clone().requires_grad_(), torch.tensor(x, requires_grad=True)
-    rows = torch.tensor([0.0, 1, 0, 1])[:, None]  # of each micro-batch
-    ((leaf * a * b + rows + leaf.to(torch.bfloat16)) ** 2).mean().backward()
-    np.testing.assert_allclose(stage.gradients.flat[:3], (a, b)[pair.rank].grad, rtol=1e-14)
-    if pair.rank == 0:  # a part of the gradient passes through bfloat16, rounded at other places
-        np.testing.assert_allclose(np.concatenate(result.input_grads), leaf.grad, rtol=2**-7, atol=2**-7)
 
 
 # -- the split backward -----------------------------------------------------------------------------------------------
@@ -329,20 +295,6 @@ def test_zero_grad_within_a_step_is_an_error():
     with pytest.raises(ArgumentError, match="replaced within a step") as caught:
         alone(stage, (np.ones((4, 3)), np.ones((4, 3))))
     assert "rank 0, stage 0, micro-batch" in str(caught.value)
-
-
-def test_frozen_parameters_are_in_no_flat_array():
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).double()
-    module[0].requires_grad_(False)
-    stage = adapters.torch_stage(module)
-    assert set(stage.gradients) == {"1.weight", "1.bias"} and "0.weight" in stage.parameters
-    before = module[0].weight.clone()
-    alone(stage, (np.ones((4, 3)), np.ones((4, 3))))
-    optim.AdamW([stage], lr=0.1).step()
-    assert torch.equal(module[0].weight, before)
-    bare = adapters.torch_stage(torch.nn.Tanh())
-    assert not bare.parameters.flat.size and not bare.gradients.flat.size
-    alone(bare, (np.ones((4, 3)), np.ones((4, 3))), schedule=schedules.zero_bubble_h1(1, 2))
 
 
 def test_messages_move_between_the_modules_of_a_stage(monkeypatch):

@@ -47,16 +47,6 @@ def test_many_tiles(gpu, monkeypatch, options, sizes):
     agrees(found, reference(whole, **options), "float16")
 
 
-def test_tiles_stay_in_the_cache(gpu):
-    """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
-    q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
-    problem = cupy.HeadProblems(q, k)
-    rows, keys = problem.tile([mask.Slice(0, 4096, 0, 4096, None, 0)], 4)
-    assert rows % 8 == 0 and keys <= cupy.KEYS
-    assert cupy.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy.TILE_BYTES
-    assert problem.tile([mask.Slice(0, 5, 0, 3, None, 0)], 4) == (5 * 8, 3)
-
-
 @pytest.mark.parametrize("threads", [1, 3, 8])
 def test_rows_longer_than_a_warp_holds(gpu, monkeypatch, threads):
     """Tiles of several hundred columns: blocks of several warps."""

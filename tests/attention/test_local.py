@@ -122,14 +122,6 @@ def test_half_precision_is_float32_rounded_once(dtype, options):
         within(found, right, allowed)
 
 
-def test_documents_are_set_without_merging(monkeypatch):
-    """Every row is in one slice only, so nothing needs to be added."""
-    monkeypatch.setattr(host, "merge", None)
-    q, k, v, _ = arrays(11, 1, 30, 30, 2, 2, 4)
-    out, _ = attention.Local(segments=[7, 1, 22]).forward(q, k, v)
-    np.testing.assert_array_equal(out[:, :7], attention.Local().forward(q[:, :7], k[:, :7], v[:, :7])[0])
-
-
 def test_a_given_scale_is_used():
     q, k, v, dout = arrays(6, 1, 9, 9, 2, 2, 4)
     compare(q, k, v, dout, True, scale=0.7)
@@ -170,12 +162,3 @@ def test_a_scale_is_a_finite_number_above_0():
         assert caught.value.found == repr(scale)
     for scale in (None, 1, 0.25, np.float32(0.5)):
         assert attention.Local(scale=scale).options.scale == scale
-
-
-@pytest.mark.parametrize(("seq", "parts"), [(4, 1), (256, 4)])
-def test_problems_that_are_no_work_for_another_thread_are_solved_at_once(monkeypatch, seq, parts):
-    plain, calls = host._forward_heads, []
-    monkeypatch.setattr(host, "_forward_heads", lambda *these: calls.append(these) or plain(*these))
-    q, k, v = np.random.default_rng(0).standard_normal((3, 2, seq, 4, 8))
-    attention.Local(causal=True).forward(q, k, v)
-    assert len(calls) == parts

@@ -11,13 +11,12 @@ from inspect import signature
 import numpy as np
 import pytest
 from support.command_line import invoke
-from support.tolerance import close
 
 from mpipipe import arrays
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
 from mpipipe.bench.timing import Row
-from mpipipe.job import inprocess, runtime, settings
+from mpipipe.job import settings
 from mpipipe.language.models import GPT
 
 TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq=16, tied=True)
@@ -38,17 +37,6 @@ def test_attention_forward_and_backward_of_each_length(gpu, dtype):
     rows = checked(rows, 4)
     assert ["forward" in row.what for row in rows] == [True, False] * 2
     assert [row.peer for row in rows] == [""] * 4  # what was published is of other sizes
-
-
-def test_published_rates_stand_beside_their_own_sizes_only(gpu, monkeypatch):
-    monkeypatch.setattr(kernels, "_whole", lambda *_: [])
-    monkeypatch.setattr(kernels, "_alone", lambda *_: (1e-3, 2e-3))
-    beside = [row for row in kernels.measure_attention(1, lengths=(8192, 4000))]
-    assert [row.peer_value for row in beside] == [644, 541, None, None]
-    close(beside[0].value, 4 * 8192**2 / 2 * 64 * 128 / 1e-3 / 1e12, 8)
-    close(beside[1].value, 2.5 * beside[0].value / 2, 8)
-    other = [row for row in kernels.measure_attention(1, lengths=(8192,), head_dim=64)]
-    assert [row.peer_value for row in other] == [None, None]
 
 
 def test_each_kernel_that_memory_bounds_is_measured(gpu):
@@ -125,14 +113,6 @@ def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
 def test_quick_sizes_are_parameters(part):
     assert "repeats" in part.quick and set(part.quick) <= set(signature(part.measure).parameters)
-
-
-@pytest.mark.long
-def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
-    monkeypatch.setattr(runtime, "mpi", lambda: pytest.fail("asked for MPI"))
-    _, row, *_ = inprocess.run(1, lambda comm: list(steps.measure_step(1, TINY, 2, 2, peers=False, comm=comm)))[0]
-    (rate,) = inprocess.run(1, lambda comm: list(steps.measure_executor(1, 8, 16, 2, comm=comm)))[0]
-    assert row.value > 0 and rate.value > 0
 
 
 @pytest.mark.long

@@ -52,7 +52,6 @@ class Fault:
     quiet: bool = False  # whether stderr must be empty
     clean: bool | None = None  # nothing may be left in /dev/shm; None: where the exit code is an agreed one
     limit: float = 20.0  # seconds until the job counts as hung
-    repeat: int = 1  # how often it is run
     quick: tuple[int, str] | None = None  # (ranks, mode) for the quick choice
 
     def cases(self) -> list[Case]:

@@ -36,16 +36,6 @@ class Verdict:
         return f"{self.case} {self.status} after {self.seconds:.1f} s: {'; '.join(self.problems)}"
 
 
-def play(case: Case) -> Verdict:
-    """Run a case as often as its fault asks; the verdict is that of the first run that fails, or of the slowest."""
-    verdicts = []
-    for _ in range(case.fault.repeat):
-        verdicts.append(_play_once(case))
-        if verdicts[-1].status != PASSED:
-            return verdicts[-1]
-    return max(verdicts, key=lambda verdict: verdict.seconds)
-
-
 def command_line(case: Case, folder: str) -> list[str]:
     """The command that starts the job: one part for all ranks, or one for each where the ranks differ."""
     fault = case.fault
@@ -68,7 +58,8 @@ def command_line(case: Case, folder: str) -> list[str]:
     return parts
 
 
-def _play_once(case: Case) -> Verdict:
+def play(case: Case) -> Verdict:
+    """Run a case and judge it."""
     fault = case.fault
     with tempfile.TemporaryDirectory(prefix="mpipipe-fault-") as folder:
         if fault.script is not None:

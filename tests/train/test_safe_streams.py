@@ -14,30 +14,6 @@ from mpipipe.train.config import read_keys
 from mpipipe.train.report import Record, Reporter
 from mpipipe.train.screen import JsonLines, SafeStream
 
-HEAD = """
-import subprocess, sys
-command = [sys.executable, "-m", "mpipipe", *sys.argv[2:]]
-job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-for _ in range(int(sys.argv[1])):
-    job.stdout.readline()
-job.stdout.close()
-errors = job.stderr.read().decode()
-print(job.wait(), errors)
-"""
-
-
-@pytest.mark.long
-def test_a_reader_that_takes_the_first_line_does_not_end_the_training(launch, tmp_path):
-    text, script, out = tmp_path / "text.txt", tmp_path / "head.py", tmp_path / "run"
-    text.write_text("one two three four\n" * 200)
-    script.write_text(HEAD)
-    sizes = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 3 --log-every 1 --sample-bytes 4".split()
-    job = launch(0, [str(script), "1", "train", "--data", str(text), "--out", str(out), "--device", "cpu", *sizes])
-    assert job.stdout.strip() == "0", job.stdout
-    assert (out / "weights" / "model.json").exists()
-    job = launch(0, [str(script), "0", "generate", str(out), "--bytes", "20"])
-    assert job.stdout.strip() == "0", job.stdout
-
 
 @pytest.fixture
 def room():

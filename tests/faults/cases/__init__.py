@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from faults.cases import (
-    commands,
-    exceptions,
-    good,
-    leaving,
-    memory,
-    mismatches,
-    saving,
-    settings,
-    signals,
-    stuck,
-    texts,
-)
+from faults.cases import commands, exceptions, good, leaving, mismatches, settings, signals, stuck
 from faults.fault import Case, Fault
 
 FAULTS: tuple[Fault, ...] = tuple(
     fault
-    for module in (good, exceptions, texts, leaving, signals, mismatches, stuck, settings, commands, saving, memory)
+    for module in (good, exceptions, leaving, signals, mismatches, stuck, settings, commands)
     for fault in module.FAULTS
 )
 

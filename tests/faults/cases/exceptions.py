@@ -22,6 +22,7 @@ if MPI.COMM_WORLD.rank == 1:
     + "train()"
 )
 
+C_LOCALE = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 # place -> (what the rank that fails does, what all ranks do then, whether the report is a StageError)
 PLACES = {
     "in a forward": ("breaks('forward', fail)", "train()", True),
@@ -111,6 +112,16 @@ except errors.PeerError:
         modes=(RUN,),
         says=("no_such_paint",),
         never=("finished",),
+    ),
+    _raises(
+        "foreign letters in the C locale",
+        on("last", "fail('gr\\u00fcn')") + "train()",
+        "ValueError: gr",
+        env=C_LOCALE,
+        quick=(2, RUN),
+    ),
+    _raises(
+        "a surrogate as text of an exit", on("0", "sys.exit(os.fsdecode(b'caf\\xe9'))") + "train()", "caf", modes=(RUN,)
     ),
     _kind("a base exception", "raise type('Stop', (BaseException,), {})('wet paint')", "wet paint"),
     _kind("an exception without a text", "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "Mute"),
