@@ -1,7 +1,5 @@
 """Fixtures shared by all tests, and the settings that make every rank run the same thing."""
 
-from __future__ import annotations
-
 import os
 import signal
 from zlib import crc32

@@ -1,7 +1,5 @@
 """The environment of a run: what all ranks have alike once, and what is different with its ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

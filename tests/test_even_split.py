@@ -1,7 +1,5 @@
 """The block distribution against numpy.array_split."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Halos and all-to-alls against the whole field on one process, their gradients, and what they refuse."""
 
-from __future__ import annotations
-
 import threading
 import time
 from functools import partial

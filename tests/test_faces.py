@@ -1,7 +1,5 @@
 """What the package shows of itself."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Only regular files are opened, nothing waits for another process, and writing leaves a whole file or none."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """The pool of threads: every piece once, errors, nesting, Ctrl-C, fork, exit; and how many threads a process takes."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import threading

@@ -1,7 +1,5 @@
 """Flat arrays with names, where both are a user's own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pieces of sentences that messages share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention over rings within modules of PyTorch and functions of JAX: equal to dense attention of these libraries."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from functools import partial

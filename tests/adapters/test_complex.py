@@ -1,7 +1,5 @@
 """Complex numbers in stages of numpy, PyTorch and JAX, in each order and over a skip: one convention, dRe + i dIm."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import numpy as np

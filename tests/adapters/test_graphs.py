@@ -1,7 +1,5 @@
 """The graph network of docs/tasks: micro-batches of any shapes in a task, as a loop of PyTorch alone computes them."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import module_from_spec, spec_from_file_location
 

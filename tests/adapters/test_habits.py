@@ -4,8 +4,6 @@ The judge is PyTorch in one process: micro-batch after micro-batch, forward, los
 losses, all gradients and all buffers of three steps with plain descent, to 1e-12.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import deque, namedtuple

@@ -1,7 +1,5 @@
 """Habits of JAX: states, keys, ties and dtypes of functions in a list, as one process of JAX has them, or refused."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

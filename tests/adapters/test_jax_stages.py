@@ -1,7 +1,5 @@
 """Functions of JAX as stages: gradients are those of jax.grad, memory is shared, and traps are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Modules of PyTorch and functions of JAX as layers of one list, next to layers of mpipipe: trained on any ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """PyTorch and JAX are optional: imported when they are asked for, and missed with a remedy."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

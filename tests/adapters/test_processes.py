@@ -1,7 +1,5 @@
 """Processes that use PyTorch and JAX: threads, and the end of a job."""
 
-from __future__ import annotations
-
 import pytest
 
 torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")

@@ -1,7 +1,5 @@
 """Skips of modules and functions: what a stage gives and takes by names, as trees of any structure."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

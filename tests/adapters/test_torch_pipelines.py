@@ -1,7 +1,5 @@
 """Stages of PyTorch in pipelines: gradients, losses and steps are those of PyTorch alone."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One stage of PyTorch by itself: memory, structures, halves of the backward, and the traps."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The U-Net of docs/tasks: its losses are those of a loop of PyTorch alone, and it learns what it is to learn."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import module_from_spec, spec_from_file_location
 

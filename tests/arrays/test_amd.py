@@ -1,7 +1,5 @@
 """AMD's GPUs, emulated: wavefronts of 64 lanes give the numbers of warps of 32, and bfloat16 is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gpu_emulator.fixture import an_emulated_gpu

@@ -1,7 +1,5 @@
 """Launches that are packed once for each combination of shapes, strides, dtypes, alignments, options and GPUs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gpu_emulator.fixture import an_emulated_gpu

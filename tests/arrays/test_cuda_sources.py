@@ -4,8 +4,6 @@ hipRTC is that of the machine's ROCm (ROCM_PATH, /opt/rocm), or the one that job
 that of ROCm 5.2, which has less than ROCm 7, the one of CuPy's wheel: no shuffles with masks, for instance.
 """
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import hashlib

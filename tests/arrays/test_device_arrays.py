@@ -1,7 +1,5 @@
 """`arrays` on a GPU: copies, memory, devices, and rounding to 16 bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

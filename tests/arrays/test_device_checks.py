@@ -1,7 +1,5 @@
 """What a GPU needs besides its driver: missing parts are named before the first step, all at once, on every rank."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

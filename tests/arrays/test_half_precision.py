@@ -1,7 +1,5 @@
 """Functions of float32 arrays that take half precision: one upcast, one rounding."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

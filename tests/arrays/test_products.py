@@ -1,7 +1,5 @@
 """Products of device arrays by cuBLAS: the numbers, and the setting for TF32."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

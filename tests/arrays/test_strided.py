@@ -1,7 +1,5 @@
 """The order in which a strided copy visits two arrays."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a user hands to SelfAttention: an object of their own, with forward and backward and perhaps more."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Queries against a cache of keys and values: dense attention, however the text comes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The cost model: known figures, and bytes that a real ring counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.rings import arrays

@@ -1,7 +1,5 @@
 """Attention by cuDNN: which work it gets, how it is asked, and what happens where it refuses."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """cuDNN on real machines: where it starts, where it does not, and that it is said which."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

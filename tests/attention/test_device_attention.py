@@ -1,7 +1,5 @@
 """Attention of device arrays against dense float64 attention: on one rank and in rings, in all dtypes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

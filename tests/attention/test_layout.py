@@ -1,7 +1,5 @@
 """Layouts and the planner against brute force over positions; one Layout for data, ring and positions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

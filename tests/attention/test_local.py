@@ -1,7 +1,5 @@
 """Local attention against a dense float64 reference."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Merging partial results of attention against the softmax over all keys at once."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows of a batch with documents of their own: each row is what it would be alone, on one rank and in a ring."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

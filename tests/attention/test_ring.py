@@ -1,7 +1,5 @@
 """Ring attention against dense float64 attention: any length, layout, mask and ring; and the memory that it takes."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

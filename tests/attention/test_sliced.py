@@ -1,7 +1,5 @@
 """Attention to slices of a sequence against dense attention to the whole, on one rank and in rings."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Attention by all-to-all over heads: any sequence, mask and grouping, against dense attention and against the ring."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

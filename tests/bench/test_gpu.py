@@ -1,7 +1,5 @@
 """`bench gpu` at sizes that say nothing about speed: each part runs, and its rows mean what they say."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """bench peers: both sides compute the same gradients, and a line is printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpipipe.errors import BackendError

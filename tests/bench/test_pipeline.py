@@ -1,7 +1,5 @@
 """bench pipeline: a line for each schedule, next to the step written by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpipipe.bench import pipeline

@@ -1,7 +1,5 @@
 """bench all: lines of benches become rows of a page, and what cannot be measured is named."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """bench threads: a line for each comparison."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 

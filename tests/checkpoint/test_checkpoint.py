@@ -1,7 +1,5 @@
 """Checkpoints: saved by any mesh and loaded by any other, whole or absent, bit by bit what was saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

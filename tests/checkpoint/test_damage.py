@@ -1,7 +1,5 @@
 """Damaged, foreign and hostile checkpoints: none is taken for a good one, and each error names a file and a remedy."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Jobs that end while a checkpoint is being written: soon, without a half checkpoint, and with the disk named."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

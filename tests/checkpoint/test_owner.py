@@ -1,7 +1,5 @@
 """One owner of a folder: others wait, are refused or take over, one of them; an owner that has lost it notices."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What must be equal is compared: a flipped bit in one array of one rank is found and named, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

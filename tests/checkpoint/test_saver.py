@@ -1,7 +1,5 @@
 """Checkpoints written behind a training: they hold the step at which `save` was called, to the bit, or are absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Checkpoints of an optimizer that is sharded over replicas: the files of one that is not, for any mesh."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

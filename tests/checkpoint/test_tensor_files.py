@@ -1,7 +1,5 @@
 """Files of tensors that somebody else has written: what their headers may say, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 

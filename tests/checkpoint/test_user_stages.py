@@ -1,7 +1,5 @@
 """Checkpoints of stages of a user's own: by `parameters`, or by `state_dict` and `load_state_dict`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A process is killed around each call that changes files: a whole checkpoint or folder is found each time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

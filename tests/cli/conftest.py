@@ -1,7 +1,5 @@
 """Jobs of the command line."""
 
-from __future__ import annotations
-
 import pytest
 
 

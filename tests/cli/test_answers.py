@@ -1,7 +1,5 @@
 """Answers come out in the order of their prompts, whenever they are complete."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

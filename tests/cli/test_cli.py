@@ -1,7 +1,5 @@
 """The command line as users start it: exit codes, one report, and what a program can read off the output."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

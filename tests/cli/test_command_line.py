@@ -1,7 +1,5 @@
 """The command line itself: what it reads, refuses, suggests and completes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Texts that ask for much, and what is no file, are refused by name: none is waited for, none takes much memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

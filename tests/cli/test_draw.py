@@ -1,7 +1,5 @@
 """`python -m mpipipe draw`: pictures of schedules in one process, and one report where none can be drawn."""
 
-from __future__ import annotations
-
 import pytest
 from support.command_line import invoke
 from support.svg import texts

@@ -1,7 +1,5 @@
 """`train --dry-run` as users start it: without MPI for any ranks, under a launcher for those there are."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

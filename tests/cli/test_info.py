@@ -1,7 +1,5 @@
 """`info` in words: cores, threads, free memory, bad placements, and AMD's GPUs by name."""
 
-from __future__ import annotations
-
 import json
 import sys
 

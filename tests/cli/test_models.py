@@ -1,7 +1,5 @@
 """`evaluate` and `convert` as users start them, on folders with models of bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 

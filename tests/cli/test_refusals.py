@@ -1,7 +1,5 @@
 """What a command refuses reads the same everywhere, and names what the user gave."""
 
-from __future__ import annotations
-
 import pytest
 from support.command_line import invoke
 from support.text_plan import text_plan

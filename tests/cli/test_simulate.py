@@ -1,7 +1,5 @@
 """mpipipe simulate: what it prints, writes and refuses, without MPI."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpipipe import schedules

@@ -1,7 +1,5 @@
 """A standard output that cannot be written is one line and an exit code, for every command."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

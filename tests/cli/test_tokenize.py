@@ -1,7 +1,5 @@
 """Tokenizing and training on tokens as users start them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Sums over replicas: exact for what can be exact, in float32 for half types, large buffers, any order of progress."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import ml_dtypes

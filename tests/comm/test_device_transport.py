@@ -4,8 +4,6 @@ Each rule that keeps MPI and the kernels apart is broken on purpose, too: then t
 the rule would show nothing. That needs the emulated device, on which nothing runs before something waits for it.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 

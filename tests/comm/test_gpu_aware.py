@@ -1,7 +1,5 @@
 """Whether device memory goes to MPI: each piece of evidence, one verdict for all ranks; choosing GPUs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The mesh: coordinates, communicators, errors."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """NCCL: whether all ranks can use it, and sums in every case."""
 
-from __future__ import annotations
-
 import os
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Tags: unique for every message of a pair of ranks, the same at both ends, within every limit."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Transport and mailbox: every dtype and shape arrives as it was sent, in any order and in pieces."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

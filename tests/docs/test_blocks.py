@@ -1,7 +1,5 @@
 """Every block of code of the README and of the pages runs in a fresh checkout, in the order of the page."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

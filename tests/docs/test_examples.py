@@ -1,7 +1,5 @@
 """Every example runs on four ranks as it stands, and prints what its head says."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 

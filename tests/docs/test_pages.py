@@ -1,7 +1,5 @@
 """What the pages say about names: links lead somewhere, tables are complete, pictures are those of the code."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

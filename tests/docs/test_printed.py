@@ -1,7 +1,5 @@
 """The comparison of printed text itself: what it lets pass, and what it does not."""
 
-from __future__ import annotations
-
 import pytest
 from support.printed import check_printed
 

@@ -1,7 +1,5 @@
 """The pieces that cases are made of: the opening of their scripts, and one function for each way a job may end."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 from faults.fault import COMMAND, NONZERO, PLAIN, RUN, Fault

@@ -1,7 +1,5 @@
 """Run one case and judge it: exit code, texts, number of reports, seconds, orphans, and what is left in /dev/shm."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Faults, a quick choice or all: each job ends within seconds, with the exit code and the one report of the table."""
 
-from __future__ import annotations
-
 import pytest
 from mpi4py import MPI
 from support.harness import AT_LENGTH

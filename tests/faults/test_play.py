@@ -1,7 +1,5 @@
 """The runner of faults: it tells jobs that hang, say nothing, end wrongly or leave something behind."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

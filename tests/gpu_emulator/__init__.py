@@ -5,8 +5,6 @@ runs before something waits for it, fresh and freed memory is NaN, host memory t
 and the arguments of kernels must have the very types of the parameters.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """cupy.ndarray without arithmetic: memory, views, and an error for everything that looks inside."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import numpy as np

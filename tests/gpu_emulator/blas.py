@@ -1,7 +1,5 @@
 """cupy.cuda.cublas: gemmEx and gemmStridedBatchedEx as cuBLAS does them, column-major, through raw pointers."""
 
-from __future__ import annotations
-
 import ctypes
 
 import ml_dtypes

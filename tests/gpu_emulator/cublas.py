@@ -1,7 +1,5 @@
 """libcublas, for those who open it by ctypes: a real shared library, whose functions lead to the emulated cuBLAS."""
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import CFUNCTYPE, c_int, c_longlong, c_size_t, c_void_p
 from functools import cache

@@ -3,8 +3,6 @@
 The refusals of `validate` are those of version 1.27; what only the library itself refuses, `check_support` refuses.
 """
 
-from __future__ import annotations
-
 import enum
 
 import ml_dtypes

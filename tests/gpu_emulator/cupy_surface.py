@@ -7,8 +7,6 @@ docstrings of its compiled functions begin with their C signatures. To make the 
     cd tests && python -m gpu_emulator.cupy_surface
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

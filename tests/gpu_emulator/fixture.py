@@ -1,7 +1,5 @@
 """What the fixture `gpu` gives to a test: a real GPU, or the emulated one with its counters."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager, nullcontext
 from functools import cache

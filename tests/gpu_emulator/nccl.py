@@ -11,8 +11,6 @@ It does what NCCL does where that matters to whoever uses it:
 Data travel through files in shared memory.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os

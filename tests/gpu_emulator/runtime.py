@@ -1,7 +1,5 @@
 """cupy.cuda.runtime and cupy.cuda.Device: copies that run late, and no way to wait for a whole device."""
 
-from __future__ import annotations
-
 import ctypes
 
 from .machine import CUDARuntimeError, HiddenAccess, machine

@@ -1,7 +1,5 @@
 """cupy.cuda.Stream and Event on the queues of the emulated device."""
 
-from __future__ import annotations
-
 import time
 
 from .machine import CUDARuntimeError, Machine, Recording, machine

@@ -1,7 +1,5 @@
 """The emulated device has the names, parameters and numbers of CuPy itself."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels on the emulated GPU: barriers, warps, types of arguments, and what is wrong in a kernel."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import numpy as np

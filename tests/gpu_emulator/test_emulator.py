@@ -1,7 +1,5 @@
 """The emulated GPU is as strict as it says: nothing looks inside, nothing runs early, nothing freed stays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

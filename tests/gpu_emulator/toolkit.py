@@ -3,8 +3,6 @@
 The texts are those of CuPy 14.2, cuda-pathfinder 1.9 and nvidia-cudnn-frontend 1.27.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The docstrings of the public face: complete in the form of numpydoc, and with examples that run as written."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The harness itself: each test starts a pytest job of three ranks on a small test file, and reads its one report."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rules that hold for the whole package, found by reading its source."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The package as it was installed for these tests."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

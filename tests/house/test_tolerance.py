@@ -1,7 +1,5 @@
 """The bound of rounding errors: it holds for sums in any order, notices what is beyond it, and tells where."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Rules that keep the tree of the package such that a reader finds things by guessing: files, folders, faces, names."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

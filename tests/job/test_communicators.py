@@ -1,7 +1,5 @@
 """Communicators: duplicates, parts, world ranks, places on a host; what stands behind one, and what belongs to one."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

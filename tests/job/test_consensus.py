@@ -1,7 +1,5 @@
 """Agreement: values of all when all is well; else one error on all ranks, which names fact, ranks and both values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Which cores ranks share, against all subsets of cores counted one by one, and how many threads each takes."""
 
-from __future__ import annotations
-
 import os
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Ranks as threads: the same pipeline without MPI, strict about every rule of message passing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Preemption: signals are noticed at once, the clock of rank 0 counts, and all ranks find out at the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

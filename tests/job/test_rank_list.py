@@ -1,7 +1,5 @@
 """Lists of ranks in messages: short, and nothing of them lost but what is counted."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What a rank writes at the end of a job, and scripts that were started without `run_or_abort`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The owner of requests: memory that MPI may still touch outlives everybody who forgets it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

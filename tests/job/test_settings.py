@@ -1,7 +1,5 @@
 """The environment variables: one table, in which each one that the package reads stands; and what launchers promise."""
 
-from __future__ import annotations
-
 import os
 import re
 from math import inf

@@ -1,7 +1,5 @@
 """Waiting: a note of failure ends it, a limit ends it, and the text says what was waited for and who is missing."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

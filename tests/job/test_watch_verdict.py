@@ -1,7 +1,5 @@
 """What dumps mean together, and the watchdog of ranks that are threads."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The watchdog in jobs of their own: which rank a report names, and that healthy jobs are left alone."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

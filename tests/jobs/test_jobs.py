@@ -1,7 +1,5 @@
 """The job scripts: they parse, name no site, hand on options and exit status. Stand-ins run in place of programs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Where the environment tells BLAS or numpy to compute as another processor, they do: see jobs/test_processors.sh."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The job scripts under a real SLURM of one node, which jobs/slurm_local.sh starts: `bash jobs/test_slurm.sh`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

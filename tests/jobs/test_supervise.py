@@ -1,7 +1,5 @@
 """jobs/supervise.sh: starts what failed again, as long as new checkpoints come, and stops when it is asked to."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two hosts on this machine, in network namespaces: what a job does when the network between them is bad."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

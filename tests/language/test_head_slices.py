@@ -1,7 +1,5 @@
 """Trainings with the head in slices: the losses of the whole head, and folders that others can read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

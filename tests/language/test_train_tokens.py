@@ -1,7 +1,5 @@
 """Trainings on tokens: what is read, attention within documents, epochs, resumes, and data that do not fit."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

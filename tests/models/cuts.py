@@ -4,8 +4,6 @@ A function of a library gives a `Case`: the model as it is, its parts in order, 
 model itself, so parameters that it shares are shared between parts. `made` is what the loop of training.py needs.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Models of equinox and flax with batch statistics, and how each is cut into functions of JAX with a state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

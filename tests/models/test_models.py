@@ -4,8 +4,6 @@ Float64, to 1e-9. Three steps of plain descent: losses, all gradients of the fir
 the last. The ranks are processes.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One loop for the models of all libraries: they are trained on a mesh of ranks, and must be what one process makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """SelfAttention against a dense float64 reference, and the rotary embedding against its definition."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.gradcheck import check_stage

@@ -1,7 +1,5 @@
 """Sequential, Residual and Recompute: same numbers as the layers by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.small_gpt import MODEL, text

@@ -1,7 +1,5 @@
 """Convolution against sums over all windows in float64, however the windows are gathered, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The kernels on a GPU against formulas in float64 numpy."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Layers, losses and optimizers on a GPU against the same on the host."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

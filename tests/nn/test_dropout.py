@@ -1,7 +1,5 @@
 """Dropout: right on average, and the same mask wherever and however often it is drawn."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

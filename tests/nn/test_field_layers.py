@@ -1,7 +1,5 @@
 """Patches and spectral convolution against dense numpy in float64, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`nn.check_gradients` names each of some faults that a backward may have, and finds none in the package's layers."""
 
-from __future__ import annotations
-
 import inspect
 from typing import NamedTuple
 

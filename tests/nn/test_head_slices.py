@@ -1,7 +1,5 @@
 """Slices of a head against the head as a whole, written out in float64; on the host and on a GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.tolerance import close, largest

@@ -1,7 +1,5 @@
 """Host kernels on many pieces: what whole arrays give, and the same bits for any number of threads."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every module of kernels holds the functions that the interface states."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layers without attention against their formulas in float64, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

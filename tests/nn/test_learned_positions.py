@@ -1,7 +1,5 @@
 """Learned positions: which row is added where, on one rank and over a cache, and their gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.gradcheck import check_stage

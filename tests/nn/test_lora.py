@@ -1,7 +1,5 @@
 """Low-rank adapters: W + (alpha / rank) B A in dense numpy, exact gradients of A and B, and W as it was."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.gradcheck import check_split, near_numeric, numeric

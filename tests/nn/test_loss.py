@@ -1,7 +1,5 @@
 """Losses against closed forms."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

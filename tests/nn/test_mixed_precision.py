@@ -1,7 +1,5 @@
 """Half precision on the host: every layer is its float32 self rounded once, and parameters are float32 masters."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.tolerance import close, eps, largest, rounding, within

@@ -1,7 +1,5 @@
 """Flat buffers, and their ranges of equal weight decay."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 

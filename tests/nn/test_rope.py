@@ -1,7 +1,5 @@
 """Rotary tables: their angles, on host and device, and how a stage keeps them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stages that take sequences in slices: the same results as with whole ones, and which layers cannot."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stage: buffers, names, initial values, binding, errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

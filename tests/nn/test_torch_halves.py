@@ -1,7 +1,5 @@
 """Halves by PyTorch: each kernel beside exact products in float64, and what decides between PyTorch and numpy."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

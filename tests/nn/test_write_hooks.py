@@ -1,7 +1,5 @@
 """Which layer of a stage writes to which gradients: found by looking at the gradients after each layer's backward."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The norm of gradients that ranks put together on their GPUs: same bits, no wait, and an end where a rank fails."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

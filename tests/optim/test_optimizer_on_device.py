@@ -1,7 +1,5 @@
 """The end of a step on a GPU: clipping that the host need not wait for, one launch, and the half copy with it."""
 
-from __future__ import annotations
-
 import gc
 import math
 from itertools import pairwise

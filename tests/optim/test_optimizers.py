@@ -1,7 +1,5 @@
 """Optimizers and curves against textbook float64 versions; groups, state by names, stages of a user's own."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from types import SimpleNamespace

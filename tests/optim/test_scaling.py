@@ -1,7 +1,5 @@
 """Scaling of the loss: the sequence of scales, steps left out on every rank, and what it is for."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An optimizer whose state is a share on each replica: the bits of one without shares, 1/D of its state."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from types import SimpleNamespace

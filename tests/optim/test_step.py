@@ -1,7 +1,5 @@
 """Clipping, and steps with it, over all ranks."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from itertools import pairwise

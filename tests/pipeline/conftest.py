@@ -1,7 +1,5 @@
 """Fixtures of pipelines on devices: both ways that device memory travels, and a GPU for each rank with NCCL."""
 
-from __future__ import annotations
-
 import pytest
 from gpu_emulator.fixture import own_gpus
 from mpi4py import MPI

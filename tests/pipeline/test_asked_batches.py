@@ -1,7 +1,5 @@
 """Batches that a function gives, one micro-batch at a time: the same bits as a list, nothing kept, no mistake taken."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

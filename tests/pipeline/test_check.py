@@ -1,7 +1,5 @@
 """Check mode: planted faults are named with rank, stage, micro-batch and array; what is right keeps its bits."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Complex numbers in pipelines, over skips and replicas, in norms, optimizers and checkpoints: dRe + i dIm."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

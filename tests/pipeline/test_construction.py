@@ -1,7 +1,5 @@
 """A large schedule in a pipeline: what one rank makes of it, and the limit beyond which none can prove it."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

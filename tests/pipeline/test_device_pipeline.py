@@ -1,7 +1,5 @@
 """The whole pipeline with stages on a GPU: every way of sending, every precision, and failures."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a pipeline says of a GPU that runs out of memory within a step, and of how far it is in a step."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

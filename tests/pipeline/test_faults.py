@@ -1,7 +1,5 @@
 """Wrong arguments and failures inside a step: every rank raises, none waits, and the text says where and what to do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

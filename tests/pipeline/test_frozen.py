@@ -1,7 +1,5 @@
 """Pipelines with frozen stages: all others have the gradients they had, and nothing is sent for the frozen ones."""
 
-from __future__ import annotations
-
 import pytest
 from support import dense
 from support.small_gpt import MODEL, parts_of, text

@@ -1,7 +1,5 @@
 """A real GPT through the pipeline: the same bits however it is cut, and the derivatives of an independent model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import dense, reference_gpt

@@ -3,8 +3,6 @@
 NCCL is emulated. With `one queue` the emulated device runs nothing before all that was issued earlier has begun.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

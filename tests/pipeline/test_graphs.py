@@ -1,7 +1,5 @@
 """Stages that run by CUDA graphs: the bits of those that do not, fewer launches, and what cannot be recorded."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Losses over all outputs of a batch, gradients from outside, and gradients that are added up: as on one process."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A GPT whose head is cut into slices: loss, gradients and logits of the whole head, however stages divide them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import dense

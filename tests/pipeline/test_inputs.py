@@ -1,7 +1,5 @@
 """The user's arrays: never written to, of any subclass of ndarray, and refused where a part of them would be lost."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names that layers give and take: gradients of the whole network, however the list of layers is cut and run."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -4,8 +4,6 @@ NCCL is emulated (gpu_emulator/nccl.py). With `one_queue` the emulated device ru
 issued earlier has begun, which is the most that a GPU may make streams wait for each other.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

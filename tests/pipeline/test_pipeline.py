@@ -1,7 +1,5 @@
 """The pipeline on real ranks against the dense model on one process, in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import dense

@@ -1,7 +1,5 @@
 """The plan of one rank: messages that both ends name alike, and the window of receives by search."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Schedules drawn at random: whatever has no cycle runs, and gives the gradients of the model; nothing else starts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Forwards that are run again: the bits of those that are not, what is held meanwhile, and where a failure is."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

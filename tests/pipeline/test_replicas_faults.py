@@ -1,7 +1,5 @@
 """Failures and disagreements in a grid of pipe x data: what happens in one pipeline must reach all the others."""
 
-from __future__ import annotations
-
 from time import sleep
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The loss and the norm of a step on a GPU: nothing waits for them before they are read."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Skips: stages that hand data past others give the gradients of the whole network, by every schedule."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import dense, skip_nets

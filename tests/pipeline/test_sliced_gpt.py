@@ -1,7 +1,5 @@
 """A GPT whose sequences go through the pipeline slice by slice has the gradients of whole sequences."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import dense

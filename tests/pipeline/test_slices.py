@@ -1,7 +1,5 @@
 """Slices of sequences as units of a schedule: results are those of whole sequences, by micro-batch, for any cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

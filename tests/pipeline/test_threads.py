@@ -1,7 +1,5 @@
 """Trainings have the same bits for any number of threads, and the pool is at work in them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.pieces import SMALL, new_pool, set_sizes

@@ -1,7 +1,5 @@
 """Tied parameters: one array on each rank, sums of gradients where they are, and the same bits wherever places lie."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace

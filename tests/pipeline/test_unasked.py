@@ -1,7 +1,5 @@
 """Gradients of the inputs that nobody asks for: they are not computed, and all others have the bits they had."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import dense

@@ -3,8 +3,6 @@
 The judge is dense numpy: all graphs of a step as one matrix of neighbours.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

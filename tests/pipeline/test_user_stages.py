@@ -1,7 +1,5 @@
 """Stages of the user's own: what the pipeline gives them, and what it asks of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

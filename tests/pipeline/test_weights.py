@@ -1,7 +1,5 @@
 """Weights that a loss returns: the mean over what counts, over all micro-batches of all replicas, as on one process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`mpipipe.cut` makes the stages of a rank from the layers of the whole model, the same however that is cut."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpipipe import Pipeline, cut, nn, schedules

@@ -1,7 +1,5 @@
 """Plans from measurements: what is counted, what a training makes of them, and what is refused; no time is asserted."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Predictions and the search: against closed forms, trying everything, and what a training makes of the same choice."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

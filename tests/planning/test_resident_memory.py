@@ -1,7 +1,5 @@
 """The peak of resident memory that a dry run predicts, against that of a real training on two ranks."""
 
-from __future__ import annotations
-
 import re
 import runpy
 

@@ -1,7 +1,5 @@
 """What a dry run foresees, against what trainings really allocate, and against counts made by hand."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 import tracemalloc

@@ -1,7 +1,5 @@
 """The bound on the time of any schedule: no schedule beats it, and small exact searches come close to it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """ZB-2P: no waiting where memory allows, never slower than ZB-H1, and rates for costs of real models."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

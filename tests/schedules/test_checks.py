@@ -1,7 +1,5 @@
 """Limits of memory, and other arguments, that are no numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The classic schedules against published orders and closed forms."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

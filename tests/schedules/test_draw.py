@@ -1,7 +1,5 @@
 """Timelines and tables as text, and trace events."""
 
-from __future__ import annotations
-
 from mpipipe import schedules
 from mpipipe.schedules import Costs, grid, timeline
 

@@ -1,7 +1,5 @@
 """Partitions against exhaustive search."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The proof: what passes runs, what does not run is refused with the cell marked."""
 
-from __future__ import annotations
-
 import pickle
 from graphlib import CycleError, TopologicalSorter
 

@@ -1,7 +1,5 @@
 """Recomputation put into schedules: what it costs, against all possible choices and places, and what it holds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Schedules by name, and how many micro-batches to take."""
 
-from __future__ import annotations
-
 import pytest
 from support.any_schedule import NAMES, chunks_of
 from support.tolerance import close

@@ -1,7 +1,5 @@
 """What a schedule knows about itself."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

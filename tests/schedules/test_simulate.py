@@ -1,7 +1,5 @@
 """The simulator against closed forms and against longest paths computed another way."""
 
-from __future__ import annotations
-
 import math
 from graphlib import TopologicalSorter
 

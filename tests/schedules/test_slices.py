@@ -1,7 +1,5 @@
 """Slices of sequences as units of a schedule: every generator, the proof, times, memory and text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

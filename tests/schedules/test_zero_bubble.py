@@ -1,7 +1,5 @@
 """ZB-H1, and the same with several chunks, against its published makespans and closed forms."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Messages around the ring of all ranks: each sends to its right neighbour, and receives from its left one."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipipe import arrays

@@ -1,7 +1,5 @@
 """The command line in the process of a test."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mpipipe.cli.command_line import execute

@@ -4,8 +4,6 @@ Every stage computes y = z w + c conj(z) Re(z), which is no analytic function. T
 the skip "far", and the last adds conj(z c) |z|^2 to what it puts out. Gradients are dRe + i dIm.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipipe import Branches, nn, schedules

@@ -1,7 +1,5 @@
 """Ways to damage a folder: its bytes, tensors and facts; and a checkpoint, with checksums that fit its manifest."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import strategies as st

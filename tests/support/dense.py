@@ -1,7 +1,5 @@
 """A small model of tanh layers as pipeline stages, and the same model in plain numpy on one process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

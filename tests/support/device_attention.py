@@ -1,7 +1,5 @@
 """Attention of device arrays on one rank, and its float64 reference."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipipe import arrays, attention

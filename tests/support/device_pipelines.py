@@ -1,7 +1,5 @@
 """Pipelines on devices: received inputs last until their weight gradients; communicators end after a failure."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipipe import Pipeline, arrays, nn

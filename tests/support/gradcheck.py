@@ -1,7 +1,5 @@
 """Check gradients: against finite differences, and the two forms of a layer's backward against each other."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from support.tolerance import bound, close, largest, within

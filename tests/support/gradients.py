@@ -1,7 +1,5 @@
 """Gradients that follow from the names of parameters alone, on the host or on a GPU, and all that a step may change."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipipe import arrays

@@ -18,8 +18,6 @@ Collective tests run first, so that all ranks have the same modules imported whi
 (it takes constants from the modules it sees). Of the others a rank takes the next ones that nobody has begun.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

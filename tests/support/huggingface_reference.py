@@ -4,8 +4,6 @@ Nothing here comes from the package: names, shapes and formulas are those of the
 of a head turned against each other (`turned`), separate projections, and matrices of GPT-2 stored as (inputs, outputs).
 """
 
-from __future__ import annotations
-
 import json
 from math import log, pi
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A multi-layer perceptron in JAX, cut into stages, and the same on one process by jax.grad."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 from jax import numpy as jnp

@@ -1,7 +1,5 @@
 """Start a real MPI job from inside a test, also when pytest itself runs under mpiexec."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -6,8 +6,6 @@ a reason that is not in `EXPECTED`: where everything is installed, a library tha
 unseen.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

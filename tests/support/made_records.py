@@ -1,7 +1,5 @@
 """Records of steps that never ran: a small model of ranks that compute, send, wait and agree, event by event."""
 
-from __future__ import annotations
-
 from mpipipe.trace import Sent, Span
 from mpipipe.tracing.records import RankRecord, StepRecord, Waited
 

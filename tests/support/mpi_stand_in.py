@@ -1,7 +1,5 @@
 """Stands in for pytest-mpi where that is missing: `pytest -p support.mpi_stand_in`. It has what these tests use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

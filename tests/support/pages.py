@@ -1,7 +1,5 @@
 """The blocks of code of a page, and a reader who runs them in order in a fresh checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

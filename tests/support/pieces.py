@@ -1,7 +1,5 @@
 """Small pieces for the host kernels, so that small arrays are cut, and a pool with a number of threads."""
 
-from __future__ import annotations
-
 from mpipipe import processor
 from mpipipe.attention.kernels import host as attention
 from mpipipe.nn.kernels import host

@@ -1,7 +1,5 @@
 """Compare what a program printed with what a page says that it prints."""
 
-from __future__ import annotations
-
 import re
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")

@@ -7,8 +7,6 @@ OPENBLAS_CORETYPE whether the processor has their instructions or not, so those 
 hold fewer kernels than there are processors: two names may give one architecture.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

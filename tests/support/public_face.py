@@ -3,8 +3,6 @@
 `python -m support.public_face mpipipe.schedules ...` runs the examples, each as a reader would who pastes it.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

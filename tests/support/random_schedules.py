@@ -1,7 +1,5 @@
 """Schedules drawn at random, all of which can run."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 
 from hypothesis import strategies as st

@@ -18,8 +18,6 @@ cuDNN's kernels may take powers and logarithms to the base 2 from the GPU, which
 lg2.approx: 2^-22). MORE has room for both, and for the factors log2(e) and ln(2) with which scores get there and back.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

@@ -4,8 +4,6 @@ Complex parameters give exact derivatives: for an analytic loss f, Im f(p + i h 
 terms of order h^2, and h = 1e-30 leaves no rounding error (Squire and Trapp, SIAM Review 40, 1998).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from support import reference_rope

@@ -1,7 +1,5 @@
 """Rotary frequencies one by one, as the papers and the published code of the models say it in words."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

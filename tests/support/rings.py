@@ -1,7 +1,5 @@
 """Random arrays of attention, taken through a ring of ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

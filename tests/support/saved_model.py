@@ -1,7 +1,5 @@
 """A small GPT with an optimizer, to be saved and loaded, and all that a checkpoint holds of it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipipe import Pipeline, arrays, nn, optim, schedules

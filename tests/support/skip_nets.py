@@ -1,7 +1,5 @@
 """Stages of tanh layers with skips between them, and the same network in plain numpy on one process."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipipe import Branches

@@ -1,7 +1,5 @@
 """A small GPT of the package, cut into stages for a schedule, and its gradients through a pipeline."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A small training on text that is easy to learn, and what is compared of two of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The source of the package, read as syntax trees, and searches."""
 
-from __future__ import annotations
-
 import ast
 import gc
 from functools import cache

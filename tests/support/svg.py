@@ -1,7 +1,5 @@
 """What an SVG of `mpipipe.tracing` shows: its texts, and its shapes with their colours and places."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter

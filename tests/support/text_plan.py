@@ -1,7 +1,5 @@
 """The plan of a text training, without data and ranks."""
 
-from __future__ import annotations
-
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.task import TextTask

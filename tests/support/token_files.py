@@ -1,7 +1,5 @@
 """Files of tokens for tests, written as docs/data.md describes them, without the code that is tested."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

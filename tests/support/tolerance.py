@@ -13,8 +13,6 @@ A test states n, the operations behind one number, and `size`, what is added up 
 from a run. A result may be right and still be small against its terms: then `size` is that of the terms.
 """
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Small models in PyTorch, cut into stages, and the same model on one process by plain autograd."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How far rounding may move the gradients, and the training, of a GPT that is computed in another order."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

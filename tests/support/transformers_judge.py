@@ -5,8 +5,6 @@ in float64, `in_float64` lets the same code see float64 where it says float32: t
 for the library itself with these two names changed. Nothing else of the judge is touched.
 """
 
-from __future__ import annotations
-
 import importlib
 from contextlib import contextmanager
 

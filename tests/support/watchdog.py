@@ -1,7 +1,5 @@
 """The deadline of what a rank runs now, and the way out of a job that cannot go on."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

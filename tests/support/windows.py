@@ -1,7 +1,5 @@
 """The batches of a training of text, and bytes that continue a prompt, as plain functions."""
 
-from __future__ import annotations
-
 from mpipipe.language.data.windows import read_windows, training_starts, validation_starts
 from mpipipe.language.inference.generation import continued
 

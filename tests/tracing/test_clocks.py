@@ -1,7 +1,5 @@
 """Clocks that differ: records come onto one clock, and no message arrives before it was sent."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

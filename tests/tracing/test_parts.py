@@ -1,7 +1,5 @@
 """The parts of a step: causes that are put in come out in the right part, in their size."""
 
-from __future__ import annotations
-
 import random
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """Steps that really run, recorded by skewed clocks: the parts add up, and what is written can be read."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

@@ -1,7 +1,5 @@
 """What all pictures have in common: text that is legible, files as they are asked for, and what may be missing."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Timelines: each box in its place, with colour and number; memory against counts by hand at random times."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_right
 from dataclasses import replace

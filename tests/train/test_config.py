@@ -1,7 +1,5 @@
 """One dataclass for defaults, TOML file and flags; whatever is unknown or out of range is refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

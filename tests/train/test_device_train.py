@@ -1,7 +1,5 @@
 """Trainings whose stages are on a GPU: they take the same steps as on the host, and leave the same kind of weights."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tasks of docs/tasks: the same numbers on any mesh, and models that learn what they are to learn."""
 
-from __future__ import annotations
-
 import json
 import runpy
 

@@ -1,7 +1,5 @@
 """A rank is killed again and again, at any moment, and the training goes on each time as if it had not been."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

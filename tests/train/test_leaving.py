@@ -1,7 +1,5 @@
 """A training that has to leave saves at once, ends with 75, and goes on as if it had not; Ctrl-C says how far it is."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Sizes that nobody can mean are refused on every rank before anything of that size is built."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

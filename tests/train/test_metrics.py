@@ -1,7 +1,5 @@
 """TensorBoard gets each number and cannot end a training; metrics.jsonl is cut off at a resume."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

@@ -1,7 +1,5 @@
 """`schedule = FILE.csv`: an order of the user's own trains as the schedule of a name does, and a resume finds it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

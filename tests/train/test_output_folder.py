@@ -1,7 +1,5 @@
 """One output folder for all ranks, whatever their working folders, and never one that a rank cannot see."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run folder explains itself: what it holds makes the same numbers again."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

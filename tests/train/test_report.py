@@ -1,7 +1,5 @@
 """Lines for people and JSON for programs say the same thing."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """A training that is cut short goes on as if nothing had been: on the same ranks to the bit, on others to rounding."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """A training is to go on behind a damaged checkpoint: refused with an error of mpipipe, or it ends as it should."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

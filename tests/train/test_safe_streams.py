@@ -1,7 +1,5 @@
 """Neither a closed output nor a full disk ends a training, and metrics are whole lines at every time."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A rank's part of the sequences: nothing lost, losses that add up, uneven shares included."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.tolerance import close, largest

@@ -1,7 +1,5 @@
 """A signal that asks to leave, at every moment of a training: what comes out is what was done."""
 
-from __future__ import annotations
-
 import pytest
 from train.test_leaving import TRAIN
 

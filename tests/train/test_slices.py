@@ -1,7 +1,5 @@
 """`slices = n`: trainings on slices have the losses of those on whole sequences, whatever else is switched on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.small_training import config_in, estimate, metrics

@@ -1,7 +1,5 @@
 """A task that knows no text is trained, planned, saved and resumed as text is."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """A task from a file: found, copied, hashed, trained again from its copy, and refused where it has changed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

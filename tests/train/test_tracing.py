@@ -1,7 +1,5 @@
 """Training with a trace: which steps are in it, what is said, and what is refused before anything runs."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

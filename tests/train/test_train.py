@@ -1,7 +1,5 @@
 """Small trainings through real pipelines: they learn, do not depend on the cut, and refuse bad input everywhere."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """A configuration and a number of ranks become a model, a schedule and a cut, or an error with the remedy."""
 
-from __future__ import annotations
-
 import pytest
 from support.text_plan import text_plan
 

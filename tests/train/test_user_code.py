@@ -1,7 +1,5 @@
 """Code of a user that ends the program, raises at the end, or gives what cannot be meant: one report with its line."""
 
-from __future__ import annotations
-
 import json
 import threading
 import tracemalloc

@@ -1,7 +1,5 @@
 """The table: every fault, in one file for each kind of trouble."""
 
-from __future__ import annotations
-
 from faults.cases import commands, exceptions, good, leaving, mismatches, settings, signals, stuck
 from faults.fault import Case, Fault
 

@@ -1,7 +1,5 @@
 """Command lines and folders that differ between ranks."""
 
-from __future__ import annotations
-
 from faults.blocks import NONZERO, TEXT, TRAIN, command
 
 HELP = ("-m", "mpipipe", "train", "--help")

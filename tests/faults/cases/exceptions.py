@@ -1,7 +1,5 @@
 """A rank raises: in its stage, in its loss, or between the calls that the ranks make together."""
 
-from __future__ import annotations
-
 from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, on
 
 BROKEN_BACKWARD = """

@@ -1,7 +1,5 @@
 """Programs in which nothing is wrong must pass, without a word on stderr."""
 
-from __future__ import annotations
-
 from faults.blocks import RUN, good, on
 
 ALL = (1, 2, 3, 4)

@@ -1,7 +1,5 @@
 """A rank ends: with a code of its own, without a word, or before the others call what needs all of them."""
 
-from __future__ import annotations
-
 from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, on
 
 # what the others do together -> its text

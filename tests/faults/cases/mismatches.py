@@ -1,7 +1,5 @@
 """Ranks that disagree, and arguments that are wrong: every rank raises the same, and one reports it."""
 
-from __future__ import annotations
-
 from faults.blocks import RUN, on, refused
 
 

@@ -1,7 +1,5 @@
 """The environment, the launcher and MPI itself are not as they should be."""
 
-from __future__ import annotations
-
 from faults.blocks import COMMAND, NONZERO, OPENING, PLAIN, RUN, TEXT, TRAIN, Fault, failing, good, refused
 
 NOT_INITIALISED = "import mpi4py\nmpi4py.rc.initialize = False\n"

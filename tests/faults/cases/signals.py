@@ -1,7 +1,5 @@
 """Signals: a rank dies of one, sleeps through one, or the launcher gets it."""
 
-from __future__ import annotations
-
 import signal
 
 from faults.blocks import NONZERO, PLAIN, RUN, failing, good, on

@@ -1,7 +1,5 @@
 """A rank that comes late or never: it loops, waits for a thing of its own, or calls from another thread."""
 
-from __future__ import annotations
-
 from faults.blocks import OPENING, PLAIN, RUN, Fault, failing, on
 
 SHORT = {"MPIPIPE_TIMEOUT": "5"}

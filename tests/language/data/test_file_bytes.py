@@ -1,7 +1,5 @@
 """Bytes of files by position, and the hashes by which ranks compare what they see."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

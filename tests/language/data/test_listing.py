@@ -1,7 +1,5 @@
 """What `--data` names: which files are found, what is held out, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

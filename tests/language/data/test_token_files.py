@@ -1,7 +1,5 @@
 """Files of tokens: what is read of them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 

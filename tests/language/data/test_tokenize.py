@@ -1,7 +1,5 @@
 """Text to tokens: the library's own, and nothing left where that fails."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Windows of tokens: they follow from seed and step alone, and replicas share them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The loss of a model on tokens: every window written out on one process, against any mesh."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Many prompts at once: each gets the answer that it gets alone, on any ranks, whatever is in flight."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Prompts of the command line and of files."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpipipe.errors import ConfigError, DataError

@@ -1,7 +1,5 @@
 """How a token is drawn: softmax with temperature, against its plain definition."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

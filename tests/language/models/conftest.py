@@ -1,7 +1,5 @@
 """Small trainings on tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

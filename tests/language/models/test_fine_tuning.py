@@ -1,7 +1,5 @@
 """Trainings of a part of a model, and of adapters: what stays as it is, what is left, what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fine-tuning against `transformers` with the AdamW of PyTorch: the same losses, step by step, and the same model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trainings that begin from a model folder, what they leave, and the folder that `convert` makes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

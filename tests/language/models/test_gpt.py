@@ -1,7 +1,5 @@
 """The GPT with every option against a model in plain numpy, alone and over ranks, and what does not go together."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

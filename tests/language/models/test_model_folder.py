@@ -1,7 +1,5 @@
 """Folders with models: which kind is found where, and that each rank gets what was saved."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights on disk: written by one replica, loaded by any cut, complete or refused."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

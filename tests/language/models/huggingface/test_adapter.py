@@ -1,7 +1,5 @@
 """Folders of adapters: what PEFT would find in them, what they add to a model, and which are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

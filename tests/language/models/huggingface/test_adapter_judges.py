@@ -1,7 +1,5 @@
 """Adapters against PEFT: the same logits and gradients, and folders that both sides read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Folders that are damaged, incomplete or of another model: one error on all ranks that names file and entry."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

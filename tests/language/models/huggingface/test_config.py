@@ -1,7 +1,5 @@
 """config.json of known models is read, whatever its age; what is not known is refused by name, and never guessed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

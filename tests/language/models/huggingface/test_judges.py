@@ -1,7 +1,5 @@
 """Against `transformers`: logits, gradients, greedy texts, and folders that it opens; see transformers_judge."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders written by hand in the convention of each family, read, and compared with that convention in plain numpy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Folders written by one process, whatever the model was cut into; what a failed save leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict
