@@ -117,6 +117,20 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 @pytest.fixture
+def hasty(monkeypatch):
+    """As few measurements as there can be before a plan is made."""
+    from mpipipe.planning import links, probe
+
+    for module in (probe, links):
+        monkeypatch.setattr(module, "SECONDS", 0)
+        monkeypatch.setattr(module, "REPEATS", (1, 1))
+    monkeypatch.setattr(probe, "ROUNDS", 1)
+    monkeypatch.setattr(links, "MANY", 2)
+    monkeypatch.setattr(links, "WARMUP", 0)
+    monkeypatch.setattr(links, "FIRST", 1)
+
+
+@pytest.fixture
 def gpu():
     """The GPU of this machine, or else the emulated one, for this test: see gpu_emulator/fixture.py.
 

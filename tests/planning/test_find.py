@@ -21,22 +21,11 @@ from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import read_keys
 from mpipipe.train.training_plan import measured_ranks
 
+pytestmark = pytest.mark.usefixtures("hasty")
 SMALL = dict(
     dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, warmup=1, eval_every=2, eval_batches=1,
     sample_bytes=0, device="cpu", plan="auto",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def hasty(monkeypatch):
-    """As few measurements as there can be."""
-    for module in (probe, links):
-        monkeypatch.setattr(module, "SECONDS", 0)
-        monkeypatch.setattr(module, "REPEATS", (1, 1))
-    monkeypatch.setattr(probe, "ROUNDS", 1)
-    monkeypatch.setattr(links, "MANY", 2)
-    monkeypatch.setattr(links, "WARMUP", 0)
-    monkeypatch.setattr(links, "FIRST", 1)
 
 
 def measured_on(comm, architecture=GPT, pipe=None, **keys):

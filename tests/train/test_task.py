@@ -123,13 +123,13 @@ def test_layers_that_see_a_part_of_each_row_alone_are_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_is_planned(tmp_path, ranks):  # on one rank it is measured with more rows than its batches have
+def test_it_is_planned(hasty, tmp_path, ranks):  # on one rank it is measured with more rows than its batches have
     trained(ranks, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "run")))
     assert 'partition = "' in (tmp_path / "run" / "config.toml").read_text()
 
 
 @pytest.mark.long
-def test_a_plan_is_made_of_steps_with_a_sharded_optimizer(tmp_path):
+def test_a_plan_is_made_of_steps_with_a_sharded_optimizer(hasty, tmp_path):
     trained(2, TaskConfig(**{**KEYS, "pipe": 1}, plan="auto", shard_optimizer=True, out=str(tmp_path / "run")))
     assert "shard_optimizer = true" in (tmp_path / "run" / "config.toml").read_text()
 
@@ -610,7 +610,7 @@ class Lacking(Lead):
 
 
 @pytest.mark.long
-def test_side_inputs_and_skips_are_trained_planned_and_counted_on_any_mesh(tmp_path):
+def test_side_inputs_and_skips_are_trained_planned_and_counted_on_any_mesh(hasty, tmp_path):
     trained(1, replace(EXACT, out=str(tmp_path / "alone")), Lead)
     for number, (ranks, keys) in enumerate([(2, {}), (4, {"pipe": 2, "chunks": 2, "schedule": "interleaved_1f1b"})]):
         trained(ranks, replace(EXACT, **keys, out=str(tmp_path / f"{number}")), Lead)
@@ -655,7 +655,7 @@ def test_check_knows_lower_precision_and_names_of_outputs():
     assert right and re.match(r"loss: right to \de-0[3-6]", lines[-1]), lines
 
 
-def test_a_name_that_is_taken_in_the_entry_that_gives_it_and_later_is_checked_and_planned(tmp_path):
+def test_a_name_that_is_taken_in_the_entry_that_gives_it_and_later_is_checked_and_planned(hasty, tmp_path):
     lines, right = inprocess.run(1, lambda comm: check_task(Nested(), 0, comm))[0]
     assert right, lines
     trained(2, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "planned")), Nested)
