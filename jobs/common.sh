@@ -80,3 +80,16 @@ keep_bytecode() {
         rm -rf "$PYTHONPYCACHEPREFIX${TMPDIR:-/tmp}"/pytest-of-*  # of folders that earlier tests made
     fi
 }
+
+# run_tests NAME RANKS OPTION...: pytest with these options on so many ranks, or on RANKS of the caller; ends with its status
+run_tests() {
+    local name=$1 verdict=ok status=0
+    RANKS=${RANKS:-$2}
+    shift 2
+    keep_bytecode
+    export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
+    "$mpiexec" -n "$RANKS" "$python" -m pytest "$@" || status=$?
+    [ "$status" = 0 ] || verdict=failed
+    echo "mpipipe: $name $verdict mpi=$MPI ranks=$RANKS exit=$status"
+    exit "$status"
+}

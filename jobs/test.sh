@@ -8,12 +8,5 @@ set -euo pipefail
 choose_mpi
 install_package test
 configure_mpi
-keep_bytecode
 case " $* " in *" -m "*) ;; *) set -- -m "not long" "$@" ;; esac
-export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
-
-status=0
-"$mpiexec" -n "${RANKS:=4}" "$python" -m pytest "$@" || status=$?
-if [ "$status" = 0 ]; then verdict=ok; else verdict=failed; fi
-echo "mpipipe: tests $verdict mpi=$MPI ranks=$RANKS exit=$status"
-exit "$status"
+run_tests tests 4 "$@"

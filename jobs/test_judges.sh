@@ -11,12 +11,5 @@ choose_mpi
 venv=$venv-judges
 install_package test judges
 configure_mpi
-keep_bytecode
 export NPROC="${NPROC:-2}"  # threads of JAX, which calls back in one: an MPI may bind a rank to one core
-export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
-
-status=0
-"$mpiexec" -n "${RANKS:=2}" "$python" -m pytest -m judges "$@" || status=$?
-if [ "$status" = 0 ]; then verdict=ok; else verdict=failed; fi
-echo "mpipipe: judges $verdict mpi=$MPI ranks=$RANKS exit=$status"
-exit "$status"
+run_tests judges 2 -m judges "$@"

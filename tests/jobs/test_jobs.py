@@ -155,14 +155,26 @@ def test_configuration_of_the_gpu_jobs_is_one():
     assert (config.device, config.dtype, config.layers, config.dim) == ("cuda", "bfloat16", 12, 768)
 
 
-@pytest.mark.parametrize(("mpi", "venv"), [("mpich", ".venv"), ("openmpi", ".venv-openmpi")])
-@pytest.mark.parametrize(("status", "verdict"), [(0, "ok"), (3, "failed")])
-def test_test_job_ends_with_its_verdict_and_the_status_of_pytest(checkout, mpi, venv, status, verdict):
-    result = run(["bash", "jobs/test.sh", "-k", "one"], checkout, MPI=mpi, RANKS="2", STATUS=str(status))
+@pytest.mark.parametrize(
+    ("name", "mpi", "venv", "status", "verdict"),
+    [
+        ("tests", "mpich", ".venv", 0, "ok"),
+        ("tests", "openmpi", ".venv-openmpi", 3, "failed"),
+        ("judges", "mpich", ".venv-judges", 3, "failed"),
+        ("models", "openmpi", ".venv-openmpi-models", 0, "ok"),
+    ],
+)
+def test_test_job_ends_with_its_verdict_and_the_status_of_pytest(checkout, name, mpi, venv, status, verdict):
+    executables = checkout / (".venv-openmpi" if mpi == "openmpi" else ".venv")
+    if name != "tests":
+        executables.rename(checkout / venv)
+    script = "test.sh" if name == "tests" else f"test_{name}.sh"
+    result = run(["bash", f"jobs/{script}", "-k", "one"], checkout, MPI=mpi, RANKS="2", STATUS=str(status))
     assert result.returncode == status, result
     lines = result.stdout.splitlines()
-    assert f"{venv}/bin -n 2 {venv}/bin/python -m pytest -m not long -k one" in lines
-    assert lines[-1] == f"mpipipe: tests {verdict} mpi={mpi} ranks=2 exit={status}"
+    mark = "not long" if name == "tests" else name
+    assert f"{venv}/bin -n 2 {venv}/bin/python -m pytest -m {mark} -k one" in lines
+    assert lines[-1] == f"mpipipe: {name} {verdict} mpi={mpi} ranks=2 exit={status}"
 
 
 def test_faults_job_runs_all_faults_with_each_mpi(checkout):
