@@ -3,19 +3,10 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe.even_split import even_split
-
-
-@pytest.mark.parametrize(
-    "length, parts, sizes",
-    [(10, 3, [4, 3, 3]), (8, 4, [2, 2, 2, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0]), (7, 1, [7])],
-)
-def test_known_splits(length, parts, sizes):
-    assert [len(part) for part in even_split(length, parts)] == sizes
 
 
 @given(length=st.integers(0, 200), parts=st.integers(1, 40))

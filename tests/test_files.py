@@ -48,16 +48,6 @@ def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monke
     assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_text_of_absurd_size_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    path = tmp_path / "text"
-    path.write_text("text")
-    os.truncate(path, 1 << 42)
-    monkeypatch.setattr(files, "BLOCK", None)  # nothing can be read
-    with pytest.raises(OSError, match="more than 1000 bytes") as caught:
-        files.read_text(path, 1000)
-    assert caught.value.filename == str(path)
-
-
 def test_zeros_end_the_reading_of_a_text_where_they_begin(tmp_path):
     path = tmp_path / "text"
     path.write_text("text")

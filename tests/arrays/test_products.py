@@ -32,18 +32,6 @@ def test_one_product(gpu, dtype, transpose_a, transpose_b, add):
         agrees(arrays.download(target), a, b, c, add=add)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("transpose_a, transpose_b, add", product([False, True], repeat=3))
-def test_products_of_a_batch(gpu, dtype, transpose_a, transpose_b, add):
-    kind = arrays.dtype(dtype)
-    a, b, c = (RANDOM.normal(size=shape).astype(kind) for shape in ((3, 4, 5), (3, 5, 7), (3, 4, 7)))
-    turned = [x.swapaxes(1, 2) if turn else x for x, turn in ((a, transpose_a), (b, transpose_b))]
-    sums = c.astype(arrays.accumulator(kind))
-    result = arrays.upload(sums if add else np.full_like(sums, np.nan))
-    products.batched_gemm(*map(arrays.upload, turned), result, transpose_a, transpose_b, add, 0.5)
-    agrees(arrays.download(result), a, b, sums, 0.5, add)
-
-
 @pytest.mark.parametrize(("setting", "expected"), [(None, "32F"), ("0", "32F"), ("1", "32F_FAST_TF32")])
 def test_one_setting_rules_tf32_in_all_products(emulated_gpu, monkeypatch, setting, expected):
     if setting is None:

@@ -32,23 +32,17 @@ def in_pieces(cache, whole, pieces):
     return np.concatenate([cache.forward(*(x[:, end - p : end] for x in whole))[0] for p, end in zip(pieces, ends)], 1)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("capacity, window", [(24, None), (27, 5), (100, None)])
-def test_a_text_in_pieces_equals_dense(dtype, capacity, window):
-    whole = arrays(24, dtype=named_dtype(dtype))
-    cache = KVCache(capacity, window=window, scale=0.3)
-    out = in_pieces(cache, whole, [10, 1, 1, 1, 7, 2, 1, 1])
-    assert out.dtype == dtype and cache.length == 24
-    agrees(out, *whole, window, 0.3)
-
-
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 9), st.none() | st.integers(1, 8),
+    st.sampled_from([None, 0.3]), st.sampled_from(["float64", "float32", "float16", "bfloat16"]),
     st.sampled_from([{}, {"kv_heads": 4}, {"kv_heads": 1, "batch": 1}, {"heads": 8, "value_dim": 8}, {"value_dim": 1}]),
 )  # fmt: skip
-def test_any_pieces_equal_dense(pieces, spare, window, sizes):
-    whole = arrays(sum(pieces), **sizes)
-    agrees(in_pieces(KVCache(sum(pieces) + spare, window), whole, pieces), *whole, window)
+def test_any_pieces_equal_dense(pieces, spare, window, scale, dtype, sizes):
+    whole = arrays(sum(pieces), dtype=named_dtype(dtype), **sizes)
+    cache = KVCache(sum(pieces) + spare, window=window, scale=scale)
+    out = in_pieces(cache, whole, pieces)
+    assert out.dtype == dtype and cache.length == sum(pieces)
+    agrees(out, *whole, window, scale)
 
 
 def test_huge_scores_do_not_overflow():

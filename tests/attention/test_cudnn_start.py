@@ -153,11 +153,3 @@ def test_a_backward_is_asked_for_what_the_gpu_does(machine, monkeypatch, capabil
         agrees(found, reference(whole), "bfloat16")
         assert "sdpa" in machine.launches
         assert ("sdpa_backward" in machine.launches) == (dim in BACKWARDS[capability, version]), dim
-
-
-def test_the_emulated_library_refuses_what_is_not_asked_of_it(machine, monkeypatch):
-    """Without the question each backward would be refused, with a warning, after its plan was tried."""
-    machine.capability = 80
-    monkeypatch.setattr(cudnn_graph, "widest_backward", lambda capability: (256,))
-    with pytest.warns(UserWarning, match="less than or equal to 128"):
-        through_local(make("bfloat16", seq=6, heads=2, dim=256))

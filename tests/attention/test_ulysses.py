@@ -11,7 +11,7 @@ from support.tolerance import within
 from mpipipe import arrays as backend
 from mpipipe.attention import Layout, Local, Ring, Ulysses
 from mpipipe.attention.layout import KINDS
-from mpipipe.errors import ArgumentError, MismatchError, PeerError
+from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import inprocess
 
 
@@ -135,22 +135,3 @@ def test_a_window_for_each_layer():
     agrees(found[0], dense(*arrays(9), window=2))
     attend = inprocess.run(1, lambda comm: Ulysses(comm))[0]
     assert attend.with_window(2) is attend.with_window(2)
-
-
-def test_a_rank_that_raises_ends_the_others():
-    kinds = {}
-
-    def on_each_rank(comm):
-        attend = Ulysses(comm)
-        try:
-            for number in range(3):
-                if number == 1 and comm.rank == 1:
-                    raise ValueError("planted")
-                attend.forward(*arrays(4, kv_heads=3, heads=3)[:3])
-        except Exception as error:
-            kinds[comm.rank] = type(error)
-            raise
-
-    with pytest.raises(Exception, match="planted"):
-        inprocess.run(3, on_each_rank)
-    assert kinds == {0: PeerError, 1: ValueError, 2: PeerError}

@@ -1,7 +1,6 @@
 """Damaged, foreign and hostile checkpoints: none is taken for a good one, and each error names a file and a remedy."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -168,12 +167,4 @@ def test_a_manifest_that_lies_is_refused_before_a_file_is_opened_or_memory_asked
         if match == "has a header of":
             file.truncate(2**41)
     with pytest.raises(ArgumentError, match=match):
-        load(path)
-
-
-def test_a_fifo_in_place_of_a_file_is_not_waited_for(whole, tmp_path):
-    path = damaged(whole, tmp_path / "copy", lambda facts: None)
-    (path / "part-0.safetensors").unlink()
-    os.mkfifo(path / "part-0.safetensors")
-    with pytest.raises(ArgumentError, match="FIFO"):
         load(path)

@@ -6,9 +6,8 @@ import pytest
 from support.command_line import invoke
 
 from mpipipe.cli import train
-from mpipipe.cli.output import READER_LEFT, show
+from mpipipe.cli.output import show
 from mpipipe.job import settings
-from mpipipe.job.exit import Stop
 
 FULL = "mpipipe: the standard output cannot be written: No space left on device\n"
 ON_A_FULL_DISK = """
@@ -57,23 +56,6 @@ def test_a_training_on_a_full_disk_is_done_and_says_that_something_is_missing(la
     assert job.stderr == f"{line}\n"
     assert (out / "weights" / "model.json").exists()
     assert "mpipipe: ok steps=2" in (out / "train.log").read_text()
-
-
-class Broken:
-    """A standard output whose reader has left."""
-
-    def write(self, text):
-        raise BrokenPipeError(32, "Broken pipe")
-
-    def fileno(self):
-        raise OSError("it is no file")
-
-
-def test_a_reader_that_has_left_ends_a_command_without_a_word(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Broken())
-    with pytest.raises(Stop) as caught:
-        show("text")
-    assert (caught.value.text, caught.value.code) == ("", READER_LEFT)
 
 
 def test_no_standard_output_is_no_error(monkeypatch):

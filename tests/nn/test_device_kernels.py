@@ -207,9 +207,7 @@ def test_products(cuda, kind, draw, rows, inputs, outputs):
 
 
 @pytest.mark.parametrize("shared", [None, "a", "b"])
-@pytest.mark.parametrize(
-    "transpose_a, transpose_b, add", [(False, False, False), (True, False, True), (False, True, False)]
-)
+@pytest.mark.parametrize("transpose_a, transpose_b, add", [(0, 0, False), (1, 0, True), (0, 1, False), (1, 1, True)])
 def test_products_of_a_batch(cuda, kind, draw, transpose_a, transpose_b, add, shared):
     """On either side, with gaps between rows, and with one matrix for all problems."""
     count = {name: 1 if name == shared else 3 for name in "ab"}

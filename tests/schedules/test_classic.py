@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.any_schedule import NAMES, chunks_of
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
@@ -114,13 +115,8 @@ def test_forward_only_is_checked_ideal_and_has_no_backwards(ranks, chunks, micro
 
 @given(**sizes, chunks=st.integers(1, 4))
 def test_weight_gradients_of_every_stage_come_in_ascending_order(ranks, chunks, microbatches):
-    for schedule in (
-        schedules.gpipe(ranks, microbatches),
-        schedules.one_f_one_b(ranks, microbatches),
-        schedules.interleaved_1f1b(ranks, chunks, microbatches),
-        schedules.looped_bfs(ranks, chunks, microbatches),
-        schedules.zero_bubble_h1(ranks, microbatches),
-    ):
+    for name in {*NAMES} - {"forward_only"}:
+        schedule = schedules.by_name(name, ranks=ranks, chunks=chunks_of(name, chunks), microbatches=microbatches)
         summed = {stage: [] for stage in range(schedule.stages)}
         for order in schedule.orders:
             for stage, op, microbatch in order:

@@ -1,19 +1,12 @@
 """Schedules by name, and how many micro-batches to take."""
 
 import pytest
-from support.any_schedule import NAMES, chunks_of
+from support.any_schedule import NAMES
 from support.tolerance import close
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Advice, Costs, advise, by_name, registry, simulate
 from mpipipe.schedules.registry import OTHER_NAMES
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_builds_the_schedule_of_that_name(name):
-    chunks = chunks_of(name, 2)
-    made = by_name(name, ranks=3, chunks=chunks, microbatches=4)
-    assert (made.name, made.ranks, made.chunks, made.microbatches) == (name, 3, chunks, 4)
 
 
 @pytest.mark.parametrize("sizes", [dict(ranks=0, microbatches=1), dict(ranks=1, microbatches=0)])
