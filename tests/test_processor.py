@@ -247,8 +247,9 @@ def variables(monkeypatch):
 
 @pytest.mark.parametrize(
     ("own", "blas", "count"),
-    [("", "", None), ("3", "", 3), (" 2 ", "8", 2), ("1", "8", 1), ("", "8", 8), ("", "4,2", 4), ("", "x", None)],
-)
+    [("3", "", 3), (" 2 ", "8", 2), ("1", "8", 1), ("", "8", 8), ("", "4,2", 4),
+     *(("", blas, None) for blas in ("", "x", "0", "-2", "2,", ","))],
+)  # fmt: skip
 def test_the_number_that_the_user_set(variables, pool, own, blas, count):
     variables(processor.VARIABLE, own)
     variables("OMP_NUM_THREADS", blas)

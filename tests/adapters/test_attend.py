@@ -9,7 +9,6 @@ import pytest
 
 torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 from support import dense  # noqa: E402
-from support.jax_models import WIDTH as _SWITCHES_64_BITS_ON  # noqa: E402, F401
 from support.reference_attention import Dense  # noqa: E402
 from support.rings import arrays  # noqa: E402
 from support.tolerance import within  # noqa: E402
@@ -20,6 +19,7 @@ from mpipipe.errors import ArgumentError, MismatchError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.nn import Position  # noqa: E402
 
+jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-12  # of numbers about 1 in float64, by sums of some tens of terms
 WIDTH, HEADS, KV_HEADS, SEQ = 16, 4, 2, 21

@@ -8,11 +8,11 @@ import pytest
 torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 from support import complex_model, dense  # noqa: E402
-from support.jax_models import WIDTH as _SWITCHES_64_BITS_ON  # noqa: E402, F401
 
 from mpipipe import Pipeline, adapters, nn  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
 
+jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-12
 

@@ -44,6 +44,7 @@ def cast(kind):
 
 START = {"sum": np.zeros(WIDTH), "count": np.zeros((), int)}
 CASES = {
+    "plain": lambda: between(lambda p, x: jnp.tanh(linear(p, x)), linear),
     "state": lambda: [(linear, matrix(0)), (running, matrix(1), START), (running, matrix(2), START)],
     "one tie": lambda: between(lambda p, x: jnp.tanh(linear(p, x)), linear, {"w": "the one"}),
     "booleans": lambda: between(lambda p, x: (linear(p, x), x > 0), lambda p, x, mask: linear(p, x) * mask),

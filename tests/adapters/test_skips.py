@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
-from support.jax_models import WIDTH as _SWITCHES_64_BITS_ON  # noqa: E402, F401
 
 from mpipipe import Branches, adapters  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
 
+jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.judges
 
 

@@ -124,16 +124,6 @@ def test_parameters_alone_are_loaded_without_an_optimizer_or_into_another_one(co
     assert "first and second" in caught.value.found and caught.value.expected == "momentum"
 
 
-def test_sgd_with_momentum_and_without(comm, mpi_tmp_path):
-    for momentum in (0.9, 0.0):
-        keys = dict(kind=lambda stages, lr, momentum=momentum: optim.SGD(stages, lr, momentum=momentum))
-        saved(comm, mpi_tmp_path / str(momentum), comm.size, **keys)
-        got, _, steps = loaded(comm, mpi_tmp_path / str(momentum), comm.size, **keys)
-        assert steps == 7
-        assert {name.split("/")[0] for name in got} == {"parameters"} | ({"momentum"} if momentum else set())
-        assert all(array.any() for name, array in got.items() if name.startswith("momentum"))
-
-
 def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_path):
     root = Path(mpi_tmp_path)
     if comm.rank == 0:

@@ -5,9 +5,7 @@ import os
 import signal
 import tracemalloc
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,14 +24,6 @@ from mpipipe.schedules.csv_text import from_file
 from mpipipe.train import TrainConfig, metrics
 
 DOCUMENTS = 200
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of file: `make(folder)` writes a whole one and returns its path, `read(path)` does what commands do."""
-
-    make: Any
-    read: Any
 
 
 def _tokens(end=""):
@@ -95,15 +85,15 @@ def _prompts(folder):
     return folder / "prompts.jsonl"
 
 
-KINDS = {
-    "tokens": Kind(_tokens(), _read_data),
-    "facts of tokens": Kind(_tokens(".json"), _read_data),
-    "megatron": Kind(_megatron, _read_data),
-    "csv": Kind(_csv, from_file),
-    "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
-    "metrics": Kind(_metrics, lambda path: metrics.records_until(path.parent, 10)),
-    "tokenizer": Kind(_tokenizer, _read_tokenizer),
-    "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None)),
+KINDS = {  # a kind of file: a function that writes a whole one in a folder, and one that reads it as commands do
+    "tokens": (_tokens(), _read_data),
+    "facts of tokens": (_tokens(".json"), _read_data),
+    "megatron": (_megatron, _read_data),
+    "csv": (_csv, from_file),
+    "configuration": (_config, lambda path: TrainConfig.load(str(path))),
+    "metrics": (_metrics, lambda path: metrics.records_until(path.parent, 10)),
+    "tokenizer": (_tokenizer, _read_tokenizer),
+    "prompts": (_prompts, lambda path: read_prompts(None, str(path), None)),
 }
 TEXTS = [
     b"", b"\n", b"[]", b"null", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe" * 50, b"1" * 5000, b"1" * 200_000,
@@ -156,12 +146,12 @@ def watched(case):
         signal.signal(signal.SIGALRM, before)
 
 
-def outcome(kind, path, case):
+def outcome(read, path, case):
     """The error with which the file is refused, None where it can be read; nothing else may come out."""
     forget_files()
     with watched(case):
         try:
-            kind.read(path)
+            read(path)
         except MpipipeError as error:
             assert str(path) in str(error), f"{case}: the file is not named: {error}"
             assert len(str(error)) < 5000, case
@@ -172,26 +162,26 @@ def outcome(kind, path, case):
 @pytest.mark.parametrize("name", KINDS)
 def test_texts_that_ask_for_much_are_refused_by_name_or_are_texts(tmp_path, name):
     """Such as deep brackets, numbers of thousands of digits, and counts of billions."""
-    kind = KINDS[name]
-    path = kind.make(tmp_path)
+    make, read = KINDS[name]
+    path = make(tmp_path)
     for number, text in enumerate(TEXTS):
         path.write_bytes(text)
-        outcome(kind, path, f"{name}, text {number}")
+        outcome(read, path, f"{name}, text {number}")
 
 
 @pytest.mark.parametrize("way", NO_FILES)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_no_file_of_a_kind_is_refused_by_name(tmp_path, name, way):
-    kind = KINDS[name]
-    path = kind.make(tmp_path)
+    make, read = KINDS[name]
+    path = make(tmp_path)
     replace(path, way)
-    error = outcome(kind, path, f"{name}, {way}")
+    error = outcome(read, path, f"{name}, {way}")
     assert error is not None or (name, way) in MAY_BE_READ
 
 
 def test_a_regular_expression_without_end_is_an_error_of_the_tokenizer(tmp_path):
     """The library panics over it, with an exception that `except Exception` does not catch."""
-    path = KINDS["tokenizer"].make(tmp_path)
+    path = _tokenizer(tmp_path)
     tokenizer = open_tokenizer(path)
     with watched("a panic"), pytest.raises(DataError, match=r"the tokenizer fails: .*limit") as caught:
         tokenizer.encode("o" * 20_000)

@@ -15,12 +15,6 @@ def total(comm, flat):
     return flat
 
 
-def test_three_vectors(comm):
-    flat = total(comm, np.array([2.0, 4.0, 6.0]) if comm.rank % 2 == 0 else np.array([8.0, 6.0, 4.0]))
-    even, odd = (comm.size + 1) // 2, comm.size // 2
-    np.testing.assert_array_equal(flat, even * np.array([2.0, 4.0, 6.0]) + odd * np.array([8.0, 6.0, 4.0]))
-
-
 @pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
 def test_half_types_are_added_in_float32_and_rounded_once(comm, kind):
     values = [np.array([1.0, 2.0**-7 if rank else 1.0, 300.0], np.float32).astype(kind) for rank in range(comm.size)]

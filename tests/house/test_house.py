@@ -114,18 +114,6 @@ def test_only_agreements_and_known_failures_say_that_an_error_is_reported_elsewh
     refuse([place for place in found if not place.startswith(("job/consensus.py:", "job/context.py:"))])
 
 
-def test_the_searches_find_what_they_look_for():
-    tree = ast.parse(
-        "hasattr(comm, 'x'); hasattr(self.pipe_comm, 'x')\n"
-        "isinstance(model, (list, nn.Stage))\n"
-        "error.reported_elsewhere, error.other = True, 1\n"
-        "setattr(error, 'reported_elsewhere', True)\n"
-        "class Error:\n    def __init__(self): self.reported_elsewhere = False\n"
-    )
-    assert list(asks(tree, "hasattr", "comm")) == [1, 1] and list(class_checks(tree, "Stage")) == [2]
-    assert sorted(assignments(tree, "reported_elsewhere")) == [3, 4]
-
-
 def test_the_hooks_run_the_commands_of_the_gate():
     commands = re.findall(r"^check (.+)$", (ROOT / "jobs" / "check.sh").read_text(), re.MULTILINE)
     assert commands == re.findall(r"entry: ([^,]+)", (ROOT / ".pre-commit-config.yaml").read_text())

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from support.tolerance import close, close_norm, eps, largest, spread, within
+from support.tolerance import close, eps, largest, spread, within
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16])
@@ -21,13 +21,6 @@ def test_sums_in_any_order_are_within_the_bound_and_a_missing_term_is_not(dtype,
             close(total - x[np.abs(x).argmax()], exact, count, size)
 
 
-def test_one_more_rounding_is_allowed_where_a_result_is_stored_in_a_coarser_dtype():
-    exact = np.random.default_rng(0).normal(size=1000)
-    close(exact.astype(np.float16), exact, 4, dtype="float32")
-    with pytest.raises(AssertionError, match=r"float32, 4 operations"):
-        close(exact.astype(np.float16).astype(np.float64), exact, 4, dtype="float32")
-
-
 def test_infinities_and_nan_agree_with_themselves_only():
     values = np.array([np.inf, -np.inf, np.nan, 1.0])
     within(values, values, np.array([0.0, np.nan, np.inf, 0.0]))
@@ -38,10 +31,3 @@ def test_infinities_and_nan_agree_with_themselves_only():
             close(other, values, 3)
     with pytest.raises(AssertionError, match="shape"):
         within(np.ones(3), np.ones(4), 1.0)
-
-
-def test_a_norm_of_errors():
-    x = np.random.default_rng(0).normal(size=1000)
-    close_norm(x.astype(np.float32), x, 1, "float32")
-    with pytest.raises(AssertionError, match="norm of x"):
-        close_norm(x * (1 + 1e-5), x, 100, "float32", "x")

@@ -75,17 +75,3 @@ def test_docstrings_use_plain_words():
             for match in WORDS.finditer(text.split("Examples\n")[0])
         ]
     )
-
-
-def test_the_searches_find_what_they_look_for():
-    texts = {
-        "a/__init__.py": "",
-        "a/x.py": "class K: 'Stands behind.'",
-        "a/z.py": "class K: pass",
-        "b/__init__.py": "",
-        "b/w.py": "from mpipipe.a import f\nfrom mpipipe.a.z import h",
-    }
-    made = {path: ast.parse(text) for path, text in texts.items()}
-    assert past_the_face(made) == ["b/w.py:2 -> mpipipe.a.z"]
-    assert {name: len(paths) for name, paths in class_names(made).items()} == {"K": 2}
-    assert [text for _, text in docstrings(made["a/x.py"])] == ["Stands behind."]

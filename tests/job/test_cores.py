@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe import processor
 from mpipipe.job import cores as job_cores
 from mpipipe.job.cores import (
     cores_of,
@@ -121,16 +120,6 @@ def test_all_ranks_of_a_job_count_the_same_cores(comm):
     share = share_of_cores()
     assert 1 <= share <= len(parse_cores(own_cores()))
     assert share * comm.size <= max(comm.size, os.cpu_count())
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("3", 3), (" 2 ", 2), ("4,2", 4), *((text, None) for text in ("", "0", "x", "-2", "2,", ","))]
-)
-def test_a_number_that_the_user_set_is_known(monkeypatch, text, count):
-    for name in ("MPIPIPE_THREADS", *processor.THREAD_VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", text)
-    assert processor.chosen_threads() == count
 
 
 @pytest.mark.parametrize(

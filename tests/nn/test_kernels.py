@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
-from mpipipe.nn.checks import rows
-from mpipipe.nn.kernels.host import ELEMENTS, LINE, any_dtype, blocks, full_precision
+from mpipipe.nn.kernels.host import ELEMENTS, any_dtype, blocks, full_precision
 
 STATED = {name: member for name, member in vars(kernels.Kernels).items() if inspect.isfunction(member)}
 STATED = {name: member for name, member in STATED.items() if not name.startswith("_")}
@@ -72,21 +71,3 @@ def test_blocks_cut_all_rows_in_order_and_none_is_too_large(sizes):
     assert len(set(sizes[:-1])) <= 1 and (not sizes or sizes[-1] <= sizes[0])
     number = max(1, -(-count * max(1, width) // ELEMENTS))
     assert len(cut) < 2 * number or len(cut) == count
-
-
-def test_blocks_are_a_power_of_two_equal_pieces():
-    assert blocks(ELEMENTS) == [slice(0, ELEMENTS)]
-    half = ELEMENTS // 2
-    assert blocks(ELEMENTS + 1) == [slice(0, half + LINE), slice(half + LINE, ELEMENTS + 1)]
-    assert blocks(3 * ELEMENTS) == [slice(i * half * 3 // 2, (i + 1) * half * 3 // 2) for i in range(4)]
-    assert blocks(3, half) == [slice(0, 2), slice(2, 3)]
-    assert blocks(2, 3 * ELEMENTS) == [slice(0, 1), slice(1, 2)]
-    assert blocks(0, 5) == []
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
-def test_rows_are_a_view_of_the_last_axis(shape):
-    x = np.arange(np.prod(shape)).reshape(shape)
-    flat = rows(x)
-    assert flat.shape == (x.size // 5, 5) and np.shares_memory(flat, x)
-    np.testing.assert_array_equal(flat.reshape(shape), x)

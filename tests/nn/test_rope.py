@@ -15,13 +15,6 @@ from mpipipe.nn.rope import TABLES, RopeTables, scaling_of
 POSITIONS = np.array([0, 1, 5, 4095, 100000])
 
 
-def test_angles_are_the_formula():
-    expected = [[p * 100.0 ** (-2 * i / 6) for i in range(3)] for p in POSITIONS]
-    found, amplitude = rope.angles(POSITIONS, 6, 100.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-15)
-    assert amplitude == 1
-
-
 def tables():
     return RopeTables(nn.kernels.of("cpu").rope_table, np.dtype(np.float64))
 

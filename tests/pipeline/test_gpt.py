@@ -1,8 +1,8 @@
-"""A real GPT through the pipeline: the same bits however it is cut, and the derivatives of an independent model."""
+"""A real GPT through the pipeline: the same bits however it is cut."""
 
 import numpy as np
 import pytest
-from support import dense, reference_gpt
+from support import dense
 from support.small_gpt import CUTS, MODEL, build, gradients, on_one_rank, parts_of, shared_out, text
 from support.tolerance import close, largest
 from support.training_tolerance import path
@@ -31,38 +31,6 @@ def test_gradients_have_the_same_bits_for_every_schedule_and_every_cut(comm, mic
         assert found_loss == loss
         for key, gradient in found.items():
             assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, chunks, recompute, key)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_gradients_equal_the_derivatives_of_an_independent_model(comm, tied):
-    """Along random directions, one for each parameter array and some through all of them."""
-    schedule = dense.build("interleaved_1f1b", comm.size, 3 if comm.size == 4 else 2, 4)
-    stages = build(schedule, comm.rank, tied=tied)
-    parameters = {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
-    found, loss = gradients(comm, schedule, tied=tied)
-    everything: list = [{}, {}]
-    for values, grads in comm.allgather((parameters, found)):
-        everything[0].update(values)
-        everything[1].update(grads)
-    parameters, found = everything
-    model = GPT(**MODEL, tied=tied)
-    tokens, targets = text(9)
-    operations = path(model, tokens.size)
-    close(reference_gpt.loss(parameters, model, tokens, targets), loss, operations)
-    rng = np.random.default_rng(0)
-    head = f"{1 + 2 * model.layers}.1.weight"
-    choices = [[name] for name in parameters] + [list(parameters)] * 3
-    for names in choices[comm.rank :: comm.size]:
-        direction = {name: rng.normal(size=parameters[name].shape) for name in names}
-        if tied:  # one matrix in two places moves as one
-            shared = direction.get("0.weight", direction.get(head))
-            if shared is not None:
-                direction["0.weight"] = direction[head] = shared
-        once = [name for name in direction if not (tied and name == head)]
-        predicted = sum(np.vdot(found[name], direction[name]) for name in once)
-        size = sum(np.abs(found[name] * direction[name]).sum() for name in once)
-        exact = reference_gpt.derivative(parameters, model, tokens, targets, direction)
-        close(predicted, exact, operations, size, what=str(names))
 
 
 @pytest.mark.parametrize("layout, synchronous", [("zigzag", 1), ("contiguous", 0), ("striped", 1)])

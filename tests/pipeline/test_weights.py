@@ -51,22 +51,20 @@ def masked_with_factor(unit=1.0):
 
 
 def dense_step(stages, batches):
-    """(loss, gradients by stage, input gradients by batch) of all batches on one process, in plain numpy."""
-    weights = [Tanh(number).weight for number in range(stages)]
+    """(loss, gradients by stage, input gradients by batch) of all batches on one process."""
+    model, slopes, loss = [Tanh(number) for number in range(stages)], [], 0.0
     total = sum(mask.sum() for _, (_, mask) in batches)
-    loss, gradients, slopes = 0.0, [np.zeros((WIDTH, WIDTH)) for _ in weights], []
     for x, (goal, mask) in batches:
-        kept = [x]
-        for weight in weights:
-            kept.append(np.tanh(kept[-1] @ weight))
-        difference = (kept[-1] - goal) * mask
+        kept = []
+        for stage in model:
+            x, saved = stage.forward(x)
+            kept.append(saved)
+        difference = (x - goal) * mask
         loss, dy = loss + (difference**2).sum() / total, 2 * difference / total
-        for number in reversed(range(stages)):
-            inner = dy * (1 - kept[number + 1] ** 2)
-            gradients[number] += kept[number].reshape(-1, WIDTH).T @ inner.reshape(-1, WIDTH)
-            dy = inner @ weights[number].T
+        for stage, saved in zip(model[::-1], kept[::-1]):
+            dy = stage.backward(dy, saved)
         slopes.append(dy)
-    return loss, gradients, slopes
+    return loss, [stage.gradient for stage in model], slopes
 
 
 def cells(rng, microbatches, length):

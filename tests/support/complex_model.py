@@ -82,30 +82,6 @@ def squared(output, target):
     return float(np.mean(abs(difference) ** 2)), 2 * difference / difference.size
 
 
-def loss_of(everything, x, target):
-    """The loss of the whole model by its formula: for difference quotients."""
-    z, far = x, None
-    for number, (w, c) in enumerate(everything):
-        if number == 0:
-            far = (z * c).conj() * abs(z) ** 2
-        z = z @ w + c * z.conj() * z.real
-    return float(np.mean(abs(z + far - target) ** 2))
-
-
-def quotients(function, array, step=1e-6):
-    """DRe + i dIm of a function by central differences with respect to an array that it reads."""
-    found = np.zeros(array.shape, complex)
-    for place in np.ndindex(array.shape):
-        old = array[place]
-        for unit in (1, 1j):
-            array[place] = old + step * unit
-            above = function()
-            array[place] = old - step * unit
-            found[place] += unit * (above - function()) / (2 * step)
-            array[place] = old
-    return found
-
-
 def reference(stages, x, target):
     """(loss, gradients of each stage, gradient of x): the chain rule by hand, all rows at once, on one process."""
     model, kept = [Wave(number, *place) for number, place in enumerate(places(stages))], []

@@ -104,13 +104,8 @@ class Reader:
             {"PYTHON3": sys.executable, "DATA": str(data), "ALONE": ALONE, "OMP_NUM_THREADS": "1"}
         )
         self.env["PYTHONPATH"] = str(folder)  # the copy, where an installation would be
-        for name in (
-            "MPI",
-            "RANKS",
-            "PYTHON",
-            "PYTHONDONTWRITEBYTECODE",
-            "PYTHONPYCACHEPREFIX",
-        ):  # bytecode ends with the copy
+        # bytecode ends with the copy
+        for name in ("MPI", "RANKS", "PYTHON", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
             self.env.pop(name, None)
         self.state = folder / ".state"
         self.state.write_text("")

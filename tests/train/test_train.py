@@ -166,18 +166,6 @@ def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, confi
     assert not Path(chosen.out).exists()
 
 
-def test_a_folder_that_holds_something_is_refused_and_left_alone(comm, config):
-    chosen = config()
-    if comm.rank == 0:
-        Path(chosen.out).mkdir()
-        Path(chosen.out, "metrics.jsonl").write_text("precious")
-    comm.Barrier()
-    with pytest.raises(ConfigError, match="not empty"):
-        train(chosen, GPT, comm)
-    assert Path(chosen.out, "metrics.jsonl").read_text() == "precious"
-    assert len(list(Path(chosen.out).iterdir())) == 1
-
-
 @pytest.mark.mpi(min_size=2)
 def test_ranks_with_different_settings_are_told(comm, config):
     with pytest.raises(MismatchError, match="configurations") as caught:

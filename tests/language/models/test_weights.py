@@ -124,14 +124,6 @@ def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):
         weights.load(mpi_tmp_path, cut(1, [0]))
 
 
-def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(comm, mpi_tmp_path):
-    if comm.rank == 0:
-        Path(mpi_tmp_path, "file").write_text("")
-    comm.Barrier()
-    with pytest.raises(ArgumentError, match="cannot be written"):
-        saved(comm, mpi_tmp_path / "file" / "weights", comm.size)
-
-
 def test_weights_load_into_stages_of_another_dtype(comm, mpi_tmp_path):
     expected = saved(comm, mpi_tmp_path, 1)
     (stage,) = cut(1, [0], dtype="float64", seed=9)
