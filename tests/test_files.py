@@ -74,18 +74,13 @@ def test_a_fifo_in_a_folder_of_data_is_left_out(tmp_path):
     assert [path.name for path, _ in find_files(tmp_path)] == ["text.txt"]
 
 
-def test_a_description_of_weights_that_is_no_file_is_refused(odd):
+def test_weights_that_are_no_files_are_refused(odd):
     path, kind = odd
     folder = path.parent
-    path.rename(folder / "model.json")
+    described = path.rename(folder / "model.json")
     with pytest.raises(ArgumentError, match=f"the weights' description cannot be read: .*{kind}"):
         weights.describe(folder)
-
-
-def test_a_file_of_weights_that_is_none_is_refused(odd):
-    path, kind = odd
-    folder = path.parent
-    path.rename(folder / "stage-0.safetensors")
+    described.rename(folder / "stage-0.safetensors")
     weights.write_description(folder, weights.WeightsDescription(model={}, dtype="float32", stages=1, checksums={}))
     with pytest.raises(ArgumentError, match=f"file of weights cannot be read: .*{kind}"):
         weights.load(folder, [])

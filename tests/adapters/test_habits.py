@@ -22,6 +22,7 @@ from mpipipe import Mesh, Pipeline, adapters, checkpoint, cut, schedules  # noqa
 from mpipipe.checkpoint.contents import contents_of, share_of, state_names  # noqa: E402
 from mpipipe.errors import ArgumentError, MismatchError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
+from mpipipe.nn import Position  # noqa: E402
 from mpipipe.train import Task  # noqa: E402
 from mpipipe.train.rehearsal import check_task  # noqa: E402
 
@@ -925,13 +926,27 @@ def test_what_cannot_be_right_is_refused_by_name():
     refused(Of(lambda self, x: Output(x)).double(), "the output of a module")
     refused(Of(lambda self, x: (self.linear(x), None)).double(), "the output of a module")
     refused(torch.nn.Sequential(double, torch.nn.SyncBatchNorm(WIDTH)).double(), "SyncBatchNorm")
-    refused(torch.nn.Linear(WIDTH, WIDTH, device="meta"), "a device that arrays do not know")
+    elsewhere = torch.nn.Linear(WIDTH, WIDTH, device="meta")
+    for module in (elsewhere, torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), elsewhere)):
+        refused(module, "a device that arrays do not know")
+    counts = torch.nn.Sequential(linear(), torch.nn.BatchNorm1d(WIDTH))
+    with pytest.raises(ArgumentError, match=r"with buffers is in two layers, 0\.0 and 1\.0"):
+        cut([torch.nn.Sequential(counts), torch.nn.Sequential(counts)], schedules.gpipe(1, 2), 0)
     refused(double, "the parameter weight .* no longer frozen", lambda module: module.weight.requires_grad_(False))
     half = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)).double()
     half[0].requires_grad_(False)
     refused(half, r"the parameter 0\.\w+ .* no longer frozen", lambda module: module.requires_grad_(True))
     new = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)).double()
     refused(new, r"the parameter 1\.\w+ ", lambda module: module.append(torch.nn.Linear(WIDTH, WIDTH)))
+
+
+def test_an_evaluation_puts_all_parts_into_eval_and_back():
+    module, seen = torch.nn.Sequential(linear(), torch.nn.Dropout(0.5).eval(), torch.nn.Tanh()).double(), []
+    module.register_forward_pre_hook(lambda module, x: seen.append([part.training for part in module.modules()]))
+    stage = adapters.torch_stage(module)
+    for training in (True, False, True):
+        stage.forward(np.ones((2, WIDTH)), Position(training=training))
+    assert seen == [[True, True, False, True], [False] * 4, [True, True, False, True]]
 
 
 def test_a_buffer_that_entries_share_must_stay_as_it_is():

@@ -1,4 +1,4 @@
-"""Stages of PyTorch in pipelines: gradients, losses and steps are those of PyTorch alone."""
+"""Stages of PyTorch in pipelines: losses and steps are those of PyTorch alone; what draws, and what is saved."""
 
 import copy
 
@@ -152,6 +152,8 @@ def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(pair, mpi_tmp_
     made = torch_models.parts(2)
     for number, module in enumerate(made):
         module.register_buffer("table", torch.arange(3) + number)
+        module.codes = torch.nn.Parameter(torch.arange(5) + number, requires_grad=False)
+        module.note = torch.ones(2)
         module[0].requires_grad_(bool(number))
     mine = adapters.torch_stage(made[pair.rank], prefix=f"{pair.rank}.")
     optimizer = optim.AdamW([mine], lr=0.1)
@@ -163,6 +165,7 @@ def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(pair, mpi_tmp_
     fresh = torch_models.parts(2)
     for module in fresh:
         module.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+        module.codes = torch.nn.Parameter(torch.arange(5), requires_grad=False)
         for parameter in module.parameters():
             parameter.data.zero_()
         module[0].requires_grad_(module is fresh[1])
@@ -172,6 +175,7 @@ def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(pair, mpi_tmp_
         checkpoint.load(path, mesh, both, again)
     for name, value in made[pair.rank].state_dict().items():
         assert torch.equal(fresh[pair.rank].state_dict()[name], value), name
+    assert ".codes" in (path / "manifest.json").read_text() and "note" not in (path / "manifest.json").read_text()
     loaded = again.named_state()["first"]
     for name, value in optimizer.named_state()["first"].items():
         np.testing.assert_array_equal(loaded[name], value)

@@ -16,17 +16,18 @@ WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 
 
 @pytest.fixture
-def model(tmp_path):
-    return reference.write_folder(tmp_path / "model", BYTES, reference.tensors_of(BYTES))
+def source(tmp_path):
+    """A folder of a Llama of 256 token ids, which reads bytes."""
+    return reference.write_folder(tmp_path / "source", BYTES, reference.tensors_of(BYTES))
 
 
 @pytest.mark.long
-def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, model, tmp_path):
+def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, source, tmp_path):
     text = np.random.default_rng(0).integers(32, 127, 203).astype(np.uint8)
     (tmp_path / "a.txt").write_bytes(text.tobytes())
     windows, targets = (text[start : start + 200].astype(int).reshape(10, 20) for start in (0, 1))
     loss, _ = nn.softmax_cross_entropy(reference.logits(BYTES, reference.tensors_of(BYTES), windows), targets)
-    job = mpipipe(4, "evaluate", model, "--data", tmp_path / "a.txt", "--seq-len", 20, "--pipe", 2)
+    job = mpipipe(4, "evaluate", source, "--data", tmp_path / "a.txt", "--seq-len", 20, "--pipe", 2)
     assert job.returncode == 0, job.stderr
     last = re.fullmatch(
         r"mpipipe: evaluated tokens=(\d+) loss=([\d.]+) perplexity=([\d.]+)", job.stdout.splitlines()[-1]
@@ -35,12 +36,6 @@ def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, model, tmp_path):
     assert abs(float(last[2]) - loss) < 1e-8  # eight digits are printed
     assert abs(float(last[3]) - np.exp(loss)) < 1e-6
     assert f"{loss / np.log(2):.6f} bits per byte" in job.stdout
-
-
-@pytest.fixture
-def source(tmp_path):
-    """A folder of a Llama of 256 token ids, which reads bytes."""
-    return reference.write_folder(tmp_path / "source", BYTES, reference.tensors_of(BYTES))
 
 
 def test_convert_writes_another_dtype_without_mpi(mpipipe, tmp_path, source):

@@ -65,8 +65,7 @@ def test_an_error_of_the_only_rank_names_no_rank():
 
 
 @pytest.mark.parametrize(
-    ("dim", "heads", "remedy"),
-    [(30, 4, "dim = 32"), (31, 4, "dim = 32"), (12, 5, "dim = 20"), (7, 1, "dim = 8")],
+    ("dim", "heads", "remedy"), [(30, 4, "dim = 32"), (31, 4, "dim = 32"), (12, 5, "dim = 20"), (7, 1, "dim = 8")]
 )
 def test_heads_that_do_not_fit_are_mended_with_options_that_there_are(dim, heads, remedy):
     with pytest.raises(ArgumentError) as caught:

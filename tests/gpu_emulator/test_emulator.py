@@ -60,9 +60,6 @@ def test_waiting_is_counted_and_asking_is_not(device):
     assert device.synchronisations == ["Stream.synchronize", "Event.synchronize", "ndarray.get"]
 
 
-# -- geometry
-
-
 # -- streams
 
 
@@ -170,9 +167,6 @@ def test_a_write_to_freed_memory_is_found():
     arrays.stream().synchronize()
     late[...] = 1  # as MPI would that was given the address
     assert "after its end" in emulator.uninstall()[0]
-
-
-# -- installation
 
 
 def test_a_recording_refuses_what_waits_and_is_lost_then(device):

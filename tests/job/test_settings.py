@@ -11,7 +11,7 @@ from support.launch import ROOT
 import mpipipe
 from mpipipe.attention import kernels
 from mpipipe.errors import ArgumentError, LaunchError
-from mpipipe.job import settings
+from mpipipe.job import context, settings
 
 NAMES = [variable.name for variable in settings.VARIABLES]
 
@@ -121,7 +121,7 @@ def test_each_launcher_promises_a_rank(name):
 
 
 @pytest.mark.parametrize("name", settings.LOCAL_SIZE_VARIABLES)
-def test_more_ranks_than_cores_on_a_host(monkeypatch, name):
+def test_more_ranks_than_cores_on_a_host_sleep_longer_between_two_polls(monkeypatch, name):
     for other in settings.LOCAL_SIZE_VARIABLES:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -129,3 +129,4 @@ def test_more_ranks_than_cores_on_a_host(monkeypatch, name):
     for ranks, expected in (("2", False), ("3", True), ("", False), ("x", False)):
         monkeypatch.setenv(name, ranks)
         assert settings.oversubscribed() is expected
+        assert context.RankContext().pause == (5e-4 if expected else 5e-5)

@@ -4,14 +4,13 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StallError
-from mpipipe.job import context, inprocess, settings
+from mpipipe.job import context, inprocess
 from mpipipe.job import wait as waiting
 from mpipipe.job.group import RankGroup
 from mpipipe.job.wait import wait_for
@@ -293,26 +292,6 @@ def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="mpipipe"):
         wait_for(Slow(), "a friend")
     assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
-
-
-def test_ranks_that_share_cores_sleep_longer_between_two_polls(monkeypatch):
-    slept = []
-
-    class Slow:
-        def Test(self):
-            return len(slept) == 3
-
-    for name in settings.LOCAL_SIZE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=slept.append, perf_counter=time.perf_counter))
-    for ranks in (1, 10**6):
-        monkeypatch.setenv(settings.LOCAL_SIZE_VARIABLES[0], str(ranks))
-        one = context.RankContext()
-        one.patience = 0.0
-        monkeypatch.setattr(waiting, "current_rank", lambda one=one: one)
-        slept.clear()
-        wait_for(Slow())
-        assert slept == [one.pause] * 3 and one.pause == (5e-5 if ranks == 1 else 5e-4)
 
 
 def test_a_wait_drives_what_asked_for_it_until_it_rests():

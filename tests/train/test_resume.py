@@ -12,7 +12,7 @@ from support.small_training import MODEL, config_in, records
 from support.tolerance import close
 from support.training_tolerance import curve, path
 
-from mpipipe import Mesh, checkpoint, nn, optim
+from mpipipe import checkpoint, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
@@ -286,13 +286,6 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         comm.Barrier()
         if comm.rank == 0 and change is not None:
             path.write_bytes(whole)
-
-
-def test_a_checkpoint_of_a_users_own_loop_is_no_training(comm, config, mpi_tmp_path):
-    with Mesh(comm, pipe=comm.size) as mesh:
-        checkpoint.save(mpi_tmp_path / "own", mesh, [nn.Stage([nn.Linear(2, 2)], first=mesh.rank)], step=1)
-    with pytest.raises(ConfigError, match="not one of `mpipipe train`"):
-        train(config(resume=str(mpi_tmp_path / "own")), GPT, comm)
 
 
 def test_an_older_checkpoint_is_resumed_and_those_behind_it_are_set_aside(comm, config, cut_short, capsys):
