@@ -5,7 +5,7 @@ pipeline            the machinery on small stages, messages
 train               a GPT's step next to its simulation, in slices, and next to PyTorch's
 attention           kernels on the host, and a ring
 threads             a rank with several threads next to one thread, and next to several ranks
-peers               a pipeline and a ring, and PyTorch's over gloo
+peers               a pipeline of modules, and PyTorch's over gloo
 results             most of these, several times, as one page
 gpu/                kernels and steps on a GPU
 torch_gpt           the same GPT in PyTorch

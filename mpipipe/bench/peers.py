@@ -1,5 +1,4 @@
-"""`bench peers`: a pipelined GPT, compared with `torch.distributed.pipelining` over gloo: same
-model, cut and threads.
+"""`bench peers`: a Llama of transformers in a pipeline, and in `torch.distributed.pipelining`.
 
 Both sides run in one process on each rank, in turns. Gradients are compared before anything is
 measured.
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from mpipipe import Pipeline, adapters, attention, nn, processor, schedules
-from mpipipe.arrays import array_of, tensor_of
+from mpipipe.arrays import array_of
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.errors import BackendError
 from mpipipe.job import Communicator, group_of, inprocess, runtime
@@ -36,10 +35,7 @@ except ImportError:  # said where the command begins
     torch = dist = F = None
 
 WARMUP = 2
-NEAR = {
-    "float32": 1e-4,
-    "bfloat16": 5e-2,
-}  # relative, in the norm: the same numbers in another order of sums
+NEAR = 1e-4  # relative, in the norm: the same numbers in another order of sums
 
 
 @on_ranks
@@ -51,15 +47,14 @@ def peers(
     seq_len: int = 256,
     microbatches: int = 8,
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
-    dtype: Annotated[str, Option("of the pipelined GPT", choices=tuple(NEAR))] = "float32",
 ) -> None:
-    """Compare a pipelined GPT with PyTorch's over gloo (mpiexec -n 2 python -m mpipipe bench
-    peers).
-    """
-    if torch is None:
-        raise BackendError(
-            "bench peers needs PyTorch, which is not installed", remedy=how_to_install("torch")
-        )
+    """Compare a pipeline of modules with PyTorch's over gloo (on two ranks or more)."""
+    for library in ("torch", "transformers"):
+        if find_spec(library) is None:
+            raise BackendError(
+                f"bench peers needs {library}, which is not installed",
+                remedy=how_to_install(library),
+            )
     comm = runtime.world()
     if comm.size == 1:
         raise BackendError(
@@ -68,9 +63,7 @@ def peers(
     torch.set_num_threads(processor.chosen_threads() or 1)
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     with _gloo(comm):
-        _pipelines(comm, model, microbatches, rows, dtype, repeats)
-        if find_spec("transformers") is not None:
-            _same_modules(comm, model, microbatches, rows, repeats)
+        _same_modules(comm, model, microbatches, rows, repeats)
     _memory(comm, model, rows)
 
 
@@ -97,98 +90,26 @@ def _gloo(comm: Communicator) -> Iterator[None]:
 
 
 def _check(
-    comm: Communicator,
-    what: str,
-    found: Sequence[np.ndarray],
-    expected: Sequence[np.ndarray],
-    near: float,
+    comm: Communicator, computed: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> None:
-    """Raise on all ranks unless both sides have computed the same."""
-    pairs = [
-        (a.astype(np.float64), b.astype(np.float64)) for a, b in zip(found, expected, strict=True)
-    ]
-    apart = max((np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs), default=0.0)
+    """Raise on all ranks unless both sides have computed the same gradients."""
+    apart = 0.0
+    for one, other in zip(computed, expected, strict=True):
+        difference = np.linalg.norm(one.astype(np.float64) - other)
+        apart = max(apart, float(difference / np.linalg.norm(other)))
     with group_of(comm).raise_together("bench: both sides compute the same"):
-        if not apart <= near:
+        if not apart <= NEAR:
             raise BackendError(
-                f"{what} differs from PyTorch's", found=f"{apart:.2g}", expected=f"at most {near:g}"
+                "the gradient of torch_stage differs from PyTorch's",
+                found=f"{apart:.2g}",
+                expected=f"at most {NEAR:g}",
             )
-
-
-def _pipelines(
-    comm: Communicator, model: GPT, microbatches: int, rows: int, dtype: str, repeats: int
-) -> None:
-    """Compare one_f_one_b with Schedule1F1B: forward, loss and backward of all micro-batches."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    from mpipipe.bench.torch_gpt import sequential
-
-    costs = model.costs()
-    units = [costs[0], *(sum(costs[i : i + 2]) for i in range(1, len(costs) - 1, 2)), costs[-1]]
-    start, stop = schedules.partition(units, comm.size)[
-        comm.rank
-    ]  # a block is two layers here, and one module there
-    own = slice(max(0, 2 * start - 1), 2 * stop - 1)
-    stage = nn.Stage(model.build(attention.Local(causal=True))[own], dtype=dtype, first=own.start)
-    last = comm.rank == comm.size - 1
-    modules = list(sequential(model))
-    theirs = torch.nn.Sequential(*modules[start : stop + 1 if last else stop]).to(
-        getattr(torch, dtype)
-    )
-    names = _of_blocks(list(stage.parameters))
-    trained = list(theirs.parameters())
-    for name, parameter in zip(names, trained, strict=True):
-        parameter.data.copy_(tensor_of(_as_pytorch(model, name, stage.parameters[name])))
-    tokens = np.random.default_rng(0).integers(
-        0, model.vocab, size=(2, microbatches * rows, model.seq)
-    )
-    first = [torch.from_numpy(tokens[0])] if comm.rank == 0 else []
-    target = {"target": torch.from_numpy(tokens[1])} if last else {}
-
-    def loss(output: Any, wanted: Any) -> Any:
-        return F.cross_entropy(output.reshape(-1, model.vocab).float(), wanted.reshape(-1))
-
-    peer = Schedule1F1B(
-        PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, loss
-    )
-
-    def their_step() -> None:
-        theirs.zero_grad()
-        peer.step(*first, **target, return_outputs=False)
-
-    schedule = schedules.one_f_one_b(comm.size, microbatches)
-    with Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
-        step = partial(
-            pipeline.step, tokens[0] if comm.rank == 0 else None, tokens[1] if last else None
-        )
-        step()
-        their_step()
-        found = [_as_pytorch(model, name, stage.gradients[name]) for name in names]
-        _check(
-            comm,
-            "the gradient of the pipeline",
-            found,
-            [array_of(p.grad) for p in trained],
-            NEAR[dtype],
-        )
-        ours, other = compare(comm, [step, their_step], repeats, WARMUP)
-    count = microbatches * rows * model.seq
-    report(
-        comm,
-        f"pipeline 1F1B, {comm.size} ranks, {microbatches} micro-batches, {model.parameters:,} "
-        f"parameters, {dtype}",
-        f"{ours:.3f} s a step ({count / ours:.0f} tokens/s), PyTorch over gloo {other:.3f} s",
-        ours / other,
-        "at most 0.9",
-    )
 
 
 def _same_modules(
     comm: Communicator, model: GPT, microbatches: int, rows: int, repeats: int
 ) -> None:
-    """Compare torch_stage with Schedule1F1B, of the same modules: the blocks of a Llama of
-    transformers.
-    """
+    """Compare torch_stage with Schedule1F1B, of the blocks of a Llama."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     start, stop = schedules.partition([1] * model.layers, comm.size)[comm.rank]
@@ -218,11 +139,9 @@ def _same_modules(
         step = partial(pipeline.step, batch[0] if first else None, batch[1] if last else None)
         step()
         their_step()
-        pairs = zip(ours.parameters(), theirs.parameters())
-        found, expected = zip(
-            *((array_of(one.grad).copy(), array_of(other.grad)) for one, other in pairs)
-        )
-        _check(comm, "the gradient of torch_stage", found, expected, NEAR["float32"])
+        computed = [array_of(parameter.grad).copy() for parameter in ours.parameters()]
+        expected = [array_of(parameter.grad) for parameter in theirs.parameters()]
+        _check(comm, computed, expected)
         took, other = compare(comm, [step, their_step], repeats, WARMUP)
     report(
         comm,
@@ -293,24 +212,3 @@ def _memory(comm: Communicator, model: GPT, rows: int) -> None:
         peaks[0] / peaks[1],
         "at most 0.45",
     )
-
-
-def _of_blocks(names: list[str]) -> list[str]:
-    """Order parameters as PyTorch's blocks have them: both gains come first."""
-    start = len(names) % 6 if not names[0].endswith("gain") else 0
-    found = names[:start]
-    for at in range(start, len(names) - 5, 6):
-        gain, qkv, out, other, *rest = names[at : at + 6]
-        found += [gain, other, qkv, out, *rest]
-    return found + names[len(found) :]
-
-
-def _as_pytorch(model: GPT, name: str, array: np.ndarray) -> np.ndarray:
-    """Let the two elements that are turned together be neighbours no more, but half a head apart,
-    as in its model.
-    """
-    if not name.endswith("qkv"):
-        return array
-    dim = model.dim // model.heads
-    turned = array.reshape(3, model.heads, dim // 2, 2, -1).swapaxes(2, 3).reshape(array.shape)
-    return np.concatenate([turned[: 2 * model.dim], array[2 * model.dim :]])

@@ -18,7 +18,7 @@ from statistics import median
 from time import perf_counter
 from typing import Annotated, NamedTuple
 
-from mpipipe import arrays, environment, files, nn
+from mpipipe import arrays, environment, files
 from mpipipe.cli import show
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
@@ -30,8 +30,9 @@ LIMIT = 600  # seconds that one bench may take
 
 
 class Bench(NamedTuple):
-    """A bench: what follows `bench`, on how many ranks, and what it needs besides: "torch",
-    "bfloat16" or "GPU".
+    """A bench: what follows `bench`, on how many ranks, and what it needs besides.
+
+    That is a library, or "GPU".
     """
 
     words: str
@@ -53,8 +54,7 @@ BENCHES = (
     Bench("threads", 1),
     Bench("attention", 1, "torch"),
     Bench("attention"),
-    Bench("peers", 2, "torch"),
-    Bench("peers --dtype bfloat16", 2, "bfloat16"),
+    Bench("peers", 2, "transformers"),
     Bench("gpu", 1, "GPU"),
 )
 
@@ -99,13 +99,9 @@ def _lacking(need: str) -> str:
     """Say what this machine has not got that a bench needs; empty where it has all."""
     if need == "GPU":
         return "" if arrays.device_count() else "no GPU"
-    if need and not find_spec("torch"):
-        return "PyTorch is not installed"
-    return (
-        ""
-        if need != "bfloat16" or nn.kernels.multiplies("bfloat16")
-        else nn.kernels.describe().splitlines()[0]
-    )
+    if need and not find_spec(need):
+        return f"{need} is not installed"
+    return ""
 
 
 def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:

@@ -169,7 +169,7 @@ BENCH = {
     "threads": Command(
         "Threads in a rank beside one thread, and beside ranks", "bench.threads:run"
     ),
-    "peers": Command("A pipeline and a ring beside PyTorch's over gloo", "bench.peers:peers"),
+    "peers": Command("A pipeline of modules beside PyTorch's over gloo", "bench.peers:peers"),
     "gpu": Command("Kernels, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
 }
 COMMANDS = {

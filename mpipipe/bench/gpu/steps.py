@@ -196,10 +196,11 @@ def _step_seconds(
 
         seconds = _wall(step, arrays.stream().synchronize, repeats)
         (attached,) = pipeline.executor.stages
-        computes = attached.runner
-        assert isinstance(computes, StageGraphs)
-        if graphs and (computes.reason or not computes.recorded):
-            raise NoGraphsError(computes.reason or "nothing was recorded")
+        if graphs:
+            runner = attached.runner
+            assert isinstance(runner, StageGraphs)
+            if runner.reason or not runner.recorded:
+                raise NoGraphsError(runner.reason or "nothing was recorded")
         return seconds
 
 
