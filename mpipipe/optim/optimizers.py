@@ -83,9 +83,15 @@ class FlatOptimizer:
         """
         rate = self.lr if lr is None else lr
         shards = self._shards
-        at = scale if isinstance(scale, float) else None  # None for a scale on the GPU
-        numbers = dict(steps=self.steps, lr=float(rate), weight_decay=self.weight_decay, scale=at)
-        with nullcontext() if shards is None else shards.step(**numbers):
+        context: AbstractContextManager[None] = nullcontext()
+        if shards is not None:
+            context = shards.step(
+                steps=self.steps,
+                lr=float(rate),
+                weight_decay=self.weight_decay,
+                scale=scale if isinstance(scale, float) else None,
+            )
+        with context:
             announce_write(self, *self._updated)
             self.steps += 1
             for number in range(len(self._updated)):

@@ -122,8 +122,10 @@ def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int
     for name in names if named is None else ():
         facts = _facts(path.with_name(name))
         token = facts.get("eos_token", facts.get("eos_token_id"))
-        token = token.get("content") if isinstance(token, dict) else token
-        token = token[0] if isinstance(token, list) and token else token
+        if isinstance(token, dict):
+            token = token.get("content")
+        elif isinstance(token, list) and token:
+            token = token[0]
         source = str(path.with_name(name))
         if token is not None:
             break

@@ -54,11 +54,13 @@ def read_prompts(
         raise ConfigError(
             "the prompt is given twice", found="both --prompt and --prompts", expected="one of them"
         )
-    listed: Sequence[str | list[int]] = (
-        ["\n" if prompt is None else prompt] if path is None else _lines(Path(path))
-    )
+    lines: Sequence[str | list[int]] = ["\n" if prompt is None else prompt]
+    if path is not None:
+        lines = _lines(Path(path))
     tokens: list[list[int]] = []
-    for number, line in enumerate(listed):
+    texts: list[str | None] = []
+    for number, line in enumerate(lines):
+        texts.append(line if isinstance(line, str) else None)
         if isinstance(line, list):
             ids = line
         elif tokenizer is None:
@@ -75,7 +77,7 @@ def read_prompts(
                 f"prompt {number} is empty", found=f"line {number + 1} of {path}", remedy=REMEDY
             )
         tokens.append(ids)
-    return Prompts(tokens, [line if isinstance(line, str) else None for line in listed])
+    return Prompts(tokens, texts)
 
 
 def _lines(path: Path) -> list[str | list[int]]:
