@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from mpipipe import arrays
 from mpipipe.arrays import Event
 from mpipipe.errors import BackendError, MpipipeError
-from mpipipe.job import NCCL, Ballot, RankGroup, ThreadTask, keep_forever, runtime
+from mpipipe.job import NCCL, RankGroup, ThreadTask, found_by_all, keep_forever, runtime
 
 
 class Channel:
@@ -185,17 +185,12 @@ def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
     """
     everyone = [facts_of(groups[0], device)]
     for group in groups:
-        everyone = [facts for some in group.gather(CALL, everyone) for facts in some]
-    everyone = sorted(set(everyone))
+        parts = group.gather(CALL, everyone)
+        everyone = [facts for part in parts for facts in part]
     try:
-        return judge(everyone)
-    except MpipipeError as error:  # every rank finds it in the same facts
-        ballot = Ballot(CALL)
-        ballot.refuse(error)
-        for group in groups:
-            ballot.cast(group)
-        ballot.decide()
-        raise
+        return judge(sorted(set(everyone)))
+    except BackendError as error:
+        raise found_by_all(error, groups) from None
 
 
 def facts_of(group: RankGroup, device: str) -> Facts:
@@ -210,10 +205,10 @@ def facts_of(group: RankGroup, device: str) -> Facts:
         return Facts(rank, setting, "it computes on the CPU")
     try:
         version = arrays.nccl().get_version()
+    except MpipipeError as error:
+        return Facts(rank, setting, error.message)
     except Exception as error:  # a library that is there and does not work raises what it likes
-        return Facts(
-            rank, setting, error.message if isinstance(error, MpipipeError) else repr(error)
-        )
+        return Facts(rank, setting, repr(error))
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
 
