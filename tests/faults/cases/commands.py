@@ -19,19 +19,6 @@ def _differs(name, of, says, **options):
 FAULTS = (
     _differs("an unknown flag on one rank", {1: (*TRAIN, "--bogus")}, "there is no option", quick=(2, "command")),
     _differs("a help on one rank", {1: HELP}, "rank 1"),  # Open MPI ends a job in which a rank did not call MPI_Init
-    command(
-        "working folders that differ",
-        "storage",
-        *TRAIN[:-1],
-        "../text.txt",
-        "--out",
-        "o",
-        before=(TEXT,),
-        folders=("a", "b"),
-        after=(ONE_FOLDER,),
-        code=0,
-        reports=0,
-        ranks=(2,),
-        quick=(2, "command"),
-    ),
-)
+    command("working folders that differ", "storage", *TRAIN[:-1], "../text.txt", "--out", "o", before=(TEXT,),
+        folders=("a", "b"), after=(ONE_FOLDER,), code=0, reports=0, ranks=(2,), quick=(2, "command")),
+)  # fmt: skip

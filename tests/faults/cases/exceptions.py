@@ -54,26 +54,12 @@ def _kind(what, statement, *says, **options) -> Fault:
 
 
 FAULTS = (
-    _raises(
-        "traceback of a backward", BROKEN_BACKWARD, AT_RANK_2, "in broken", ranks=(4,), modes=(RUN,), quick=(4, RUN)
-    ),
-    Fault(
-        "a failure reaches the peers without the runner",
-        "exception",
-        OPENING + BROKEN_BACKWARD,
-        ranks=(4,),
-        modes=(PLAIN,),
-        code=NONZERO,
-        says=("PeerError", "wet paint"),
-        quick=(4, PLAIN),
-    ),
-    _raises(
-        "out of paint before training",
-        "if rank == 1: raise RuntimeError('out of paint')\ntrain()",
-        "RuntimeError: out of paint",
-        ranks=(2, 4),
-        quick=(4, RUN),
-    ),
+    _raises("traceback of a backward", BROKEN_BACKWARD, AT_RANK_2, "in broken", ranks=(4,), modes=(RUN,),
+        quick=(4, RUN)),
+    Fault("a failure reaches the peers without the runner", "exception", OPENING + BROKEN_BACKWARD, ranks=(4,),
+        modes=(PLAIN,), code=NONZERO, says=("PeerError", "wet paint"), quick=(4, PLAIN)),
+    _raises("out of paint before training", "if rank == 1: raise RuntimeError('out of paint')\ntrain()",
+        "RuntimeError: out of paint", ranks=(2, 4), quick=(4, RUN)),
     *(_at(place, who, ranks) for place in PLACES for who, ranks in WHO.items()),
     Fault(
         "in a ring, caught, and all make a mesh",
@@ -99,28 +85,15 @@ except errors.PeerError:
         ranks=(2, 3, 4),
         quick=(2, RUN),
     ),
-    _raises(
-        "after the pipeline", "train()\n" + on("last", "fail()"), "ValueError: wet paint", ranks=(1, 2, 4), never=()
-    ),
+    _raises("after the pipeline", "train()\n" + on("last", "fail()"), "ValueError: wet paint", ranks=(1, 2, 4),
+        never=()),
     failing("in every rank", "exception", "fail()", "ValueError: wet paint", ranks=(1, 2, 4)),
-    Fault(
-        "before mpipipe is imported",
-        "exception",
-        IMPORT_FAILS,
-        modes=(RUN,),
-        says=("no_such_paint",),
-        never=("finished",),
-    ),
-    _raises(
-        "foreign letters in the C locale",
-        on("last", "fail('gr\\u00fcn')") + "train()",
-        "ValueError: gr",
-        env=C_LOCALE,
-        quick=(2, RUN),
-    ),
-    _raises(
-        "a surrogate as text of an exit", on("0", "sys.exit(os.fsdecode(b'caf\\xe9'))") + "train()", "caf", modes=(RUN,)
-    ),
+    Fault("before mpipipe is imported", "exception", IMPORT_FAILS, modes=(RUN,), says=("no_such_paint",),
+        never=("finished",)),
+    _raises("foreign letters in the C locale", on("last", "fail('gr\\u00fcn')") + "train()", "ValueError: gr",
+        env=C_LOCALE, quick=(2, RUN)),
+    _raises("a surrogate as text of an exit", on("0", "sys.exit(os.fsdecode(b'caf\\xe9'))") + "train()", "caf",
+        modes=(RUN,)),
     _kind("a base exception", "raise type('Stop', (BaseException,), {})('wet paint')", "wet paint"),
     _kind("an exception without a text", "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "Mute"),
-)
+)  # fmt: skip

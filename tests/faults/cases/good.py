@@ -50,4 +50,4 @@ train()
         by_all=("finished",),
         ranks=(1, 2, 4),
     ),
-)
+)  # fmt: skip

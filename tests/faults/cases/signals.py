@@ -33,15 +33,9 @@ def _interrupted(to):
 FAULTS = (
     failing("a killed rank", "signal", KILL_ITSELF, code=NONZERO, reports=None, ranks=(4,), limit=15, quick=(4, PLAIN)),
     *(_in_forward(name) for name in ("SIGKILL", "SIGTERM", "SIGSEGV")),
-    failing(
-        "SIGINT of one rank before training",
-        "signal",
-        "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(1)\ntrain()",
-        "KeyboardInterrupt",
-        code=NONZERO,
-        ranks=(2, 4),
-        quick=(4, RUN),
-    ),
+    failing("SIGINT of one rank before training", "signal",
+        "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(1)\ntrain()", "KeyboardInterrupt", code=NONZERO,
+        ranks=(2, 4), quick=(4, RUN)),
     _from_outside("SIGKILL", 1),
     _from_outside("SIGTERM", 0),
     _from_outside("SIGINT", 1),
@@ -49,17 +43,9 @@ FAULTS = (
     *_interrupted("group"),
     _from_outside("SIGTERM", "launcher", quick=(2, RUN)),
     _from_outside("SIGTERM", "group"),
-    good(
-        "a rank that sleeps for 3 s of SIGSTOP",
-        "train(10, between=lambda: time.sleep(1))",
-        kind="signal",
-        sends=(Send(signal.SIGSTOP, 1), Send(signal.SIGCONT, 1, after=3.0)),
-        by_all=("finished",),
-    ),
-    good(
-        "SIGUSR1 that the user handles",
+    good("a rank that sleeps for 3 s of SIGSTOP", "train(10, between=lambda: time.sleep(1))", kind="signal",
+        sends=(Send(signal.SIGSTOP, 1), Send(signal.SIGCONT, 1, after=3.0)), by_all=("finished",)),
+    good("SIGUSR1 that the user handles",
         "signal.signal(signal.SIGUSR1, lambda *a: None)\ntrain(between=lambda: os.kill(os.getpid(), signal.SIGUSR1))",
-        kind="signal",
-        modes=(RUN, PLAIN),
-    ),
-)
+        kind="signal", modes=(RUN, PLAIN)),
+)  # fmt: skip

@@ -52,14 +52,8 @@ with build() as pipeline:
         limit=15,
         quick=(2, RUN),
     ),
-    failing(
-        "an exception in a step of another thread",
-        "thread",
-        on("last", "breaks('forward', fail)") + OTHER_THREAD,
-        "ValueError: wet paint",
-        "micro-batch 0",
-        quick=(2, RUN),
-    ),
+    failing("an exception in a step of another thread", "thread", on("last", "breaks('forward', fail)") + OTHER_THREAD,
+        "ValueError: wet paint", "micro-batch 0", quick=(2, RUN)),
     Fault(
         "an exception in a thread of the user's own",
         "thread",
@@ -97,4 +91,4 @@ def act():
         never=("left the job",),
         limit=20,
     ),
-)
+)  # fmt: skip
