@@ -260,8 +260,18 @@ class Sliced(Attend):
     def backward(
         self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None = None
     ) -> Gradients:
-        """Return the gradients of a slice of q, k and v, after those of all later slices of its
-        sequence.
+        """Return the gradients of a slice of q, k and v.
+
+        The backwards of all later slices of its sequence come first.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`.
+        saved : SlicedSaved
+            From `forward`.
+        room : tuple of array, optional
+            Arrays like q, k and v, which become the results.
         """
         (sequence, part, own), error = saved, None
         if part != sequence.due:

@@ -283,7 +283,7 @@ class GlobalNorm(Norm):
         if error is None:
             self.close()
 
-    def check(self, stages: Sequence[Any]) -> None:
+    def _check(self, stages: Sequence[Any]) -> None:
         """Raise ArgumentError, on all ranks, for other stages or parameters than at first."""
         if self._group is not None:
             self._group.begin()
@@ -361,7 +361,7 @@ def norm_of(
             found="over with comm or skip",
             expected="over alone",
         )
-    over.check(stages)
+    over._check(stages)
     return over
 
 
