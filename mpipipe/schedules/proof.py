@@ -187,7 +187,7 @@ def _check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
-    """Tell (what is wrong, what is expected) of what is no action, or none of this rank."""
+    """Tell (what is wrong, what is expected) of what is no action, or another rank's."""
     if type(action) is not Action or action.op not in OPS:
         return "not an action", "Action(stage, op, microbatch) with op F, B, I, W or R"
     stage, op, microbatch = action
