@@ -48,8 +48,10 @@ def training_step(
 ) -> Callable[[], float]:
     """Return a function that makes a step: all micro-batches, clipping by the norm, AdamW.
 
-    tokens : int64 (2, rows, seq): inputs and targets dtype : of the products masters : weights of
-    `dtype` with float32 ones that the optimizer changes; otherwise float32 under autocast
+    tokens : int64 (2, rows, seq): inputs and targets
+    dtype : dtype of the products
+    masters : weights of `dtype`, with float32 ones that the optimizer changes; otherwise float32
+        under autocast
     """
     gpt = sequential(model).to(device)
     if masters:

@@ -36,15 +36,16 @@ class StageBytes:
     """Bytes of a layer, or of the layers of a stage, for one micro-batch, whose input is not
     counted.
 
-    tables, shared : what the first micro-batch leaves for all others: of a layer, and of its stage
-    drawing : most that is there besides parameters and gradients while initial values are drawn
-    input, output : what comes in, and what a forward returns saved, keeps_output, keeps_input :
-    what is kept from a forward for its backward, the output in it, and of the input pending, added,
-    pends_input : what is kept from the input gradient for the weight gradient, what of it was not
-        saved, and of the input
-    loss : gradient of the loss forward, backward, input_grad, weight_grad : most that the action
-    allocates at once, its results included keys, sums : keys and values of a sequence in slices,
-    and sums of their gradients
+    tables, shared : left by the first micro-batch for all others: of a layer, and of its stage
+    drawing : needed besides parameters and gradients while initial values are drawn
+    input, output : arrays that come in, and that a forward returns
+    saved, keeps_output, keeps_input : kept from a forward for its backward, in all, of the output,
+        and of the input
+    pending, added, pends_input : kept from the input gradient for the weight gradient, in all, of
+        what was not saved, and of the input
+    loss : gradient of the loss
+    forward, backward, input_grad, weight_grad : most that the action allocates at once, results included
+    keys, sums : keys and values of a sequence in slices, and sums of their gradients
     """
 
     tables: float = 0
@@ -294,16 +295,19 @@ def bytes_of(tree: Tree) -> int:
 class RankBytes:
     """Memory of one rank of a pipeline, in bytes.
 
-    rank : of the pipeline stages : its stages, each with (start, stop) of its layers count :
-    elements of its parameters parameters : with the copy that a narrower dtype computes with, whose
-    originals replicas may keep shares of gradients, moments : of what is trained tables : what is
-    made once, such as rotary tables activations, messages, scratch : at the peak of a step batch :
-    inputs and targets, also those of the next step start : what drawing the initial values takes,
-    besides parameters and gradients sample : what a step has taken, with what comes at the end:
-    parameters that replicas have shares of, made whole, and
-        parameters and gradients of the decoder that writes the sample
-    sums : what MPI takes for sums over replicas; 0 without replicas process : Python with its
-    libraries and MPI, and what they keep for themselves once a training runs
+    rank : rank in the pipeline
+    stages : its stages, each with (start, stop) of its layers
+    count : elements of its parameters
+    parameters : with the copy in a narrower dtype, whose originals replicas may keep shares of
+    gradients, moments : those of what is trained
+    tables : made once, such as rotary tables
+    activations, messages, scratch : at the peak of a step
+    batch : inputs and targets, also those of the next step
+    start : needed to draw the initial values, besides parameters and gradients
+    sample : needed at the end: parameters that replicas have shares of, made whole, and the decoder
+        that writes the sample
+    sums : memory of MPI for sums over replicas; 0 without replicas
+    process : Python with its libraries and MPI, and what they keep once a training runs
     """
 
     rank: int

@@ -271,9 +271,10 @@ Queues: TypeAlias = "Sequence[Sequence[Sequence[int]]]"
 class StageTimes:
     """Stages on ranks, with the times of their tasks.
 
-    seconds, rank : of each task waits_for, lag : of each task the one before it in its micro-batch,
-    -1 without one, and the time of its message awaited_by : of each task the F or I that waits for
-    it, -1 without one
+    seconds, rank : time and rank of each task
+    waits_for, lag : the task before it in its micro-batch, -1 without one, and the time of its
+        message
+    awaited_by : the F or I that waits for it, -1 without one
     """
 
     def __init__(self, placement: tuple[int, ...], microbatches: int, costs: Costs) -> None:

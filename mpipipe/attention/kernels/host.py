@@ -316,7 +316,8 @@ def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
     """Set the sums of rows, relative to the bound in the last column of the queries.
 
     rows : scaled queries, their output before it is normalised, the sums of the exponentials, and
-    the bound block : keys, whose last column is 1, their values, and a column of ones
+        the bound
+    block : keys, whose last column is 1, their values, and a column of ones
     """
     (queries, acc, row_sum, _), (keys, values, ones) = rows, block
     for at in tile.pieces():

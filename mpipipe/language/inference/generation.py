@@ -386,7 +386,8 @@ class Sampling:
     """Which tokens may be drawn, and when an answer ends.
 
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with
-    the lowest id seed, stop : of the draws; ids that end an answer
+        the lowest id
+    seed, stop : seed of the draws; ids that end an answer
     """
 
     temperature: float = 0.8

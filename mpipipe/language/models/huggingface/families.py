@@ -21,9 +21,10 @@ TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 class Family:
     """One family; `name` and `architecture` are `model_type` and class in config.json.
 
-    prefix : of their names, which files of the bare decoder leave out table, buffers : names of
-    their tensors; ends of names of arrays that are no parameters, which some files have read, write
-    : fields of models.GPT from options, and back; see `expressed`
+    prefix : prefix of their names, which files of the bare decoder leave out
+    table : names of their tensors
+    buffers : ends of names of arrays that are no parameters, which some files have
+    read, write : fields of models.GPT from options, and back; see `expressed`
     """
 
     name: str
