@@ -15,7 +15,7 @@ It prints::
     rank 1 ....1F0 1B0---- 1F1 1B1---- ........
     makespan 9, bubble 0.33
     loss 1.0
-"""
+"""  # noqa: E501
 
 import numpy as np
 

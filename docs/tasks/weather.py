@@ -30,7 +30,7 @@ SINES, AREAS = np.polynomial.legendre.leggauss(
 )  # of latitudes, by Gauss: sines, and shares of the sphere
 
 
-# -- The solver, on coefficients of vorticity (WAVES + 1 waves along a latitude, members, WAVES + 1 degrees) -----------
+# -- The solver, on coefficients (WAVES + 1 waves along a latitude, members, WAVES + 1 degrees) --
 
 
 def harmonics() -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +97,7 @@ def write(path: str, members: int, days: int) -> None:
         file["vorticity"] = simulate(members, days).astype(np.float32)
 
 
-# -- The model --------------------------------------------------------------------------------------------------------
+# -- The model --
 
 
 class Weather(mpipipe.train.Task):

@@ -1,10 +1,10 @@
 """Exact attention: on one rank, and over a sequence that is spread over a ring of ranks.
 
 local                 over a sequence that lies wholly on this rank
-ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm, and what `local` shares
+ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm
 ulysses               the same by all-to-all over heads
 sliced                over a sequence that comes in slices, one after the other
-ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
+ring_plan             what each rank does in a pass, its messages, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
 cache                 few queries over many cached keys, for models that decode
 kernels/  merge       attention on one device by numpy, cuDNN or CuPy; partial results become one

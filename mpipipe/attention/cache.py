@@ -17,8 +17,7 @@ from mpipipe.nn import Attend
 
 
 class KVCache(Attend):
-    """Causal attention that keeps the keys and values of all positions so far, in one layer of a
-    model that decodes.
+    """Causal attention of one layer that keeps the keys and values of all positions so far.
 
     There is no backward. A cache holds one sequence of positions at a time, on the host.
 
@@ -165,8 +164,9 @@ class KVCache(Attend):
 
 
 def _attend_one(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """Attention of a single query (batch, 1, heads, dim) over keys (batch, keys, kv_heads, dim),
-    for all heads at once.
+    """Attend with one query of each head to all keys at once.
+
+    The query is (batch, 1, heads, dim), keys are (batch, keys, kv_heads, dim).
 
     The kernels go head by head, in tiles made for many queries.
     """

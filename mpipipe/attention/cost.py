@@ -1,5 +1,4 @@
-"""What ring attention costs: bytes on the wire, memory saved, and when computation hides the
-transfers.
+"""What ring attention costs: bytes sent, memory saved, and when transfers are hidden.
 
 Pure arithmetic, to plan with and to check measurements against. N is the size of the ring, s the
 local length of the sequence, g the number of query heads to a key head.
@@ -27,8 +26,7 @@ def kv_bytes(
     batch: int = 1,
     itemsize: int = 4,
 ) -> int:
-    """Bytes of the keys and values of `length` positions: batch s kv_heads (head_dim + value_dim)
-    itemsize.
+    """Return the bytes of keys and values: batch s kv_heads (head_dim + value_dim) itemsize.
 
     `value_dim` defaults to `head_dim`. For the gradients dK and dV, `itemsize` is that of the
     accumulator.
@@ -43,8 +41,9 @@ def kv_bytes(
 
 
 def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> int:
-    """Bytes that `rank` sends in the forward of `attention.Ring`: N - 1 blocks, (N - 1) kv_bytes if
-    shards are even.
+    """Return the bytes that `rank` sends in a forward of `attention.Ring`.
+
+    They are N - 1 blocks: (N - 1) kv_bytes if shards are even.
 
     `blocks` are the `kv_bytes` of each rank, `steps` the ring steps (`Layout.steps`: fewer than N
     with a window), by default N. In every step t but the last, the rank passes on the block of rank
@@ -89,8 +88,9 @@ def _messages(
 
 
 def sent_backward_full_circle(block: int, ranks: int) -> int:
-    """Bytes that a rank would send in a backward that begins with its own block, as
-    ring-flash-attention's does.
+    """Return the bytes sent in a backward that begins with its own block.
+
+    That is what ring-flash-attention does.
 
     K and V take N - 1 hops. dK and dV take N, where the last brings them home: (2 N - 1) kv_bytes.
     """
@@ -103,8 +103,9 @@ def saved_by_sharded_rows(ranks: int) -> float:
 
 
 def saved_by_ring_blocks(ranks: int) -> float:
-    """The same if it has one block at a time, s by s: 1 - 1/N^2. The kernels here hold one tile of
-    a block.
+    """Return the share of memory saved with one block of s by s at a time: 1 - 1/N^2.
+
+    The kernels here hold one tile of a block.
     """
     return 1 - 1 / ranks**2
 
@@ -131,8 +132,9 @@ def hiding_length_backward(
     gradient_itemsize: int = 4,
     causal: bool = True,
 ) -> float:
-    """As `hiding_length_forward`, for the backward: it computes 2.5 times as much, and also sends
-    dK and dV.
+    """Return the length that hides the transfers of a backward.
+
+    It computes 2.5 times as much as a forward, and also sends dK and dV.
 
     With the causal mask s = (itemsize + gradient_itemsize) flops / (2.5 g bandwidth).
     """
@@ -143,8 +145,9 @@ def hiding_length_backward(
 
 
 def attention_flops(pairs: float, heads: int, head_dim: int) -> float:
-    """Operations of a forward: two products over the (query, key) pairs that see each other, 4
-    pairs heads dim.
+    """Return the operations of a forward: 4 pairs heads dim.
+
+    They are two products over the (query, key) pairs that see each other.
 
     Causal attention has S^2 / 2 pairs, as the literature counts. A backward has BACKWARD_WORK times
     as many operations.
@@ -218,8 +221,7 @@ def slice_lengths(
 
 
 class RingCost(NamedTuple):
-    """What forwards, or backwards, of rings cost; bytes and seconds of two busiest ranks, which may
-    be different ones.
+    """Cost of forwards, or backwards, of rings: bytes and seconds of the busiest ranks.
 
     Attributes
     ----------
@@ -252,8 +254,7 @@ def ring_cost(
     causal: bool = True,
     window: int | None = None,
 ) -> tuple[RingCost, RingCost]:
-    """Predict the forwards and the backwards of `layers` layers of attention on a ring, from the
-    steps that it takes.
+    """Predict the forwards and backwards of `layers` layers of attention on a ring.
 
     Parameters
     ----------
@@ -275,9 +276,10 @@ def ring_cost(
     --------
     >>> from mpipipe.attention import Layout, cost
     >>> layout = Layout("zigzag", ranks=2, seq_len=2048)
-    >>> forward, _ = cost.ring_cost(layout, flops=1e11, bandwidth=4e9, heads=4, head_dim=64, layers=24)
-    >>> forward.sent >> 20, forward.sending < forward.computing, forward.computing == forward.seconds
-    (48, True, True)
+    >>> sizes = {"heads": 4, "head_dim": 64, "layers": 24}
+    >>> forward, _ = cost.ring_cost(layout, flops=1e11, bandwidth=4e9, **sizes)
+    >>> forward.sent >> 20, forward.sending < forward.computing == forward.seconds
+    (48, True)
     """
     shape = kv_heads or heads, head_dim, None, batch
     lengths = [layout.length(rank) for rank in range(layout.ranks)]

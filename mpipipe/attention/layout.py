@@ -2,7 +2,7 @@
 
     8 positions, 2 ranks       rank 0        rank 1
     contiguous                 0 1 2 3       4 5 6 7
-    zigzag                     0 1 6 7       2 3 4 5        first and last of 2N chunks, and so on inwards
+    zigzag                     0 1 6 7       2 3 4 5        first and last of 2N chunks, and inwards
     striped                    0 2 4 6       1 3 5 7
 
 Under a causal mask later positions have more to do. Contiguous shards are then uneven. Zigzag
@@ -75,9 +75,7 @@ class Layout:
         )
 
     def part(self, first: int, stop: int) -> Layout:
-        """Return the layout of slices first ... stop - 1, whose positions are those in the whole
-        sequence.
-        """
+        """Return the layout of slices first ... stop - 1, with positions in the whole sequence."""
         assert self.slice_lengths is not None
         lengths = self.slice_lengths[first:stop]
         part = Layout(self.kind, self.ranks, sum(lengths), lengths)
@@ -86,9 +84,7 @@ class Layout:
 
     @cached_property
     def _ranges(self) -> list[list[PositionRange]]:
-        """The position ranges of each rank, in the order of its rows: those of one slice after the
-        other.
-        """
+        """Return the position ranges of each rank, in the order of its rows, slice by slice."""
         ranges: list[list[PositionRange]] = [[] for _ in range(self.ranks)]
         first = self._first
         for length in self.slice_lengths or (self.seq_len,):
@@ -106,8 +102,7 @@ class Layout:
         return sum(part.rows for part in self._ranges[rank])
 
     def weight(self, rank: int) -> int:
-        """Return the weight of a rank's shard in a mean over all positions of a sequence: how many
-        it holds.
+        """Return the weight of a rank's shard in a mean over all positions of a sequence.
 
         A loss that is a mean over the positions of some sequences returns as its weight their
         number times this; see `Pipeline`.
@@ -220,8 +215,9 @@ class Layout:
         documents: Sequence[int] | None = None,
         keys: Layout | None = None,
     ) -> int:
-        """Return the number of ring steps that some rank needs: in step t rank r has the keys of
-        rank r - t.
+        """Return the number of ring steps that some rank needs.
+
+        In step t rank r has the keys of rank r - t.
 
         It is `ranks`, or less with a window.
 
@@ -310,9 +306,7 @@ def _shards(kind: str, ranks: int, seq_len: int) -> list[list[PositionRange]]:
 
 
 def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple[int, ...]:
-    """Return the lengths of slices; raises ArgumentError unless they are positive and add up to
-    `seq_len`, if given.
-    """
+    """Return the lengths of slices; ArgumentError unless they add up to `seq_len`."""
     numbers = tuple(lengths)
     integers = all(isinstance(length, (int, np.integer)) and length > 0 for length in numbers)
     if not numbers or not integers or seq_len not in (None, sum(numbers)):
@@ -331,8 +325,7 @@ def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple
 
 
 class RingStep(NamedTuple):
-    """What a rank does in one step of a ring: it attends to a block while a message leaves and one
-    comes.
+    """One step of a rank in a ring: it attends to a block while messages leave and come.
 
     Attributes
     ----------
@@ -358,9 +351,7 @@ class RingStep(NamedTuple):
 
 
 class RingTable(list[RingStep]):
-    """The steps of one rank in a forward or backward of a ring, from `Layout.table`; `str` gives
-    them as a table.
-    """
+    """The steps of one rank in a pass of a ring, from `Layout.table`; `str` draws them."""
 
     def __str__(self) -> str:
         rows = [["-" if cell is None else str(cell) for cell in step] for step in self]
@@ -372,9 +363,7 @@ class RingTable(list[RingStep]):
 def ring_hops(
     rank: int, ranks: int, steps: int, backward: bool = False
 ) -> Iterator[tuple[int, Any, Any, int]]:
-    """Yield the step, the ranks to send to and to receive from, and the rank whose keys are there,
-    as `ring_pass`.
-    """
+    """Yield the steps of `ring_pass`: number, ranks to send to and receive from, owner of keys."""
     way = -1 if backward else 1
     for step in range(steps):
         moves = step > 0 or steps > 2 if backward else step < steps - 1

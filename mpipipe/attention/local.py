@@ -9,8 +9,7 @@ from mpipipe.attention.ring_plan import Alone, RingOptions
 
 
 class Local(PlannedAttend):
-    """Exact softmax attention, forward and backward, without ever holding the whole matrix of
-    scores.
+    """Exact softmax attention that never holds the whole matrix of scores.
 
     Arrays are (batch, seq, heads, head_dim), all on the host or all on one GPU, of one dtype:
     float32, float64, float16 or bfloat16. In half precision, sums and the log-sum-exp are float32,

@@ -1,5 +1,4 @@
-"""Parts of shards that see each other: one planner for layouts, causality, windows and packed
-documents.
+"""Which parts of shards see each other: layouts, causality, windows, packed documents.
 
 A shard is a few ranges of evenly spaced positions. Take a range of queries at a + d i and a range
 of keys at b + d j. Causality (no key after its query) and a window of W (the query itself and the W
@@ -97,8 +96,7 @@ def mask_slices(
 
 
 def _joined(slices: list[Slice]) -> list[Slice]:
-    """Join unmasked slices: those one below the other on the same keys, then those side by side of
-    the same queries.
+    """Join unmasked slices of the same keys, then those of the same queries.
 
     Products are fewer and larger then.
     """
@@ -123,9 +121,7 @@ def _joined(slices: list[Slice]) -> list[Slice]:
 
 
 def in_one_band(slices: Sequence[Slice]) -> list[Slice]:
-    """Join slices side by side of the same queries, where each query sees some key in both: for
-    kernels of any band.
-    """
+    """Join slices of the same queries where each query sees some key in both."""
     joined: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
         last = joined[-1] if joined else part
@@ -155,9 +151,7 @@ def each_row_once(slices: Sequence[Slice], rows: int) -> bool:
 def _cut(
     ranges: Sequence[PositionRange], documents: Sequence[int] | None
 ) -> list[tuple[int, PositionRange]]:
-    """(number of the document, range): the ranges, cut at the starts of documents, without empty
-    ones.
-    """
+    """Return (document, range): the ranges cut at the starts of documents, without empty ones."""
     if documents is None:
         return [(0, whole) for whole in ranges if whole.rows]
     pieces = []
@@ -175,9 +169,7 @@ def _cut(
 def _band(
     query: PositionRange, key: PositionRange, causal: bool, window: int | None
 ) -> Slice | None:
-    """The part of one pair of ranges that is seen, without rows and keys at its edges that see
-    nothing.
-    """
+    """Return the part of one pair of ranges that is seen, without edges that see nothing."""
     if not causal:
         return Slice(
             query.start, query.start + query.rows, key.start, key.start + key.rows, None, None
@@ -209,9 +201,7 @@ def _band(
 
 
 def check_window(causal: bool, window: int | None) -> None:
-    """Raise ArgumentError for a window that is no positive integer, or that comes without a causal
-    mask.
-    """
+    """Raise ArgumentError for a window that is no positive integer, or not causal."""
     if window is None:
         return
     if not isinstance(window, (int, np.integer)) or window < 1:

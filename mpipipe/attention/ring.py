@@ -241,8 +241,7 @@ def ring_attention(
 
 
 def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradients:
-    """Return the gradients (dq, dk, dv) of the inputs of `ring_attention`, like these; collective
-    over its ring.
+    """Return the gradients (dq, dk, dv) of the inputs of `ring_attention`; collective.
 
     Parameters
     ----------

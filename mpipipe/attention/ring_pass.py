@@ -80,9 +80,7 @@ class RingPass:
     def backward(
         self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None
     ) -> Gradients:
-        """Return the gradients in the dtype of `dout`: in `room`, where there is a single step and
-        they fit.
-        """
+        """Return the gradients in the dtype of `dout`, in `room` if they fit in one step."""
         batch = len(dout)
         inputs = (saved.q, saved.k, saved.v)
         if self.exchange is not None:
@@ -98,8 +96,9 @@ class RingPass:
         return Gradients(*room)
 
     def sums(self, dout: Array, saved: RingSaved) -> Gradients:
-        """Return the gradients as sums, as what was saved; dk and dv of a single step may be of
-        another dtype.
+        """Return the gradients as sums, as what was saved.
+
+        dk and dv of a single step may be of another dtype.
         """
         block = self.block(saved.scale, saved.q, saved.k, saved.v)
         result = OutLse(saved.out, saved.lse)
@@ -144,8 +143,7 @@ class RingPass:
         dq: Array,
         message: Array,
     ) -> Gradients:
-        """Add to `dq`; return it and the gradients of the keys and values of `own`, in the dtype in
-        which they travel.
+        """Add to `dq`; return it and the gradients of `own`, in the dtype of messages.
 
         `message` is what the forward returned. From the second step on it also has gradients,
         before keys and values.
@@ -299,9 +297,7 @@ class PlannedAttend(Attend):
         return self._packed[1]
 
     def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
-        """Compare the positions that a layer has named with those of the plan, where they were not
-        known before.
-        """
+        """Compare the positions that a layer has named with those of the plan."""
 
     def _exchange(self, plan: RingPlan) -> RingExchange | None:
         """Return what sends the messages of a plan; None where it has a single step."""

@@ -1,5 +1,4 @@
-"""What a rank does in one pass of attention, and how blocks of keys and values are packed into
-messages.
+"""What a rank does in one pass of attention, and how blocks become messages.
 
 A rank alone is a ring of one step.
 """
@@ -35,9 +34,7 @@ BYTES = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class RingOptions:
-    """The options of a ring: as a user gives them, then `checked`, in plain types, so that equal
-    ones compare equal.
-    """
+    """The options of a ring; those that were checked compare equal if they are equal."""
 
     causal: bool
     layout: Any  # a Layout; when checked, its kind
@@ -55,9 +52,7 @@ class RingOptions:
     )
 
     def checked(self, ranks: int) -> RingOptions:
-        """The options as the user gave them, in plain types; raises ArgumentError for one without
-        sense.
-        """
+        """Return the options in plain types; ArgumentError for one without sense."""
         layout = self.layout
         seq_len = self.seq_len
         segments = self.segments
@@ -166,9 +161,7 @@ class KVMessage:
     def unpack(
         self, message: Array, rank: int, dtype: np.dtype | None = None
     ) -> tuple[Array, Array]:
-        """Views of the keys and values of a rank at the front of a buffer; in the dtype of sums, of
-        their gradients.
-        """
+        """Return the keys and values of a rank as views of a buffer, or their gradients."""
         flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
         shape = self._shape(rank)
         shapes = self.shapes
@@ -213,9 +206,7 @@ class RingSaved(NamedTuple):
 def make_plan(
     options: RingOptions, shapes: RingShapes, rank: int, rows: Sequence[int], keys: Sequence[int]
 ) -> RingPlan:
-    """The plan of a rank, from the numbers of rows and keys of all ranks; raises ArgumentError if
-    they do not fit.
-    """
+    """Return the plan of a rank, from the rows and keys of all; ArgumentError if they misfit."""
     size = len(rows)
     if options.part is None:
         queries = _layout(options, rows, "queries", options.seq_len)
@@ -288,13 +279,12 @@ def _layout(
     return layout
 
 
-# -- Slices of a sequence: the queries of one see the keys of its own and of earlier ones (see sliced.py) --
+# -- Slices of a sequence: queries see the keys of their own and of earlier ones -------------------
 
 
 @lru_cache(maxsize=64)
 def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, Layout]], int]:
-    """Return the layouts of the queries of each slice and of the keys that they may see, and the
-    number of ring steps.
+    """Return the layouts of queries and keys of each slice, and the number of ring steps.
 
     It is the same for all slices, so that the last step of each has the keys of one rank.
     """
@@ -311,7 +301,7 @@ def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, 
     return pairs, max(queries.steps(True, window, None, keys) for queries, keys in pairs)
 
 
-# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row after row --
+# -- Rows with several documents each: they are attended to as one sequence ------------------------
 #
 #     row 0   a a a b b b b b        as one sequence   a a a b b b b b|c c c c c c d d
 #     row 1   c c c c c c d d
@@ -320,8 +310,7 @@ def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, 
 
 
 def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Return, for each row of `segments`, where its documents begin, rising from 0, and its length
-    at the end.
+    """Return for each row of `segments` where its documents begin, and its length.
 
     `segments` (batch, seq) are integers, the document of each position; equal numbers of a row
     stand together.
@@ -337,8 +326,9 @@ def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...]
 
 
 def with_batch(x: Array, batch: int) -> Array:
-    """Return rows of a batch as one sequence (1, rows, heads, dim), or the reverse: a view where
-    strides allow it.
+    """Return rows of a batch as one sequence (1, rows, heads, dim), or the reverse.
+
+    It is a view where strides allow it.
     """
     if len(x) == batch:
         return x
@@ -353,9 +343,7 @@ def is_view(x: Array, batch: int) -> bool:
 
 
 def like(dout: Array, out: Array) -> Array:
-    """Return a gradient as the output that a forward has saved, whose rows of a batch may be one
-    sequence.
-    """
+    """Return a gradient shaped as the saved output, whose batch may be one sequence."""
     fits = (
         len(out) == 1
         and arrays.is_array(dout)
@@ -365,7 +353,7 @@ def like(dout: Array, out: Array) -> Array:
     return with_batch(dout, 1) if fits else dout
 
 
-# -- The ranks of a ring agree on what they do: one small all-gather before each forward and each backward --
+# -- The ranks of a ring agree: one small all-gather before each forward and backward --------------
 
 
 REMEDY = (
@@ -397,9 +385,7 @@ class RingAgreement:
         )  # ends calls of other threads that are due before
 
     def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
-        """Check the options of a ring that `given` returns or refuses, and that all ranks have the
-        same.
-        """
+        """Check the options of a ring, and that all ranks have the same; collective."""
         error: Exception | None = None
         facts: tuple = ()
         try:
@@ -411,9 +397,7 @@ class RingAgreement:
         return options
 
     def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
-        """Compare options, shapes and dtype of what `given` returns or refuses, and `more`, a fact
-        about the call.
-        """
+        """Compare options, shapes and dtype of a forward, and `more`; collective."""
         self.settle()
         self.calls += 1
         facts: tuple = ()
@@ -442,9 +426,7 @@ class RingAgreement:
     def agree_on_backward(
         self, call: int, dout: Array, out: str, *, error: Exception | None = None
     ) -> None:
-        """Check that all ranks begin the backward of the same forward, with gradients of outputs so
-        `described`.
-        """
+        """Check that all ranks begin the backward of the same forward; collective."""
         self.settle()
         error = error or misfit(dout, out)
         ballot = Ballot("backward", (), error, None, REMEDY, number=call, where=" of a ring")

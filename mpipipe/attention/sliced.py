@@ -4,11 +4,16 @@ A pipeline whose units are slices runs forwards of a sequence in rising order an
 falling order (Sun et al., "Seq1F1B", 2024, arXiv:2406.03488). Queries of a slice see the keys of
 their own slice and of all before it:
 
-    keys of slice   0  1  2  3        forward of s: its keys and values join those of slices 0 ... s - 1 in one buffer
-    queries of 0    c                 of the sequence, and its queries attend to the front of that (c: causal)
-               1    #  c              backward of s: its part of the gradients of keys and values 0 ... s is added to
-               2    #  #  c           sums like the buffer; those of slice s are whole then, since the backwards of
-               3    #  #  #  c        s + 1 ... n - 1 have been before
+    keys of slice   0  1  2  3
+    queries of 0    c                 c: causal
+               1    #  c
+               2    #  #  c
+               3    #  #  #  c
+
+In the forward of slice s its keys and values join those of slices 0 ... s - 1 in one buffer of the
+sequence, and its queries attend to the front of that. In the backward its part of the gradients of
+keys and values 0 ... s is added to sums like the buffer. Those of slice s are whole then, since the
+backwards of s + 1 ... n - 1 have been before.
 
 The buffers are dropped after the backward of slice 0, and where no backward follows, after the last
 forward.
@@ -82,8 +87,7 @@ class SlicedSaved(NamedTuple):
 
 
 class Sliced(Attend):
-    """Exact causal attention for sequences in slices, the units of a pipeline; forward and
-    backward.
+    """Exact causal attention for sequences in slices, the units of a pipeline.
 
     `begin` names the slice and its sequence: unit u is slice u mod n of sequence u // n. Slices of
     several sequences may alternate. In each, forwards come in rising order, backwards in falling
@@ -174,9 +178,7 @@ class Sliced(Attend):
         self._now: Position | None = None
 
     def begin(self, position: Position) -> None:
-        """Take the number of a unit for the next forward; a new step drops what another one has
-        left half way.
-        """
+        """Take the number of the next unit; a new step drops what another one has left."""
         now = self._now
         if now is not None and position._replace(microbatch=0, recompute="") != now._replace(
             microbatch=0, recompute=""
@@ -332,9 +334,7 @@ class Sliced(Attend):
         return self._now is not None and self._now.keeps
 
     def _append(self, q: Array, k: Array, v: Array, segments: np.ndarray | None) -> Given:
-        """Keep the keys and values of a slice; return its options, and q, k and v of all that it
-        sees.
-        """
+        """Keep the keys and values of a slice; return its options, and q, k and v that it sees."""
         check_arrays(q, k, v)
         (number, part), keeps = self._unit(), self._keeps()
         if any(x.shape[1] != self.slice_rows[part] for x in (q, k)):
@@ -435,8 +435,6 @@ def _with_slices(options: RingOptions, lengths: Sequence[int]) -> RingOptions:
 
 
 def _rows_like(x: Array, rows: int, dtype: np.dtype) -> Array:
-    """Memory for some rows like those of x (batch, rows, heads, dim), in which the rows of a head
-    lie together.
-    """
+    """Return memory for rows as those of x, in which the rows of a head lie together."""
     batch, _, heads, dim = x.shape
     return arrays.empty((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)

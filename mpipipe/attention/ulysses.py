@@ -1,5 +1,4 @@
-"""Attention over a sequence that is spread over ranks, by all-to-all: each rank sees the whole
-sequence for some heads.
+"""Attention by all-to-all: each rank sees the whole sequence for some heads.
 
     rank 0   rows 0 1, heads a b                       rank 0   rows 0 1 2 3, head a
     rank 1   rows 2 3, heads a b    <- all-to-all ->   rank 1   rows 0 1 2 3, head b
@@ -42,8 +41,7 @@ class UlyssesSaved(NamedTuple):
 
 
 class Ulysses(Ring):
-    """Exact attention over a sequence that is sharded over ranks, which divide its heads; in place
-    of `Ring`.
+    """Exact attention over a sharded sequence whose ranks divide the heads.
 
     It takes what `Ring` takes, and gives the same to rounding; errors say "a ring" for its ranks.
     The ranks must divide the heads of queries and those of keys. Work does not depend on the
@@ -130,9 +128,7 @@ class Ulysses(Ring):
         return self._local
 
     def _moves(self, layout: Layout, heads: int) -> list[PartMove]:
-        """The moves from a shard of all heads to the whole sequence of this rank's heads, `heads`
-        of them.
-        """
+        """Return the moves from shards of all heads to the whole sequence of `heads` heads."""
         everything = slice(None)
         rank = self.group.rank
         rows = [slice(part.start, part.start + part.rows) for part in layout._ranges[rank]]

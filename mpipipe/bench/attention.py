@@ -1,5 +1,4 @@
-"""`bench attention`: the kernels on one rank next to PyTorch's, and a ring of all ranks next to one
-rank alone.
+"""`bench attention`: kernels beside PyTorch's, and a ring beside one rank alone.
 
 PyTorch has one thread, as BLAS has.
 
@@ -38,9 +37,7 @@ def run(
     heads: int = 4,
     head_dim: int = 64,
 ) -> None:
-    """Attention kernels next to PyTorch, on several ranks a ring next to one (python -m mpipipe
-    bench attention).
-    """
+    """Measure attention kernels beside PyTorch, on several ranks a ring beside one."""
     comm = runtime.world()
     if comm.size == 1:
         _kernels(comm, repeats, seq_len, heads, head_dim)

@@ -183,9 +183,7 @@ def _llama_blocks(model: GPT, start: int, stop: int) -> Any:
 
 
 def _memory(comm: Communicator, model: GPT, rows: int) -> None:
-    """Compare the peak of resident memory of a step of a GPT on one rank, with parameters and
-    gradients.
-    """
+    """Compare the peak of resident memory of a step of a GPT on one rank."""
     from mpipipe.bench.torch_gpt import micro_batch
 
     tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))

@@ -54,9 +54,7 @@ def pipeline(repeats: Repeats = 100) -> None:
 
 
 def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
-    """Compare stages of one module of PyTorch with autograd and messages that are written by
-    hand.
-    """
+    """Compare stages of one module of PyTorch with hand-written messages and autograd."""
     schedule = schedules.one_f_one_b(2, MICROBATCHES)
     torch.set_num_threads(1)
     modules = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
@@ -144,9 +142,7 @@ class _Linears:
 
 
 class _HandWrittenStep:
-    """The same actions with bare mpi4py: receive, multiply, send. Buffers and tags are laid out
-    beforehand.
-    """
+    """The same actions with bare mpi4py, with buffers and tags laid out before."""
 
     def __init__(
         self, comm: MpiCommunicator, schedule: schedules.Schedule, batch: np.ndarray
@@ -214,7 +210,7 @@ class _HandWrittenStep:
             request.Wait()
 
 
-# -- `bench transport`: messages through the mailbox against bare Isend and Irecv, over a range of sizes --
+# -- `bench transport`: messages through the mailbox, against bare Isend and Irecv -----------------
 #
 # Two ranks play ping-pong. The bare candidate posts a receive, sends, and waits, with buffers laid
 # out beforehand: two for receiving, in turn, since a pipeline still reads one array while the next

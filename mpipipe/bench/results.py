@@ -73,9 +73,7 @@ def every(
     runs: Annotated[int, Option("of each bench; the middle and the range are shown", least=1)] = 3,
     out: Annotated[str, Option("folder for results.md", metavar="DIR")] = "results",
 ) -> None:
-    """Run all benches, and write a page of results (python -m mpipipe bench all); on two cores some
-    15 minutes.
-    """
+    """Run all benches, and write a page of results; on two cores some 15 minutes."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[Ratio] = []
@@ -105,9 +103,7 @@ def _lacking(need: str) -> str:
 
 
 def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
-    """Run a bench, and return (ratio, goal, what was measured) of each line, by what it is
-    about.
-    """
+    """Run a bench, and return (ratio, goal, measurement) of each line, by its name."""
     beside = Path(sys.executable).with_name("mpiexec")
     launcher = [str(beside) if beside.exists() else "mpiexec", "-n", str(bench.ranks)]
     command = [
@@ -183,9 +179,10 @@ def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
 # such as OMPI_MCA_pml, and what SLURM tells about an allocation, such as SLURM_JOB_ID, are not
 # among them.
 LAUNCHER_PREFIXES = tuple(
-    """PMI_ PMIX_ OMPI_COMM_ OMPI_UNIVERSE OMPI_APP_CTX OMPI_FIRST_RANKS OMPI_FILE_LOCATION OMPI_MCA_ess OMPI_MCA_orte
-    OMPI_MCA_pmix PRTE_LAUNCHED HYDI_ HYDRA_ MPI_LOCAL MPIEXEC_ MV2_COMM_ FLUX_TASK_ PALS_ SLURM_STEP SLURM_PROCID
-    SLURM_LOCALID SLURM_NODEID SLURM_TASK_PID SLURM_GTIDS SLURM_NTASKS SLURM_NPROCS SLURM_SRUN_COMM SLURM_LAUNCH_NODE
+    """PMI_ PMIX_ OMPI_COMM_ OMPI_UNIVERSE OMPI_APP_CTX OMPI_FIRST_RANKS OMPI_FILE_LOCATION
+    OMPI_MCA_ess OMPI_MCA_orte OMPI_MCA_pmix PRTE_LAUNCHED HYDI_ HYDRA_ MPI_LOCAL MPIEXEC_
+    MV2_COMM_ FLUX_TASK_ PALS_ SLURM_STEP SLURM_PROCID SLURM_LOCALID SLURM_NODEID
+    SLURM_TASK_PID SLURM_GTIDS SLURM_NTASKS SLURM_NPROCS SLURM_SRUN_COMM SLURM_LAUNCH_NODE
     SLURM_UMASK SLURM_CPU_BIND SLURM_DISTRIBUTION SLURM_MPI_TYPE""".split()
 )
 # Several ranks on one small host. Each of these is read by one MPI, and ignored by the others.
@@ -200,8 +197,9 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 def environment_of_own_job(
     environment: Mapping[str, str], prefixes: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Return the variables for a job on this host: without what launchers told this process, and
-    more `prefixes`.
+    """Return the variables for a new job on this host, without those of launchers.
+
+    `prefixes` are more to leave out.
     """
     left_out = (*LAUNCHER_PREFIXES, *prefixes)
     kept = {name: value for name, value in environment.items() if not name.startswith(left_out)}

@@ -32,9 +32,7 @@ def compare(
     warmup: int = 3,
     before: Call | None = None,
 ) -> list[float]:
-    """Return the median seconds of each candidate on the slowest rank, without what is called
-    before each turn.
-    """
+    """Return the median seconds of each candidate on the slowest rank, in turns."""
     group = group_of(comm)
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(warmup + repeats):
@@ -59,7 +57,7 @@ def report(
         show(f"{name}: {measured}{tail}\n")
 
 
-# -- A number that was measured, next to its peer: as a table for people, and as JSON for programs --
+# -- A number beside its peer: as a table for people, and as JSON for programs ---------------------
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,7 @@ BLOCK = 1 << 20
 
 
 def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
-    """Return the median device time of `call()` on the current stream. The first `warmup` calls do
-    not count.
-    """
+    """Return the median device time of `call()`, after `warmup` calls."""
     for _ in range(warmup):
         call()
     marks = []

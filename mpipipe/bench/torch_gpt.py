@@ -23,9 +23,7 @@ PEERS = {
 def micro_batch(
     model: GPT, tokens: np.ndarray, targets: np.ndarray, threads: int = 1
 ) -> Callable[[], None]:
-    """Return a function that runs forward, loss and backward of one micro-batch on threads of the
-    host.
-    """
+    """Return a function that runs forward, loss and backward of one micro-batch on the host."""
     torch.set_num_threads(threads)
     gpt = sequential(model)
     inputs = torch.from_numpy(tokens)

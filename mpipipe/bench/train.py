@@ -19,7 +19,7 @@ from mpipipe.language.models import GPT
 from mpipipe.options import Option
 from mpipipe.text import counted
 
-# -- `bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules --
+# -- `bench train`: the step of a GPT against the simulation of its measured stages ----------------
 #
 # Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank
 # are measured too.
@@ -40,9 +40,7 @@ def step(
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
     slices: Annotated[int, Option("of one sequence, as long as those of all micro-batches")] = 8,
 ) -> None:
-    """A GPT's step against its simulation, and in slices (mpiexec -n 2 python -m mpipipe bench
-    train).
-    """
+    """Compare a GPT's step with its simulation, also in slices."""
     comm = runtime.world()
     tokens = microbatches * rows * seq_len
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
@@ -110,9 +108,7 @@ def beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int, thread
 def _measure(
     comm: Communicator, plans: Sequence[tuple[GPT, schedules.Schedule]], rows: int, repeats: int
 ) -> list[tuple[float, float]]:
-    """Return the median seconds of a step on the slowest rank, and of its simulation, for each
-    plan, in turns.
-    """
+    """Return the median seconds of a step of each plan on the slowest rank, and simulated."""
     group = group_of(comm)
     with ExitStack() as pipelines:
         made = [_pipeline(comm, model, schedule, rows, pipelines) for model, schedule in plans]

@@ -1,6 +1,4 @@
-"""Which plan of a training is the fastest: predictions from measured costs, and a search. No MPI,
-no arrays.
-"""
+"""Which plan of a training is the fastest: predictions from measured costs, and a search."""
 
 from mpipipe.planning.cutting import Cut, CutStage, cut
 from mpipipe.planning.find import PlanReport, find_plan, in_words, table

@@ -134,7 +134,8 @@ def cut(
     --------
     >>> from mpipipe import cut, nn, schedules
     >>> schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
-    >>> layers = [lambda: nn.Linear(8, 8), nn.Gelu, lambda: nn.Linear(8, 8), nn.Gelu, lambda: nn.Linear(8, 2)]
+    >>> square = lambda: nn.Linear(8, 8)
+    >>> layers = [square, nn.Gelu, square, nn.Gelu, lambda: nn.Linear(8, 2)]
     >>> stages = cut(layers, schedule, rank=1, costs=[8, 1, 8, 1, 2])
     >>> stages.is_last, stages.stages[0].layers, sorted(stages[0].parameters)
     (True, range(2, 5), ['2.bias', '2.weight', '4.bias', '4.weight'])

@@ -1,6 +1,4 @@
-"""Finds the plan of a training: measures, searches, and compares with some real steps. Shows plans
-as a table.
-"""
+"""Finds the plan of a training: measures, searches, and compares with real steps."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ REAL = 3  # plans of which real steps are made
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The plans of a training: on rank 0 all of them, the fastest first, and on every rank the
-    choice of that one.
+    """The plans of a training: all of them on rank 0, the fastest on every rank.
 
     The last fields are those of `RankPlaces`.
     """
@@ -37,9 +34,7 @@ class PlanReport:
 
 
 def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
-    """Find the plans of a training; collective over all ranks. Raises the same error on every
-    rank.
-    """
+    """Find the plans of a training; collective. All ranks raise the same error."""
     problem = measured.problem
     group = group_of(measured.mesh.comm)
     with group.raise_together("plan: what is asked for"):
@@ -110,9 +105,7 @@ def _seconds(layers: MeasuredLayers) -> float:
 
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:
-    """Return the best plan, the best one with other micro-batches, and the best one with another
-    schedule.
-    """
+    """Return the best plan, and the best with other micro-batches and another schedule."""
     if not plans:
         return []
     best = plans[0].choice
@@ -146,8 +139,17 @@ WIDEST = 32  # characters of a partition
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
     rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
-    heads = ("schedule", "chunks", "micro-batches", "layers of stages", "run again", "step", "bubble", "memory",
-             "slower")  # fmt: skip
+    heads = (
+        "schedule",
+        "chunks",
+        "micro-batches",
+        "layers of stages",
+        "run again",
+        "step",
+        "bubble",
+        "memory",
+        "slower",
+    )
     yield from text_table(heads, rows, left=(0, 3, 4))
 
 

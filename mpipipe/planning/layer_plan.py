@@ -15,8 +15,7 @@ from mpipipe.schedules import Schedule, with_skips
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The schedule of the pipelines, (start, stop) of the layers of each logical stage, and the
-    rows of a replica.
+    """The schedule, (start, stop) of the layers of each stage, and the rows of a replica.
 
     `rows` are the samples of a step in each replica.
     """
@@ -26,8 +25,7 @@ class LayerPlan:
     rows: int
 
     def with_names(self, layers: Sequence[Any]) -> LayerPlan:
-        """Return the plan with a skip of the schedule for each name that one stage gives and
-        another one takes.
+        """Return the plan with a skip for each name that goes from one stage to another.
 
         Raises ArgumentError where a name is given twice, after a layer has taken it, or for no
         layer.
@@ -66,8 +64,7 @@ class LayerPlan:
         device: str = "cpu",
         frozen: Sequence[str] = (),
     ) -> list[nn.Stage]:
-        """Make the stages of one rank of a pipeline from the layers of the whole model, with new
-        parameters.
+        """Make the stages of one rank from the layers of the whole model.
 
         An entry of `layers` is whatever `adapters.as_layer` takes; functions among them make the
         layers of this rank.
@@ -86,8 +83,9 @@ class LayerPlan:
 
 
 def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
-    """Return for each name the place of the layer that gives it, None for the inputs, and those of
-    all that take it.
+    """Return for each name the place of the layer that gives it, and of those that take it.
+
+    A name of the inputs has None in place of the first.
 
     Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer,
     and for a layer that stands in two places.

@@ -44,9 +44,7 @@ def measure_action(measured: MeasuredRanks) -> float:
 
 
 def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Link, ...]]:
-    """Return the links of this rank's pipeline for each size of micro-batch; collective over all
-    ranks.
-    """
+    """Return the links of this rank's pipeline by size of micro-batch; collective."""
     pipe = group_of(measured.mesh.pipe)
     found: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
     for phase in _phases(pipe.size):
@@ -75,9 +73,7 @@ def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Lin
 def measure_step(
     measured: MeasuredRanks, action: float, links: dict[int, tuple[Link, ...]]
 ) -> float:
-    """Return what a step of the pipeline has besides its actions and messages; collective over all
-    ranks.
-    """
+    """Return the seconds of a step besides its actions and messages; collective."""
     size = min(links)
     ranks = measured.mesh.pipe.size
     seconds = step_seconds(measured.mesh.pipe, schedules.gpipe(ranks, 1), _array(measured, size))
@@ -113,9 +109,7 @@ def step_seconds(
     gradients: Any = None,
     replicas: Communicator | None = None,
 ) -> float:
-    """Return the median seconds of a step of stages that compute nothing; collective, also over
-    `replicas`.
-    """
+    """Return the median seconds of a step of empty stages; collective, also over `replicas`."""
 
     def loss(output: Any, target: Any, factor: float = 1.0) -> tuple[float, np.ndarray]:
         return 0.0, array
@@ -143,8 +137,9 @@ def step_seconds(
 
 
 def repeats_in(available: float, seconds: float, limits: tuple[int, int]) -> int:
-    """Return how many repeats of some seconds fit into those available, between limits. All ranks
-    pass the same.
+    """Return how many repeats fit into the time, between limits.
+
+    All ranks pass the same.
     """
     least, most = limits
     return min(max(least, int(available / max(seconds, 1e-9))), most)
@@ -159,8 +154,7 @@ TRIAL_SECONDS = 1.0  # of steps on example data
 
 
 def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
-    """Return the seconds of a step of a plan on example data, made as the trainer does; collective
-    over all ranks.
+    """Return the seconds of a step of a plan on example data; collective.
 
     The first steps say how many there is time for, and do not count: libraries may still find their
     way.

@@ -1,6 +1,4 @@
-"""How much memory this machine has, how much of it this process holds, and how much of that are
-arrays.
-"""
+"""How much memory this machine has, how much this process holds, and how much are arrays."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def machine_memory() -> int | None:
 
 
 def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
-    """Raise ConfigError if the bytes that `what` needs, by what they are for, exceed this machine's
-    memory.
-    """
+    """Raise ConfigError if `what` needs more bytes than this machine has."""
     total = sum(needs.values())
     memory = machine_memory()
     if memory is None or total <= memory:
@@ -57,16 +53,12 @@ MPI = 16_000_000
 
 
 def process_bytes() -> int:
-    """Return the bytes of a process that trains, besides arrays: those of this one, which has
-    computed already.
-    """
+    """Return the bytes of a process that trains, besides arrays."""
     return resident() + SETTLED + (0 if "mpi4py.MPI" in sys.modules else MPI)
 
 
 def resident() -> int:
-    """Return the resident bytes of this process, without what is free; the peak begins anew
-    here.
-    """
+    """Return the resident bytes of this process; the peak begins anew here."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -77,9 +69,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """Return the most bytes that were resident since `resident` was called, or since the process
-    began.
-    """
+    """Return the most bytes resident since `resident` was called, or since the start."""
     return processor.bytes_of_line("VmHWM", "/proc/self/status") or 0
 
 
@@ -130,8 +120,7 @@ _TRACER = _Tracer()
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Let Python trace what is allocated within, for `taking`, which need not look through what was
-    there before.
+    """Let Python trace allocations within a block, for `taking`.
 
     Ranks that measure agree on something right after it, and compute nothing before that; see
     `_Tracer`.
@@ -147,8 +136,7 @@ def tracing() -> Iterator[None]:
 
 
 def taking() -> Callable[[], int]:
-    """Return a function that returns the most bytes which were allocated at once since, beyond
-    those of now.
+    """Return a function that returns the most bytes allocated at once since, beyond now.
 
     Arrays are counted one by one, for resident memory also depends on what the process does
     besides, and has done before. Where a library is there that Python cannot trace, resident memory
@@ -167,8 +155,9 @@ def taking() -> Callable[[], int]:
 
 
 def array_bytes(thing: Any) -> dict[int, int]:
-    """Return the bytes of each memory that arrays in `thing` lie in, by its address; layers and
-    stages are left out.
+    """Return the bytes of each memory of arrays in `thing`, by address.
+
+    Layers and stages are left out.
 
     Arrays are looked for in tuples, lists, mappings, and attributes of objects.
     """

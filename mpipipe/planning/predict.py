@@ -66,7 +66,9 @@ def predict(
     >>> from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, predict
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
     >>> links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
-    >>> profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=(0.5, 0.5), sums=zeros)
+    >>> profile = Profile(
+    ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), (0.5, 0.5), sums=zeros
+    ... )
     >>> found = predict(profile, Choice("one_f_one_b", 1, 4, (1, 1)), rows=4)
     >>> found.seconds, found.bubble, found.memory
     (15.5, 0.2, (208, 108))
@@ -99,8 +101,9 @@ def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) ->
 def _costs(
     profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float
 ) -> Costs:
-    """Return the costs of stages. `share` is what the mean unit has of a micro-batch of `size`
-    sequences.
+    """Return the costs of stages.
+
+    `share` is the mean unit's part of a micro-batch of `size` sequences.
     """
     ranks = profile.costs[size]
     last = schedule.stages - 1
@@ -134,9 +137,7 @@ def _costs(
 
 
 def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
-    """Return the link of the edge into a stage; edges on one rank, and the one into the first
-    stage, cost nothing.
-    """
+    """Return the link of the edge into a stage; an edge on one rank costs nothing."""
     if edge == 0 or schedule.placement[edge - 1] == schedule.placement[edge]:
         return Link()
     low, high = sorted(schedule.placement[edge - 1 : edge + 1])
@@ -226,8 +227,7 @@ class Choice:
         return before_backwards(made) if self.recompute else made
 
     def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
-        """Build the schedule without the forwards that `recompute` runs again: for a Pipeline that
-        takes it by itself.
+        """Build the schedule without the forwards that `recompute` runs again.
 
         Parameters
         ----------
@@ -256,9 +256,7 @@ def completed(
     trained: Collection[int] | None,
     recompute_limit: int | None,
 ) -> Schedule:
-    """Take out the backwards of stages in which nothing is trained, and put in the forwards that a
-    limit runs again.
-    """
+    """Take out backwards of frozen stages, and put in forwards that are run again."""
     if trained is not None:
         frozen = {
             stage

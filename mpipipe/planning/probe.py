@@ -1,5 +1,4 @@
-"""Measures layers on this rank: seconds of their actions, bytes that they keep, the optimizer, and
-sums.
+"""Measures layers on this rank: seconds of actions, bytes kept, optimizer and sums.
 
 One layer of each kind runs in a stage by itself, while all other ranks do the same: they share the
 memory's bandwidth as in a training. The layers take turns as in a pipeline, so that what one has
@@ -47,8 +46,7 @@ UNDER_WAY = 2  # micro-batches
 
 @dataclass
 class MeasuredLayers:
-    """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one
-    parameter.
+    """Costs and sizes of one rank for each size of micro-batch, and seconds for a parameter.
 
     `process` are the bytes of a process that trains, without arrays.
     """
@@ -80,9 +78,7 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
 
 
 class LayerTimes:
-    """Seconds of a rank's layers for one size of micro-batch: `actions` by the place of a layer and
-    the action.
-    """
+    """Seconds of a rank's layers for one size of micro-batch, by place and action."""
 
     def __init__(self) -> None:
         self.actions: dict[int, dict[str, list[float]]] = {}
@@ -102,9 +98,7 @@ class LayerTimes:
 
 @dataclass(eq=False)
 class Timer:
-    """Runs the actions of a layer. `saved` are gradients of outputs, and what forwards have
-    saved.
-    """
+    """Runs the actions of a layer. `saved` are what forwards saved, and gradients."""
 
     lone: LoneLayer
     targets: Any
@@ -138,9 +132,7 @@ class Timer:
 
 
 def _in_memory(tree: Any) -> Any:
-    """Return a copy of a tree of zeros, to which the operating system has given memory of its
-    own.
-    """
+    """Return a copy of a tree of zeros, in memory that the system has given."""
     return mapped(lambda leaf: None if leaf is None else leaf.copy(), tree)
 
 
@@ -168,9 +160,7 @@ def _turn(timers: Sequence[Timer]) -> None:
 
 
 def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
-    """Time the layers for a while; return the seconds of clipping and optimizer for one parameter.
-    Collective.
-    """
+    """Time the layers; return the seconds of clipping and optimizer for a parameter; collective."""
     x, targets = measured.example(size, 1)
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
@@ -242,9 +232,7 @@ def _sums(measured: MeasuredRanks) -> float:
 
 
 def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
-    """Count what one micro-batch keeps, but not what several share, such as parameters and
-    tables.
-    """
+    """Count what one micro-batch keeps, without what several share."""
     problem = measured.problem
     example = measured.example(size, 1)
     found, _ = layer_bytes(

@@ -24,9 +24,7 @@ Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
 
 
 def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
-    """Return all parameters of the layers of a model from its layer `first` on, by names such as
-    3.norm.weight.
-    """
+    """Return all parameters of layers from `first` on, by names such as 3.norm.weight."""
     return {
         f"{name}.{key}": parameter
         for place, top in enumerate(layers, first)
@@ -93,9 +91,7 @@ class PlanningProblem:
 
     @cached_property
     def signatures(self) -> tuple[str, ...]:
-        """What each layer is: its parts, their shapes, what of it is trained, and how many
-        operations it takes.
-        """
+        """Describe each layer: parts, shapes, what is trained, and how many operations it takes."""
         signatures = []
         for place, (layer, cost) in enumerate(zip(self.layers, self.costs)):
             parts = []
@@ -129,8 +125,7 @@ class PlanningProblem:
         )
 
     def parameter_bytes(self, count: int, trained: int) -> int:
-        """Bytes of this number of parameters in a training, with the copy that a half dtype
-        computes with.
+        """Return the bytes of parameters in a training, with copies in a half dtype.
 
         Replicas keep a share of the originals each, but for adapters (optim/shards.py).
         """
@@ -210,9 +205,7 @@ class MeasuredRanks:
 
 
 class RankPlaces(NamedTuple):
-    """Most ranks on a node, most threads of a rank, and which ranks share cores: "" where none
-    do.
-    """
+    """Most ranks on a node, most threads of a rank, and which ranks share cores."""
 
     ranks_per_node: int
     threads: int

@@ -1,6 +1,4 @@
-"""What was measured: seconds and bytes of layers, messages, and of what surrounds the schedule in a
-step.
-"""
+"""What was measured: seconds and bytes of layers, of messages, and of the rest of a step."""
 
 from __future__ import annotations
 
@@ -121,7 +119,8 @@ class Profile:
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
     >>> profile = Profile(
-    ...     kinds=(0, 0), costs={4: (rank, rank)}, links={4: (Link(), Link())}, sizes={4: Sizes((100,), (100,), 10)},
+    ...     kinds=(0, 0), costs={4: (rank, rank)}, links={4: (Link(), Link())},
+    ...     sizes={4: Sizes((100,), (100,), 10)},
     ...     states=(8, 8), trained=(1, 1), optimizer=(0.0, 0.0), sums=(0.0, 0.0),
     ... )
     >>> profile.ranks
@@ -153,8 +152,9 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of at least 0, and perhaps K, M, G or T, or KiB, MiB, GiB or TiB: 2^10, 2^20,
-    2^30 or 2^40 bytes.
+    """Read a number of bytes of at least 0, with K, M, G, T or KiB, MiB, GiB, TiB.
+
+    K is 2^10, M 2^20, G 2^30, T 2^40.
 
     Bytes are rounded down. Raises ArgumentError where the text is something else.
 

@@ -107,9 +107,7 @@ class Space:
 
     @property
     def microbatches(self) -> list[int]:
-        """Numbers of micro-batches to try: divisors of the sequences, from one unit for each rank
-        on.
-        """
+        """Return numbers of micro-batches to try: divisors of the sequences."""
         if "microbatches" in self.fixed:
             return [self.fixed["microbatches"]]
         most = min(self.rows, MOST_PER_RANK * self.ranks)
@@ -153,8 +151,7 @@ class Space:
 
 
 def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) -> list[Plan]:
-    """Find the plans with the fastest steps; raises ConfigError where no plan keeps the limit of
-    memory.
+    """Find the plans with the fastest steps; ConfigError if none keeps the limit of memory.
 
     For each schedule and number of micro-batches the layers are cut by their measured time. The
     fastest plans are improved by moving a layer from a stage to its neighbour, as long as that
@@ -181,7 +178,9 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
     >>> links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
-    >>> profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros)
+    >>> profile = Profile(
+    ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros
+    ... )
     >>> best = find_plans(profile, Space(ranks=2, layers=2, rows=4, fixed={"microbatches": 4}))[0]
     >>> best.choice.schedule, best.prediction.seconds
     ('zero_bubble_h1', 13.0)
@@ -288,9 +287,7 @@ def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | Non
 
 
 def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the partitions in which one stage has given a layer to the next or to the one
-    before.
-    """
+    """Yield the partitions in which one stage has given a layer to a neighbour."""
     for place in range(len(partition) - 1):
         for giver, taker in ((place, place + 1), (place + 1, place)):
             if partition[giver] > 1:
@@ -301,8 +298,7 @@ def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def cut_by_time(profile: Profile, size: int, stages: int) -> tuple[int, ...]:
-    """Cut the layers such that the slowest stage is as fast as possible on the mean rank; return
-    counts of layers.
+    """Cut the layers so that the slowest stage is fast; return counts of layers.
 
     `size` are the sequences of a micro-batch.
     """

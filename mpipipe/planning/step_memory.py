@@ -1,5 +1,4 @@
-"""What each rank of a training would hold in memory: one micro-batch runs through each kind of
-layer, and is added up.
+"""Memory of each rank of a training: each kind of layer is run once, and added up.
 
 What is kept is counted array by array; what an action takes on top is the most that is allocated at
 once meanwhile.
@@ -33,8 +32,7 @@ from mpipipe.schedules import Schedule, before_backwards, simulate
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of a layer, or of the layers of a stage, for one micro-batch, whose input is not
-    counted.
+    """Bytes of layers for one micro-batch, whose input is not counted.
 
     tables, shared : left by the first micro-batch for all others: of a layer, and of its stage
     drawing : needed besides parameters and gradients while initial values are drawn
@@ -44,7 +42,8 @@ class StageBytes:
     pending, added, pends_input : kept from the input gradient for the weight gradient, in all, of
         what was not saved, and of the input
     loss : gradient of the loss
-    forward, backward, input_grad, weight_grad : most that the action allocates at once, results included
+    forward, backward, input_grad, weight_grad : most that the action allocates at once, with its
+        results
     keys, sums : keys and values of a sequence in slices, and sums of their gradients
     """
 
@@ -69,9 +68,7 @@ class StageBytes:
 
 
 def joined(layers: Sequence[StageBytes]) -> StageBytes:
-    """Return the bytes of layers one after the other: an array between two of them is there
-    once.
-    """
+    """Return the bytes of layers in a row: an array between two of them is there once."""
     saved = pending = forward = backward = input_grad = added = 0.0
     before = StageBytes()
     for each in layers:
@@ -129,9 +126,7 @@ def layer_bytes(
 
 @dataclass(eq=False)
 class LoneLayer:
-    """A layer in a stage by itself, an input of it, whether it has a backward, and the loss after
-    it if it is last.
-    """
+    """A layer in a stage by itself, with an input, and the loss after it if it is last."""
 
     stage: nn.Stage
     x: Tree
@@ -139,9 +134,7 @@ class LoneLayer:
     loss: Loss | None
 
     def taking_head(self) -> AbstractContextManager[None]:
-        """Let the loss compute the product of the head within this context, if it does so in a
-        pipeline.
-        """
+        """Let the loss compute the product of the head in a block, if it does in a pipeline."""
         return nullcontext() if self.loss is None else self.loss.taking_head()
 
 
@@ -156,8 +149,7 @@ def each_layer(
     frozen: Sequence[str],
     measure: Callable[[LoneLayer, int], tuple[Measured, Shapes]],
 ) -> tuple[list[Measured], dict[str, Tree]]:
-    """Measure each layer of a model; return the results, and what layers give and take by its
-    names.
+    """Measure each layer; return the results, and what layers give and take by names.
 
     Layers of one kind whose inputs have the same shapes are measured once. `x` is the input of the
     first one, and `measure` takes the bytes for drawing parameters, too, and returns its result and
@@ -199,9 +191,7 @@ def each_layer(
 def _micro_batch(
     stage: nn.Stage, loss: Loss | None, x: Tree, targets: Tree, trained: bool
 ) -> tuple[StageBytes, Shapes]:
-    """Run one micro-batch through a stage as the executor does, after another one which makes what
-    is made once.
-    """
+    """Run one micro-batch as the executor does, after another one that makes tables."""
     dy: Tree = None
     shared = {*array_bytes((stage.buffers, x, targets))}
 
@@ -328,9 +318,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The most that the rank holds at once: while initial values are drawn, in a step, or after
-        it.
-        """
+        """Most that the rank holds at once: at the start, in a step, or after it."""
         training = self.moments + self.tables + max(self.step, self.sample, self.sums)
         return self.process + self.parameters + self.gradients + max(self.start, training)
 
@@ -441,7 +429,7 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
     return step + more
 
 
-# -- The memory of one rank in a training step, action by action: what it holds, and what the action takes on top --
+# -- The memory of one rank in a training step, action by action -----------------------------------
 #
 # F  leaves `saved` until B, or until I, which leaves `pending` until W
 # R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
@@ -455,8 +443,9 @@ def peak_of_step(
     window: int,
     shares: Sequence[float] = (1.0,),
 ) -> tuple[float, float, float]:
-    """Walk through the order of a rank; return bytes of activations, messages and scratch at the
-    peak.
+    """Walk through the order of a rank; return bytes at the peak.
+
+    They are those of activations, messages and scratch.
 
     `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of
     `receive_window`, and `shares` are those of the slices in a sequence.
@@ -545,7 +534,7 @@ def share_of(whole: StageBytes, share: float) -> StageBytes:
     return replace(whole, **kept)
 
 
-# -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --
+# -- Attention over a ring takes messages with keys and values, too --------------------------------
 
 
 def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
@@ -569,12 +558,11 @@ def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str)
     )
 
 
-# -- What attention takes where sequences come in slices: keys and values are those of the whole sequence --
+# -- Attention to slices: keys and values are those of the whole sequence --------------------------
 
 
 def with_slices(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
-    """Return the bytes of a layer, measured on whole sequences, with keys, values and their
-    gradients apart.
+    """Return the bytes of a layer measured on whole sequences, with keys and values apart.
 
     A micro-batch has `positions` on this rank.
     """
@@ -589,7 +577,7 @@ def with_slices(measured: StageBytes, layer: nn.Layer, positions: int, dtype: st
     )
 
 
-# -- Refuses models and batches that do not fit into this machine, before memory for them is taken --
+# -- Models and batches that do not fit into this machine are refused ------------------------------
 #
 # The limits are generous. What they let through may still be too much; what they refuse could not
 # have run. Bytes are compared with all the memory of the machine, as if this rank had the machine
@@ -600,8 +588,7 @@ def with_slices(measured: StageBytes, layer: nn.Layer, positions: int, dtype: st
 def check_training(
     problem: PlanningProblem, plan: LayerPlan, rank: int, device: str, *, sample: int, message: int
 ) -> None:
-    """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this
-    machine's memory.
+    """Raise ConfigError if a rank surely needs more memory than this machine has.
 
     On the host that is its parameters, gradients and state of the optimizer, the batch, and one
     micro-batch's input of each of its layers; for a GPU, parameters as they are drawn and the

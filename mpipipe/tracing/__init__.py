@@ -1,6 +1,4 @@
-"""Where the time of recorded steps went, and what to change first; and pictures of schedules, by
-matplotlib.
-"""
+"""Where the time of recorded steps went, and what to change first; pictures of schedules."""
 
 from mpipipe.tracing.efficiency import Efficiencies
 from mpipipe.tracing.recording import Recording, recording

@@ -108,9 +108,7 @@ def _slowest_edge(costs: Costs, stages: int) -> str:
 
 
 def _awaited(parts: Mapping[int, Mapping[str, float]]) -> str:
-    """Name the rank with the least time in late-sender waits, if it is far below the others: they
-    wait for it.
-    """
+    """Name the rank that the others wait for: it waits far less than they do."""
     late = {rank: each["late sender"] for rank, each in parts.items()}
     rank = min(late, key=lambda number: late[number])
     if len(late) > 1 and late[rank] < 0.5 * fmean(late.values()):
@@ -128,8 +126,7 @@ MOST = 16  # ranks with a row of their own
 
 
 def table(parts: Mapping[int, Mapping[str, float]]) -> str:
-    """Return a table of {rank: {part: seconds}}: milliseconds of a step, and percent of it; without
-    a final newline.
+    """Return a table of {rank: {part: seconds}} in milliseconds and percent of a step.
 
     Of more than 16 ranks, those with the most and the least compute are shown.
     """

@@ -1,5 +1,4 @@
-"""A trace as events for Perfetto (https://ui.perfetto.dev) and chrome://tracing: measured and
-predicted, side by side.
+"""A trace as events for Perfetto (https://ui.perfetto.dev): measured and predicted.
 
 Each rank is a process with two rows: what was measured, and what `schedules.simulate` makes of the
 measured costs, each step beginning where the measured one does. Arrows lead from the sending of a
@@ -26,9 +25,7 @@ def events(
     pieces: Sequence[Sequence[Sequence[Segment]]],
     predicted: Timeline,
 ) -> list[dict[str, Any]]:
-    """Return the events, whose json.dumps the viewers read: of all ranks, and of a step as it is
-    `predicted`.
-    """
+    """Return the events of all ranks, and of a step as it is `predicted`, for json.dumps."""
     zero = min((step.start for record in records for step in record.steps), default=0.0)
     found = list(_names(records))
     for record, steps in zip(records, pieces):

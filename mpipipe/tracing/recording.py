@@ -66,15 +66,11 @@ class Recording:
         pipeline.record(self._recorder)
 
     def optimizer(self) -> AbstractContextManager[None]:
-        """Mark the optimizer: the block belongs to the last step, and counts as part
-        "optimizer".
-        """
+        """Mark the optimizer: the block belongs to the last step, as part "optimizer"."""
         return self._recorder.optimizer()
 
     def reading(self) -> AbstractContextManager[None]:
-        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part
-        "reading".
-        """
+        """Mark the wait for a batch: the block belongs to the next step, as part "reading"."""
         return self._recorder.reading()
 
     @property
@@ -174,8 +170,9 @@ def steps_of(
     planned: Sequence[PlannedAction] | None = None,
     slices: int = 1,
 ) -> list[StepRecord]:
-    """Put what a recorder has noted in order, step by step; `sums` is the key of the replicas,
-    whose waits are sums.
+    """Put the notes of a recorder in order, step by step.
+
+    `sums` is the key of the replicas, whose waits are sums.
 
     `planned` are the actions of a step where they run on a device. There the host runs ahead, and
     its waits say nothing of messages: a gap on the device before an action that takes a message is
@@ -231,11 +228,11 @@ def _gaps(
     return found
 
 
-# -- How far the clock of rank 0 is ahead of this rank's: messages to and fro, of which the fastest counts --
+# -- How far the clock of rank 0 is ahead, by messages to and fro ----------------------------------
 #
 #     rank 0    ------- t0 -------
 #                      /  \
-#     rank r    ----- a    b -----      the clock of rank 0 shows t0 at some time between a and b of this rank
+#     rank r    ----- a    b -----      rank 0 has t0 between a and b of this rank
 #
 # So t0 - (a + b) / 2 is off by at most (b - a) / 2, however unlike the two ways are. The smallest b
 # - a of many is taken (Cristian, Probabilistic clock synchronization, Distributed Computing 3,
@@ -255,8 +252,9 @@ class Offset(NamedTuple):
 
 
 def clock_offset(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offset:
-    """Compare this rank's clock, `now`, with that of rank 0; collective. No other messages are
-    under way on `comm`.
+    """Compare this rank's clock with that of rank 0; collective.
+
+    No other messages are under way on `comm`.
     """
     group.agree("comparing clocks")
     with group.failing("comparing clocks"):

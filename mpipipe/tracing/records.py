@@ -34,9 +34,7 @@ class Waited(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step of a rank: start, end, actions, waits, messages sent, and the spans that are no
-    actions.
-    """
+    """One step of a rank: start, end, actions, waits, messages, and other spans."""
 
     start: float
     end: float
@@ -57,9 +55,7 @@ class StepRecord(NamedTuple):
         )
 
     def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
-        """When each message was there: when the wait for it ended, else at the start of the action
-        that takes it.
-        """
+        """Return when each message was there, by its wait or the action that takes it."""
         times = {
             message: start
             for action, start, _ in self.actions

@@ -2,7 +2,7 @@
 
 Several things may be true of one moment. The first of these takes it:
 
-    compute      an action runs, whatever else happens meanwhile (a ring of attention waits within actions)
+    compute      an action runs; a ring of attention waits within actions
     reading      the rank waits for its batch, before the step
     late         the rank waits for others who are not there yet
     transfer     it waits for a message that was sent
@@ -33,8 +33,10 @@ Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
 # what spans of a recorder went into, and their names, by the first words that the recorder has for
 # them
 SPANS = {
-    "all-reduce": ("sums", "start of sums"), "optimizer": ("optimizer", "optimizer"), "read": ("reading", "reading"),
-}  # fmt: skip
+    "all-reduce": ("sums", "start of sums"),
+    "optimizer": ("optimizer", "optimizer"),
+    "read": ("reading", "reading"),
+}
 
 
 class Segment(NamedTuple):
@@ -57,9 +59,7 @@ class Peers(NamedTuple):
 
 
 def segments(records: Sequence[RankRecord]) -> list[list[list[Segment]]]:
-    """Divide all steps, whose records are on one clock: for each rank, for each step, its pieces in
-    order.
-    """
+    """Divide all steps, on one clock: for each rank and step its pieces in order."""
     peers = _peers(records)
     return [
         [_divided(step, number, record.replica, peers) for number, step in enumerate(record.steps)]
@@ -114,9 +114,7 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
 
 
 def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
-    """Give each moment to the piece under way whose part comes first, of one part to the earliest;
-    else to overhead.
-    """
+    """Give each moment to the piece whose part comes first, else to overhead."""
     pieces = sorted([*found, Segment(*whole, "overhead", "overhead")], key=lambda piece: piece[:2])
     moments = sorted({min(max(time, whole[0]), whole[1]) for piece in pieces for time in piece[:2]})
     visible: list[Segment] = []
@@ -141,12 +139,12 @@ def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
 #
 # They are the parts above, but for "late". Each second of that belongs to one of these:
 #
-# bubble       as long as the rank would idle were all stages like the mean stage, with no time for messages; but no
-#              longer than it would idle with the mean costs of each stage
+# bubble       as long as the rank would idle if all stages were like the mean stage, and messages
+#              took no time; but no longer than it would idle with the mean costs of each stage
 # imbalance    as much longer as it would idle with the mean costs of each stage
 # transfer     what waits for messages hold up elsewhere
-# late sender  the rest: a rank that came late, actions that did not last as long as others of their kind, overhead of
-#              the sender
+# late sender  the rest: a rank that came late, actions that did not last as long as others of
+#              their kind, overhead of the sender
 #
 # How long a rank would idle is simulated with the recorded durations. Bubble, imbalance, and what
 # messages hold up take their seconds in this order, each no more than is left of the waits of the
@@ -173,9 +171,7 @@ def parts_of_steps(
     schedule: Schedule,
     costs: Costs,
 ) -> list[list[dict[str, float]]]:
-    """Return the seconds of each part, for each rank, for each of its steps; `costs` are the
-    recorded ones.
-    """
+    """Return the seconds of each part, for each rank and step; `costs` are recorded ones."""
     idle = idle_times(schedule, costs)
     return [
         [
@@ -211,9 +207,7 @@ def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, floa
 
 
 def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) -> Costs:
-    """Return the mean costs of each stage, and of each edge the median time of messages that were
-    waited for.
-    """
+    """Return the mean costs of stages, and of each edge the median time of messages."""
     of_slices = [0.0] * slices
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)  # of each op in each stage
     for record in records:
@@ -233,9 +227,7 @@ def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) 
 
 
 def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
-    """For each edge the median time from the sending of a message to its arrival, where a rank
-    waited for that.
-    """
+    """Return for each edge the median time of messages that a rank waited for."""
     found: dict[int, list[float]] = defaultdict(list)
     waited = {
         (target, number, wait.message)
@@ -250,9 +242,7 @@ def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
 
 
 def of_mean_stages(costs: Costs, stages: int) -> Costs:
-    """Return the costs of stages that are all like the mean of those that cost anything, with free
-    messages.
-    """
+    """Return the costs of stages that are all like the mean one, with free messages."""
 
     def mean(values: Sequence[float]) -> float:
         counted = [value for value in values if value > 0]

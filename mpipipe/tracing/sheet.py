@@ -1,6 +1,4 @@
-"""A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it
-becomes.
-"""
+"""A sheet to draw on: sizes in points, a title, a key, axes, and its file."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def _parts(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-# -- A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it becomes --
+# -- A sheet: sizes in points, a title, a key, axes, and its file ----------------------------------
 
 
 # points; the width of a page of documentation
@@ -97,8 +95,7 @@ SETTINGS = {
 
 
 class Sheet:
-    """A figure in which all is placed in points from the top left corner; `end_at` says how high it
-    is.
+    """A figure placed in points from the top left corner; `end_at` says how high it is.
 
     `ink` are axes over the whole sheet, in points, for title, key and labels. `name` is what a
     reader hears who cannot see the picture.
@@ -148,8 +145,9 @@ class Sheet:
     def key(
         self, top: float, looks: Sequence[Look], chunks: int = 1, notes: Sequence[str] = ()
     ) -> float:
-        """Write what the colours mean, and return where it ends; a look has a swatch in the shade
-        of each chunk.
+        """Write what the colours mean, and return where it ends.
+
+        A look has a swatch in the shade of each chunk.
         """
         from matplotlib.patches import Rectangle
 
@@ -193,8 +191,7 @@ def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
 
 
 def check_can_draw(path: str | os.PathLike[str]) -> None:
-    """Check that a picture can be written there, before anything is computed for it; raises as
-    `draw_timeline` does.
+    """Check that a picture can be written, before anything is computed for it.
 
     Examples
     --------
@@ -275,9 +272,7 @@ def height_of_row(rows: int, wanted: float) -> float:
 def add_rows(
     sheet: Sheet, top: float, ranks: int, row: float, longest: float, *, right: float = RIGHT
 ) -> Any:
-    """Return axes with rank r between r and r + 1 downwards, its name in the middle, and time from
-    0 to `longest`.
-    """
+    """Return axes with rank r between r and r + 1 downwards, and time to `longest`."""
     axes = sheet.axes(LEFT, top, WIDTH - LEFT - right, ranks * row)
     axes.set(xlim=(0, longest or 1.0), ylim=(ranks, 0))
     every = int(-(-NAMES_APART // row))

@@ -122,9 +122,7 @@ def _fill(axes: Any, timeline: Timeline, row: float) -> None:
 
 
 def _number(action: Action, schedule: Schedule) -> str:
-    """Return what stands in the box of an action: its micro-batch, and its slice where sequences
-    are cut.
-    """
+    """Return the text in the box of an action: its micro-batch, and its slice."""
     if schedule.slices == 1:
         return str(action.microbatch)
     return f"{action.microbatch // schedule.slices}.{action.microbatch % schedule.slices}"
@@ -145,8 +143,7 @@ FULL = 0.86  # of a row's height, for the largest peak of all ranks
 
 
 def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Draw for each rank how many activations it holds at which time, with the peak at the end of
-    its row.
+    """Draw how many activations each rank holds over time, with the peak of each row.
 
     An activation is that of one chunk and one micro-batch, counted as in
     `Timeline.peak_activations`. All rows have one scale. Files and errors are as for
@@ -157,8 +154,7 @@ def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the times at which the number of activations of a rank changes, and the number from
-    then on.
+    """Return the times at which the activations of a rank change, and their numbers.
 
     The first time is 0 and the last one is the makespan.
     """

@@ -94,8 +94,9 @@ class Trace:
         return {record.rank: steps for record, steps in zip(self.records, self._parts)}
 
     def efficiencies(self) -> Efficiencies:
-        """Compute the efficiencies of the POP project: parallel = load_balance * serialisation *
-        transfer.
+        """Compute the efficiencies of the POP project.
+
+        parallel = load_balance * serialisation * transfer.
         """
         return efficiency.efficiencies(self.parts())
 
@@ -104,9 +105,7 @@ class Trace:
         return efficiency.advice(self.parts(), self.schedule, self.costs)
 
     def table(self) -> str:
-        """Draw a table of the parts, with the efficiencies and the advice below it; without a final
-        newline.
-        """
+        """Draw a table of the parts, with efficiencies and advice below it."""
         found = self.efficiencies()
         below = (
             f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x "
@@ -116,8 +115,7 @@ class Trace:
         return "\n".join([efficiency.table(self.parts()), below, self.advice()])
 
     def events(self) -> list[dict[str, Any]]:
-        """Turn the trace into events for Perfetto and chrome://tracing, with predicted spans next
-        to the measured ones.
+        """Turn the trace into events for Perfetto, with predicted spans beside the measured ones.
 
         Returns
         -------
@@ -158,8 +156,9 @@ class Trace:
 
 
 def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
-    """Raise ArgumentError unless these (replica, rank in its pipeline) are all ranks of some
-    pipelines, each once.
+    """Raise ArgumentError unless these are all ranks of some pipelines, each once.
+
+    A place is (replica, rank in its pipeline).
     """
     replicas = {replica for replica, _ in places}
     if sorted(places) != [(replica, rank) for replica in sorted(replicas) for rank in range(ranks)]:

@@ -1,5 +1,4 @@
-"""Attention on one device: one module for each library that computes it, all with the functions of
-`interface.py`.
+"""Attention on one device: one module for each library, all with the same functions.
 
     host     for host arrays, numpy alone
     cudnn    for device arrays in half precision, cuDNN's fused kernels

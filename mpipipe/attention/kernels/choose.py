@@ -78,9 +78,7 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
 
 
 def describe() -> str:
-    """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0",
-    "cupy because ...".
-    """
+    """Describe the kernels in one line: "cudnn 9.24.0", "cupy because ..."."""
     if not arrays.device_count():
         verdict = cudnn_graph.installed()
         return (

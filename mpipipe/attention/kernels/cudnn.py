@@ -51,9 +51,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
 
 
 def _merge_slices(block: KVBlock, result: OutLse) -> None:
-    """Attend in memory of its own for all slices that lie one below the other, and merge BLOCKS of
-    these at once.
-    """
+    """Attend for all slices of the same queries, and merge BLOCKS of them at once."""
     pending: list[PendingRows] = []
     for column in _columns(block.slices):
         if len(pending) == BLOCKS:
@@ -71,9 +69,7 @@ def _merge_slices(block: KVBlock, result: OutLse) -> None:
 
 
 def _columns(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """The slices in lists; in a list each slice begins at the row at which the one before it
-    ends.
-    """
+    """Return slices in lists; in a list each begins at the row where the one before ends."""
     lists: list[list[Slice]] = []
     for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop)):
         if lists and lists[-1][-1].q_stop == part.q_start:
@@ -84,9 +80,7 @@ def _columns(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
-    """Set the result of one slice in `result`, whose first row is row `start` and whose `out` cuDNN
-    takes as it is.
-    """
+    """Set the result of one slice, from row `start` of `result` on."""
     rows = slice(part.q_start - start, part.q_stop - start)
     out = result.out[:, rows]
     place = result.lse[:, :, rows]
@@ -198,8 +192,9 @@ def _fitting(x: DeviceArray) -> DeviceArray:
 
 
 def _parts(given: Named, part: Slice) -> Named:
-    """The rows or keys of a slice of each array. CuPy takes microseconds for a cut: whole arrays
-    stay as they are.
+    """Return the rows or keys of a slice of each array; whole arrays stay as they are.
+
+    CuPy takes microseconds for a cut.
     """
     ranges = {name: part[2:4] if name in OF_KEYS else part[:2] for name in given}
     return {
@@ -228,9 +223,9 @@ def _full(batch: int, length: int, _library: ModuleType, _device: int, _stream: 
 
 # -- Results over several blocks of keys, kept apart until one kernel merges them ------------------
 #
-# Merging block by block would read and write the sum each time, in the accumulator dtype: 10 bytes an element for
-# blocks in half precision. Merging BLOCKS at once reads each block once, and the sum once. The price is memory: that
-# many outputs exist at a time.
+# Merging block by block would read and write the sum each time, in the accumulator dtype: 10 bytes
+# an element for blocks in half precision. Merging BLOCKS at once reads each block once, and the sum
+# once. The price is memory: that many outputs exist at a time.
 
 
 MERGE = Path(__file__).with_name("merge.cu")
@@ -247,8 +242,9 @@ class PendingRows(NamedTuple):
 
 
 def merge(blocks: Sequence[PendingRows], result: OutLse) -> None:
-    """Merge at most BLOCKS blocks into a result in the accumulator dtype. All arrays are
-    C-contiguous.
+    """Merge at most BLOCKS blocks into a result in the accumulator dtype.
+
+    All arrays are C-contiguous.
     """
     out, lse = result
     batch, seq, heads, dim = out.shape

@@ -1,6 +1,4 @@
-"""cuDNN's graphs for one call of attention: requests for them in plain values, and a bounded store
-of their plans.
-"""
+"""cuDNN's graphs for one call of attention, and a bounded store of their plans."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any)
 
 
 def make_plan(request: GraphRequest) -> GraphPlan:
-    """A new plan for a request on the current GPU; raises what cuDNN raises if it refuses the
-    request.
-    """
+    """Make a plan for a request on the current GPU; raise what cuDNN raises."""
     cudnn = library()
     graph = build(cudnn, request, handle(), sm_version=arrays.compute_capability())
     graph.build_operation_graph()
@@ -127,9 +123,7 @@ class _OfThread(threading.local):
 
 
 def plan(request: GraphRequest) -> GraphPlan | None:
-    """The plan for a request on the current GPU; None if cuDNN refuses the request, with one
-    warning.
-    """
+    """Return the plan for a request; None if cuDNN refuses it, with one warning."""
     return _mine.plan(library(), arrays.cupy().cuda.runtime.getDevice(), request)
 
 
@@ -161,7 +155,7 @@ def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
     )
 
 
-# -- cuDNN by NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is installed, and its handles --
+# -- cuDNN by NVIDIA's Python package `cudnn`: whether it is installed, and its handles ------------
 
 
 OLDEST = 91100  # 9.11.0; the attention of 9.10.0 and 9.10.1 gives wrong results
@@ -180,9 +174,7 @@ class CudnnVerdict(NamedTuple):
 
 
 def installed() -> CudnnVerdict:
-    """Whether package and library are there, and new enough. Needs no GPU: `cudnn_trial.available`
-    asks that.
-    """
+    """Return True if package and library are there, and new enough; needs no GPU."""
     return _looked_up(sys.modules.get("cudnn"))
 
 
@@ -292,8 +284,7 @@ def refusal(q: Array, k: Array, v: Array) -> str:
 
 
 def widest_backward(capability: int) -> tuple[int, ...]:
-    """Head dimensions of backwards on a GPU of this compute capability: the largest, and single
-    ones beyond it.
+    """Return the head dimensions of backwards on a GPU: the largest, and single ones beyond.
 
     From sdpa_support_surface.h and scaled_dot_product_flash_attention.h of cudnn-frontend 1.27.
     """
@@ -346,7 +337,7 @@ def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
     return (batch, heads, seq, dim), (b, h, s, d)
 
 
-# -- Whether cuDNN computes attention on this GPU: it is asked for two small plans before anything depends on it --
+# -- Whether cuDNN attends on this GPU: it is asked for two small plans first ----------------------
 #
 # A library that is installed may still fail to make a single plan: without the CUDA runtime or its
 # own engines, with another CUDA than the driver's, or with two of its versions in one process.
@@ -361,9 +352,7 @@ ALONG = {"forward": ("q", "k", "v", "out", "lse"),
 
 
 def available() -> CudnnVerdict:
-    """Whether attention by cuDNN is usable on the current GPU, which must be there; tried once in a
-    process.
-    """
+    """Return True if cuDNN attends on the current GPU; tried once in a process."""
     verdict = installed()
     return _tried(library(), arrays.current_gpu()) if verdict.usable else verdict
 

@@ -1,5 +1,4 @@
-"""Exact attention on a GPU for any dtype, head dimension and band: cuBLAS products of tiles, and
-kernels between them.
+"""Exact attention on a GPU for any dtype and head dimension: products of tiles by cuBLAS.
 
 Each (batch entry, key head) is one problem, and one product does a tile of all problems at once.
 The query heads that share a key head are its rows, side by side: row i g + h is query i of head h
@@ -110,8 +109,9 @@ def _backward_tiles(
     block: KVBlock,
     sums: Gradients,
 ) -> None:
-    """Add to `sums`. `factors` are dout, q, k and v as problems; `of_rows` are lse and delta,
-    (batch, heads, seq).
+    """Add to `sums`. `factors` are dout, q, k and v as problems.
+
+    `of_rows` are lse and delta, (batch, heads, seq).
     """
     dout, q, k, v = factors
     dq, dk, dv = sums
@@ -141,9 +141,7 @@ def _backward_tiles(
 
 
 def _tile_pair(count: int, rows: int, keys: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Memory for a tile in the accumulator dtype and in `dtype`; the same memory if these are
-    equal.
-    """
+    """Return memory for a tile in the accumulator dtype and in `dtype`, which may be the same."""
     shape = count, rows, -(-keys // 8) * 8
     sum_dtype = arrays.accumulator(dtype)
     sums = arrays.empty(shape, sum_dtype, "cuda")
@@ -151,15 +149,13 @@ def _tile_pair(count: int, rows: int, keys: int, dtype: np.dtype) -> tuple[Array
 
 
 def _front(x: Array, rows: int, columns: int | None = None) -> Array:
-    """A smaller matrix at the front of the memory of each tile; rows are apart as before, problems
-    lie close.
-    """
+    """Return a smaller matrix at the front of each tile, with rows as far apart as before."""
     pitch = x.shape[2]
     flat = x.reshape(-1)[: x.shape[0] * rows * pitch].reshape(x.shape[0], rows, pitch)
     return flat if columns is None else flat[:, :, :columns]
 
 
-# -- Launches of the kernels in forward.cu and backward.cu, which stand between the products of attention --
+# -- Launches of the kernels in forward.cu and backward.cu -----------------------------------------
 
 
 FORWARD, BACKWARD = (Path(__file__).with_name(f"{name}.cu") for name in ("forward", "backward"))
@@ -171,8 +167,7 @@ FAR = 1 << 30  # a bound that bounds nothing
 def _online_softmax(
     scores: Array, weights: Array, sums: Array, _row_max: Array, _row_sum: Array, *facts: Any
 ) -> Launch:
-    """Turn a tile of scores into weights of exp(score - row_max), and bring its rows to their new
-    maximum.
+    """Turn a tile of scores into exp(score - row_max), and rescale its rows.
 
     (problems, rows, columns) twice, (problems, rows, value_dim) and twice (problems, rows): the
     rows' results so far.
@@ -229,8 +224,9 @@ def _softmax_backward(
     _delta: Array,
     *facts: Any,
 ) -> Launch:
-    """Turn the scores of a tile, and dout v^T, into the weights and their gradients, all (problems,
-    rows, columns).
+    """Turn the scores of a tile and dout v^T into weights and their gradients.
+
+    All are (problems, rows, columns).
     """
     *sizes, low, high, scale = facts
     count, rows, columns = scores.shape
@@ -257,9 +253,7 @@ EDGE = 64  # edges of large tiles are multiples: cuBLAS's fast kernels want rows
 
 
 class RowTile(NamedTuple):
-    """Queries start ... stop - 1 of a slice, and the pieces of keys that they see, counted from its
-    first.
-    """
+    """Queries start ... stop - 1 of a slice, and the pieces of keys that they see."""
 
     start: int
     stop: int
@@ -281,9 +275,7 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
 
 
 class HeadProblems:
-    """How arrays (batch, seq, heads, dim) of queries or keys become problems, each of one batch
-    entry and key head.
-    """
+    """How arrays (batch, seq, heads, dim) become problems, one for each entry and key head."""
 
     def __init__(self, q: Array, k: Array) -> None:
         self.batch, self.seq, heads, _ = q.shape
@@ -298,9 +290,7 @@ class HeadProblems:
         )
 
     def copied(self, x: Array) -> Array:
-        """Return an array as problems, (problems, rows, dim): seq * group rows of queries, seq of
-        keys.
-        """
+        """Return an array as problems: (problems, seq * group, dim) of queries, seq of keys."""
         target = self.like(x, x.dtype)
         shape, target_steps, source_steps = self.steps(target, x)
         strided_copy_views(x, source_steps, target, target_steps, shape)
@@ -324,9 +314,7 @@ class HeadProblems:
         )
 
     def tile(self, slices: Sequence[Slice], bytes_per_score: int) -> tuple[int, int]:
-        """(rows, columns) of a tile, in whole groups of rows: TILE_BYTES, or ROWS x ROWS of all
-        problems if more.
-        """
+        """(rows, columns) of a tile: TILE_BYTES, or ROWS x ROWS of all problems if more."""
         scores = TILE_BYTES // (self.count * bytes_per_score)
         keys = min(KEYS, max(part.k_stop - part.k_start for part in slices))
         keys = max(1, min(keys, max(scores // ROWS // EDGE * EDGE, ROWS)))

@@ -96,9 +96,7 @@ def _at_once(block: KVBlock, group: int) -> int:
 
 
 def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:
-    """Cut all (batch entry, key head) into (batch entries, key heads) with at most `at_once` of
-    them.
-    """
+    """Cut all (batch entry, key head) into parts with at most `at_once` of them."""
     entries = max(1, at_once // kv_heads)
     return [
         (slice(b, min(b + entries, batch)), slice(h, min(h + at_once, kv_heads)))
@@ -182,8 +180,9 @@ def _forward_heads(
     part: Slice,
     poll: Callable[[], object],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Some problems of one slice: q (entries, key heads, seq, group, dim), k and v (entries, key
-    heads, keys, 1, dim).
+    """Compute some problems of one slice.
+
+    q is (entries, key heads, seq, group, dim), k and v (entries, key heads, keys, 1, dim).
 
     Returns out (entries, key heads, seq, group, value_dim) and lse (entries, key heads, seq,
     group).
@@ -216,9 +215,7 @@ def _forward_heads(
 def _backward_heads(
     factors: Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
 ) -> None:
-    """Some problems of one slice, whose gradients are in the shapes of q, k and v in
-    `_forward_heads`.
-    """
+    """Compute the gradients of some problems of one slice, shaped as in `_forward_heads`."""
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
     count, rows, dim = *queries.shape[:2], dq.shape[4]
     dqueries = np.empty((count, rows, dim), dq.dtype)
@@ -242,8 +239,9 @@ def _backward_heads(
 
 
 def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.ndarray:
-    """X (entries, key heads, seq, group, dim) times `scale` as (problems, rows, dim + 1), the last
-    column `value`.
+    """Return `scale` x as (problems, rows, dim + 1), with `value` in the last column.
+
+    x is (entries, key heads, seq, group, dim).
     """
     rows = np.empty((*x.shape[:4], x.shape[4] + 1), x.dtype)
     np.multiply(x, scale, out=rows[..., :-1])
@@ -253,8 +251,9 @@ def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.n
 
 @lru_cache(maxsize=64)
 def _corner(group: int, dtype: np.dtype, upper: bool) -> np.ndarray:
-    """A square: 0 if row r of a tile sees column c, else -inf. It does if c <= r with `upper`, if c
-    >= r without.
+    """Return a square: 0 if row r sees column c, else -inf.
+
+    Row r sees column c if c <= r with `upper`, if c >= r without.
     """
     step = max(1, ROWS // group)
     seen = np.tri(step, dtype=bool)
@@ -333,9 +332,7 @@ def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
 
 
 def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
-    """As `_bounded`, relative to the running maximum, which ends up in `row_max`: right for scores
-    of any size.
-    """
+    """Do as `_bounded`, relative to the running maximum: right for scores of any size."""
     (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
     acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
     for at in tile.pieces():

@@ -1,5 +1,4 @@
-"""What every attention kernel offers and takes, and what those have in common that have no better
-way.
+"""What every attention kernel offers and takes, and what kernels have in common.
 
 A kernel is a module of this package. `AttentionKernel` says which functions it has; `choose.py` has
 mypy check that each module has them.
@@ -56,8 +55,9 @@ class Gradients(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """Attention by one library. Results in half precision are summed in float32 and rounded
-    once.
+    """Attention by one library.
+
+    Results in half precision are summed in float32 and rounded once.
     """
 
     def forward(self, block: KVBlock, result: OutLse, overwrite: bool) -> None:
@@ -144,9 +144,7 @@ def new_result(q: Array, v: Array, dtype: np.dtype, overwrite: bool) -> OutLse:
 
 
 def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> OutLse:
-    """Attend to a single block of keys; `overwrite` promises that each row lies in exactly one of
-    its slices.
-    """
+    """Attend to one block; `overwrite` promises that each row lies in one of its slices."""
     dtype = block.q.dtype
     result = new_result(
         block.q, block.v, dtype if overwrite else arrays.accumulator(dtype), overwrite
@@ -158,9 +156,7 @@ def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> Out
 def block_gradients(
     kernel: AttentionKernel, block: KVBlock, dout: Array, result: OutLse, dq: Array
 ) -> tuple[Array, Array]:
-    """Add what one of several blocks gives to `dq`, and return its own (dk, dv), in the dtype of
-    `lse`.
-    """
+    """Add the part of one block to `dq`; return its (dk, dv), in the dtype of `lse`."""
     dk, dv = (
         arrays.zeros(x.shape, result.lse.dtype, arrays.device_of(x)) for x in (block.k, block.v)
     )

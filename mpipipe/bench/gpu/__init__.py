@@ -1,3 +1,1 @@
-"""`bench gpu`: what kernels, a ring, a training step, the executor and transports reach on this
-GPU.
-"""
+"""`bench gpu`: what kernels, a ring, a training step and transports reach on this GPU."""

@@ -27,9 +27,7 @@ from mpipipe.text import counted
 
 
 class GpuPart(NamedTuple):
-    """A part: a function that yields a row for each measurement, or why there is none; its
-    arguments for `--quick`.
-    """
+    """A part: a function that yields rows, and its arguments for `--quick`."""
 
     measure: Callable[..., Iterator[Row | str]]
     quick: Mapping[str, Any]
@@ -78,8 +76,7 @@ def run(
     quick: bool = False,
     comm: Communicator | None = None,
 ) -> NoReturn:
-    """Measure, print a line for each row, and write JSON to `path`; exits with 1 where a part
-    failed.
+    """Measure, print a line for each row, and write JSON; exit with 1 if a part failed.
 
     No `parts` are all of them. Without `comm` it is COMM_WORLD, which has one rank.
     """

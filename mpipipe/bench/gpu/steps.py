@@ -95,8 +95,7 @@ def measure_step(
     peers: bool = True,
     comm: Communicator | None = None,
 ) -> Iterator[Row | str]:
-    """Yield tokens per second: untied, tied, in small micro-batches; without CUDA graphs; next to
-    each peer.
+    """Yield tokens per second of several kinds of steps, beside each peer.
 
     Where no graphs are recorded, the reason comes first, and nothing is measured twice. `model` is
     measured with ties and without; `peers` have their own.
@@ -175,9 +174,7 @@ def _step_seconds(
     comm: Communicator | None,
     graphs: bool,
 ) -> float:
-    """Return the median seconds of a step. With `graphs` raise NoGraphsError unless CUDA graphs
-    were recorded.
-    """
+    """Return the median seconds of a step; NoGraphsError if `graphs` were not recorded."""
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     inputs, targets = tokens
