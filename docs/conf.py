@@ -42,8 +42,7 @@ numpydoc_class_members_toctree = False
 sphinx_gallery_conf = {
     "examples_dirs": "examples",
     "gallery_dirs": "auto_examples",
-    # An example needs four ranks: the tests run it and compare what it prints with its head.
-    "plot_gallery": False,
+    "plot_gallery": False,  # an example needs four ranks: the tests run it and compare what it prints with its head
     "default_thumb_file": str(Path(__file__).with_name("figures") / "one_f_one_b.svg"),
     "download_all_examples": False,
     "show_signature": False,

@@ -1,5 +1,4 @@
-"""Draw the pictures of these pages from the code that they show: python docs/figures.py writes
-docs/figures/*.svg.
+"""Draw the pictures of these pages from the code that they show: python docs/figures.py writes docs/figures/*.svg.
 
 A test draws them again and compares, so that no picture can show what the code no longer does.
 """
@@ -14,11 +13,8 @@ from mpipipe.attention import Layout
 
 FOLDER = Path(__file__).with_name("figures")
 RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
-INK = "#22313f"
-PAPER = "#ffffff"
-PALE = "#eef2f5"
-RANK_COUNT = 4
-MICROBATCHES = 8
+INK, PAPER, PALE = "#22313f", "#ffffff", "#eef2f5"
+RANK_COUNT, MICROBATCHES = 4, 8
 
 
 class Picture:
@@ -26,12 +22,10 @@ class Picture:
 
     def __init__(self, width: int, height: int, title: str):
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
             'font-family="DejaVu Sans, Verdana, sans-serif" font-size="13">',
             f"<title>{escape(title)}</title>",
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            'markerHeight="8" '
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
             f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>',
             f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
         ]
@@ -39,8 +33,7 @@ class Picture:
     def box(self, x, y, width, height, text="", fill=PALE, size=13):
         """A rectangle with lines of text in its middle."""
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" '
-            f'stroke="{INK}" '
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{INK}" '
             'stroke-width="0.8"/>'
         )
         lines = text.split("\n") if text else []
@@ -51,16 +44,13 @@ class Picture:
     def text(self, x, y, text, anchor="start", size=13):
         """One line of text."""
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" '
-            f'fill="{INK}">{escape(text)}</text>'
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{INK}">{escape(text)}</text>'
         )
 
     def arrow(self, *points):
         """A line with a tip."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{INK}" marker-end="url(#tip)"/>'
-        )
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{INK}" marker-end="url(#tip)"/>')
 
     def svg(self) -> str:
         """The text of the file."""
@@ -84,14 +74,7 @@ def floors() -> str:
             ],
         ),
         ("4", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring")]),
-        (
-            "3",
-            [
-                ("schedules", "pure Python"),
-                ("comm", "messages of arrays"),
-                ("nn", "layers, stages, losses"),
-            ],
-        ),
+        ("3", [("schedules", "pure Python"), ("comm", "messages of arrays"), ("nn", "layers, stages, losses")]),
         ("2", [("job", "agreement, waiting, failure, exit")]),
         ("1", [("arrays", "the door to CuPy")]),
         (
@@ -107,8 +90,7 @@ def floors() -> str:
     ]
     picture = Picture(720, 580, "The floors of the package: a room imports only rooms below it")
     for place, (floor, rooms) in enumerate(rows):
-        y = 10 + 56 * place
-        width = 630 / len(rooms)
+        y, width = 10 + 56 * place, 630 / len(rooms)
         picture.text(8, y + 28, f"floor {floor}")
         for column, (name, what) in enumerate(rooms):
             picture.box(70 + width * column, y, width - 6, 46, f"{name}\n{what}")
@@ -121,9 +103,7 @@ def microbatch() -> str:
     for x, rank, stage in ((10, 0, 0), (430, 1, 1)):
         picture.box(x, 10, 320, 310, fill=PAPER)
         picture.text(x + 12, 30, f"rank {rank}, stage {stage}", size=14)
-        picture.box(
-            x + 20, 45, 280, 34, "plan: 0F0 0F1 0B0 0B1" if rank == 0 else "plan: 1F0 1B0 1F1 1B1"
-        )
+        picture.box(x + 20, 45, 280, 34, "plan: 0F0 0F1 0B0 0B1" if rank == 0 else "plan: 1F0 1B0 1F1 1B1")
         picture.box(x + 20, 110, 130, 50, "stage.forward\n(y, saved)", RANKS[0])
         picture.box(x + 170, 110, 130, 50, "stage.backward\ndx", RANKS[1])
         picture.box(x + 60, 185, 200, 30, "saved, per micro-batch")
@@ -145,21 +125,14 @@ def microbatch() -> str:
 
 
 def ring() -> str:
-    """Which block of keys each rank attends to in each ring step, and where its message goes
-    meanwhile.
-    """
-    layout = Layout("contiguous", RANK_COUNT, 4 * RANK_COUNT)
-    cell = 84
+    """Which block of keys each rank attends to in each ring step, and where its message goes meanwhile."""
+    layout, cell = Layout("contiguous", RANK_COUNT, 4 * RANK_COUNT), 84
     picture = Picture(790, 290, "Blocks of keys and values in a ring of four ranks")
-    for x, title, backward in (
-        (70, "forward: one block on", False),
-        (440, "backward: the other way round", True),
-    ):
+    for x, title, backward in ((70, "forward: one block on", False), (440, "backward: the other way round", True)):
         picture.text(x, 22, title, size=14)
         for rank in range(RANK_COUNT):
             for row in layout.table(rank, backward=backward):
-                left = x + cell * row.step
-                top = 54 + 50 * rank
+                left, top = x + cell * row.step, 54 + 50 * rank
                 if rank == 0:
                     picture.text(left + cell / 2 - 4, 46, f"step {row.step}", "middle", 12)
                 fill = RANKS[row.keys_of] if row.pairs else PAPER
@@ -167,27 +140,21 @@ def ring() -> str:
                 picture.box(left, top, cell - 8, 42, f"KV{row.keys_of}, {row.mask}{way}", fill, 11)
     for rank in range(RANK_COUNT):
         picture.text(8, 80 + 50 * rank, f"rank {rank}")
-    text = (
-        "A colour is the home of a block. White: later than all queries of the rank, under a "
-        "causal mask."
-    )
+    text = "A colour is the home of a block. White: later than all queries of the rank, under a causal mask."
     picture.text(70, 276, text, size=12)
     return picture.svg()
 
 
 def layouts() -> str:
     """Which rank holds which position, for sixteen positions on four ranks."""
-    seq_len = 16
-    cell = 32
+    seq_len, cell = 16, 32
     picture = Picture(110 + cell * seq_len, 176, "Three layouts of sixteen positions on four ranks")
     for row, kind in enumerate(("contiguous", "zigzag", "striped")):
         layout = Layout(kind, RANK_COUNT, seq_len)
         picture.text(8, 42 + 44 * row, kind)
         for rank in range(RANK_COUNT):
             for position in layout.positions(rank).tolist():
-                picture.box(
-                    96 + cell * position, 20 + 44 * row, cell, 34, str(position), RANKS[rank], 12
-                )
+                picture.box(96 + cell * position, 20 + 44 * row, cell, 34, str(position), RANKS[rank], 12)
     for rank in range(RANK_COUNT):
         picture.box(96 + 90 * rank, 152, 14, 14, fill=RANKS[rank])
         picture.text(116 + 90 * rank, 164, f"rank {rank}", size=12)
@@ -204,14 +171,10 @@ def mesh() -> str:
             for seq in range(2):
                 rank = (pipe * 2 + data) * 2 + seq
                 text = f"rank {rank}\nseq {seq}"
-                picture.box(
-                    124 + 260 * pipe + 110 * seq, 44 + 66 * data, 100, 54, text, RANKS[data]
-                )
+                picture.box(124 + 260 * pipe + 110 * seq, 44 + 66 * data, 100, 54, text, RANKS[data])
     for data in range(2):
         picture.text(8, 76 + 66 * data, f"data {data}")
-    picture.text(
-        112, 196, "A frame holds the replicas of a stage. A colour is one pipeline.", size=12
-    )
+    picture.text(112, 196, "A frame holds the replicas of a stage. A colour is one pipeline.", size=12)
     return picture.svg()
 
 
@@ -227,23 +190,15 @@ def drawn() -> dict[str, str]:
 
 
 def draw_schedules(folder: Path) -> None:
-    """Draw the pictures that `mpipipe.tracing` makes. Their bytes depend on the version of
-    matplotlib.
-    """
-    half = schedules.Costs(
-        forward=0.5, input_grad=0.5, weight_grad=0.5
-    )  # two chunks share a rank's layers
+    """Draw the pictures that `mpipipe.tracing` makes. Their bytes depend on the version of matplotlib."""
+    half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # two chunks share a rank's layers
     timelines = {
         "gpipe": schedules.simulate(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
         "one_f_one_b": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, MICROBATCHES)),
-        "interleaved_1f1b": schedules.simulate(
-            schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half
-        ),
+        "interleaved_1f1b": schedules.simulate(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half),
         "zero_bubble_h1": schedules.simulate(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
         "v_half": schedules.simulate(schedules.v_half(RANK_COUNT, MICROBATCHES), half),
-        "whole_sequence": schedules.simulate(
-            schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(8, 8, 8)
-        ),
+        "whole_sequence": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(8, 8, 8)),
         "slices": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=8)),
     }
     for name, timeline in timelines.items():

@@ -2,9 +2,9 @@
 A first pipeline
 ================
 
-A chain of eight linear layers is cut into four stages, one on each rank. 1F1B runs eight
-micro-batches through them. All ranks call the same functions; inputs are given on the rank of the
-first stage, targets on the rank of the last one.
+A chain of eight linear layers is cut into four stages, one on each rank. 1F1B runs eight micro-batches through them.
+All ranks call the same functions; inputs are given on the rank of the first stage, targets on the rank of the last
+one.
 
 It prints::
 
@@ -21,11 +21,7 @@ from mpipipe import nn, optim, schedules
 
 comm = mpipipe.world()
 schedule = schedules.one_f_one_b(comm.size, microbatches=8)
-layers = [
-    lambda: nn.Linear(16, 16),
-    nn.Gelu,
-    lambda: nn.Linear(16, 16),
-] * comm.size  # each rank makes its own
+layers = [lambda: nn.Linear(16, 16), nn.Gelu, lambda: nn.Linear(16, 16)] * comm.size  # each rank makes its own
 stages = mpipipe.cut(layers, schedule, comm.rank)
 optimizer = optim.AdamW(stages, lr=1e-2)
 

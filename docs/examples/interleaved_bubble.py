@@ -2,10 +2,10 @@
 Interleaved 1F1B, and reading the bubble
 ========================================
 
-With two chunks per rank the bubble is half as long, because a rank waits for chunks that take half
-the time. The first lines are simulated for chunks of equal cost. The last lines are measured: a
-rank's idle share is the part of a step in which it computes nothing. Measured times depend on the
-machine; on four ranks that share two cores they mean little.
+With two chunks per rank the bubble is half as long, because a rank waits for chunks that take half the time. The
+first lines are simulated for chunks of equal cost. The last lines are measured: a rank's idle share is the part of a
+step in which it computes nothing. Measured times depend on the machine; on four ranks that share two cores they mean
+little.
 
 It prints::
 
@@ -22,24 +22,17 @@ import numpy as np
 import mpipipe
 from mpipipe import nn, schedules
 
-RANKS = 4
-CHUNKS = 2
-MICROBATCHES = 8
+RANKS, CHUNKS, MICROBATCHES = 4, 2, 8
 
 comm = mpipipe.world()
 whole = schedules.Costs(forward=1, input_grad=1, weight_grad=1)
-half = schedules.Costs(
-    forward=0.5, input_grad=0.5, weight_grad=0.5
-)  # a chunk is half of a rank's layers
+half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # a chunk is half of a rank's layers
 plain = schedules.one_f_one_b(RANKS, MICROBATCHES)
 schedule = schedules.interleaved_1f1b(RANKS, CHUNKS, MICROBATCHES)
 if comm.rank == 0:
     for candidate, costs in ((plain, whole), (schedule, half)):
         found = schedules.simulate(candidate, costs)
-        print(
-            f"{candidate.name:18} bubble {found.bubble_fraction:.3f}  peaks "
-            f"{found.peak_activations}"
-        )
+        print(f"{candidate.name:18} bubble {found.bubble_fraction:.3f}  peaks {found.peak_activations}")
 
 stages = mpipipe.cut([lambda: nn.Linear(256, 256), nn.Gelu] * schedule.stages, schedule, comm.rank)
 x = np.ones((1024, 256), "float32") if stages.is_first else None

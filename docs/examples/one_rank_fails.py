@@ -2,10 +2,9 @@
 What happens when one rank fails
 ================================
 
-The stage on rank 2 raises in the third step. The other ranks do not wait for ever: each raises
-PeerError, which says where it happened. Here every rank catches its error and tells rank 0 about
-it. A script that does not catch it ends within seconds, with one report and exit code 1, when it is
-started with ``python -m mpipipe run``.
+The stage on rank 2 raises in the third step. The other ranks do not wait for ever: each raises PeerError, which says
+where it happened. Here every rank catches its error and tells rank 0 about it. A script that does not catch it ends
+within seconds, with one report and exit code 1, when it is started with ``python -m mpipipe run``.
 
 It prints::
 
@@ -48,11 +47,9 @@ try:
         pipeline.step(x, target)
         steps += 1
 except MpipipeError as error:
-    seen = f"rank {comm.rank}: {type(error).__name__} after {steps} steps"
-    text = error.message
+    seen, text = f"rank {comm.rank}: {type(error).__name__} after {steps} steps", error.message
 
-lines = comm.gather(seen)
-texts = comm.gather(text)
+lines, texts = comm.gather(seen), comm.gather(text)
 if comm.rank == 0:
     print(*lines, sep="\n")
     print("rank 2 says:", texts[2].splitlines()[0])

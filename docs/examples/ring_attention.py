@@ -2,9 +2,9 @@
 Ring attention against dense attention
 ======================================
 
-A causal sequence of 1003 positions is spread over four ranks; no padding is needed. Each rank keeps
-its queries, and blocks of keys and values travel around the ring. Rank 0 also computes dense
-attention on the whole sequence and compares outputs and gradients in float64.
+A causal sequence of 1003 positions is spread over four ranks; no padding is needed. Each rank keeps its queries, and
+blocks of keys and values travel around the ring. Rank 0 also computes dense attention on the whole sequence and
+compares outputs and gradients in float64.
 
 It prints::
 
@@ -18,11 +18,7 @@ import numpy as np
 import mpipipe
 from mpipipe import attention
 
-BATCH = 1
-SEQ = 1003
-HEADS = 4
-KV_HEADS = 2
-DIM = 16
+BATCH, SEQ, HEADS, KV_HEADS, DIM = 1, 1003, 4, 2, 16
 
 comm = mpipipe.world()
 random = np.random.default_rng(0)  # the same on all ranks

@@ -2,10 +2,10 @@
 A schedule of your own
 ======================
 
-A schedule is a table: one row for each rank, one cell for each action. ``from_csv`` reads it,
-``check`` proves that it can run, ``simulate`` times it, ``timeline`` draws it, and a pipeline runs
-it. The first table is wrong: rank 1 wants micro-batch 1 first, and rank 0 sends that only after the
-gradient of micro-batch 0. The error says who waits for whom.
+A schedule is a table: one row for each rank, one cell for each action. ``from_csv`` reads it, ``check`` proves that
+it can run, ``simulate`` times it, ``timeline`` draws it, and a pipeline runs it. The first table is wrong: rank 1
+wants micro-batch 1 first, and rank 0 sends that only after the gradient of micro-batch 0. The error says who waits
+for whom.
 
 It prints::
 
@@ -15,7 +15,7 @@ It prints::
     rank 1 ....1F0 1B0---- 1F1 1B1---- ........
     makespan 9, bubble 0.33
     loss 1.0
-"""  # noqa: E501
+"""
 
 import numpy as np
 
@@ -42,9 +42,7 @@ class Identity:
 
 
 comm = mpipipe.world()
-pair = comm.Split(
-    comm.rank // 2, comm.rank
-)  # the schedule has two ranks: each pair of ranks runs it
+pair = comm.Split(comm.rank // 2, comm.rank)  # the schedule has two ranks: each pair of ranks runs it
 if comm.rank == 0:
     try:
         schedules.check(schedules.from_csv(WRONG.strip()))
@@ -52,8 +50,7 @@ if comm.rank == 0:
         print("refused", error.message.splitlines()[0], sep="\n")
 schedule = schedules.from_csv(RIGHT.strip())
 found = schedules.simulate(schedule)
-x = np.ones((4, 3))
-target = np.zeros((4, 3))
+x, target = (np.ones((4, 3)), np.zeros((4, 3)))
 with mpipipe.Pipeline([Identity()], schedule, pair, loss=nn.mean_squared_error) as pipeline:
     result = pipeline.step(x if pair.rank == 0 else None, target if pair.rank == 1 else None)
 if comm.rank == 0:

@@ -2,9 +2,9 @@
 A small GPT
 ===========
 
-A byte-level GPT learns one sentence by heart. Its layers are cut into stages of about equal cost,
-AdamW updates the flat buffers, and the gradients are clipped by the norm over all ranks. ``python
--m mpipipe train`` is this loop with data, validation and reports.
+A byte-level GPT learns one sentence by heart. Its layers are cut into stages of about equal cost, AdamW updates the
+flat buffers, and the gradients are clipped by the norm over all ranks. ``python -m mpipipe train`` is this loop with
+data, validation and reports.
 
 It prints::
 

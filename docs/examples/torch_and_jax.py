@@ -2,9 +2,8 @@
 Half PyTorch, half JAX
 ======================
 
-The first half of the ranks computes with PyTorch and the second half with JAX. Messages are plain
-arrays, so neither knows of the other. One optimizer of mpipipe and one norm serve both. It needs
-PyTorch and JAX.
+The first half of the ranks computes with PyTorch and the second half with JAX. Messages are plain arrays, so neither
+knows of the other. One optimizer of mpipipe and one norm serve both. It needs PyTorch and JAX.
 
 It prints::
 
@@ -35,8 +34,7 @@ if comm.rank < comm.size // 2:
     module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
     stage = adapters.torch_stage(module)
 else:
-    up = random.normal(size=(8, 32))
-    down = random.normal(size=(32, 8)) / 8
+    up, down = random.normal(size=(8, 32)), random.normal(size=(32, 8)) / 8
     stage = adapters.jax_stage(layer, {"up": up.astype("float32"), "down": down.astype("float32")})
 kinds = comm.gather(type(stage).__name__)
 

@@ -2,10 +2,9 @@
 A PyTorch model as a pipeline
 =============================
 
-Each rank makes a stage of its part of a model. The parameters stay those of the module, so an
-optimizer of ``torch.optim`` updates them, and the norm to which gradients are clipped is that of
-all ranks. The gradients are those that autograd gives for the whole model on one process. It needs
-PyTorch.
+Each rank makes a stage of its part of a model. The parameters stay those of the module, so an optimizer of
+``torch.optim`` updates them, and the norm to which gradients are clipped is that of all ranks. The gradients are those
+that autograd gives for the whole model on one process. It needs PyTorch.
 
 It prints::
 
@@ -22,9 +21,7 @@ from mpipipe import adapters, optim, schedules
 
 class Block(torch.nn.TransformerEncoderLayer):
     def __init__(self):
-        super().__init__(
-            32, nhead=4, dim_feedforward=128, dropout=0.0, batch_first=True, norm_first=True
-        )
+        super().__init__(32, nhead=4, dim_feedforward=128, dropout=0.0, batch_first=True, norm_first=True)
 
     def forward(self, x):
         return super().forward(x, src_mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool())

@@ -1,13 +1,10 @@
-"""A Fourier neural operator for Darcy flow: the pressure of water in rock of two kinds, from the
-permeability alone.
+"""A Fourier neural operator for Darcy flow: the pressure of water in rock of two kinds, from the permeability alone.
 
     -div(a grad u) = 1 in the unit square, u = 0 on its edge
 
-as in section 5.2 of Li et al., "Fourier neural operator for parametric partial differential
-equations" (2021).
+as in section 5.2 of Li et al., "Fourier neural operator for parametric partial differential equations" (2021).
 
-    mpiexec -n 4 python -m mpipipe train darcy.py --pipe 2 --steps 300 --batch 16 --lr 4e-3 --set
-    picture=darcy.png
+    mpiexec -n 4 python -m mpipipe train darcy.py --pipe 2 --steps 300 --batch 16 --lr 4e-3 --set picture=darcy.png
 """
 
 from functools import lru_cache
@@ -23,9 +20,7 @@ SCALE = 20.0  # of the pressure, so that numbers are about 1
 
 
 def rock(generator: np.random.Generator) -> np.ndarray:
-    """Draw a permeability (POINTS, POINTS): 12 where a smooth random field is positive, 3
-    elsewhere.
-    """
+    """Draw a permeability (POINTS, POINTS): 12 where a smooth random field is positive, 3 elsewhere."""
     k = np.fft.fftfreq(POINTS, 1 / POINTS)
     damping = (k[:, None] ** 2 + k**2 + 9.0) ** -1.5
     smooth = np.fft.ifft2(np.fft.fft2(generator.standard_normal((POINTS, POINTS))) * damping).real
@@ -35,11 +30,9 @@ def rock(generator: np.random.Generator) -> np.ndarray:
 def pressure(a: np.ndarray) -> np.ndarray:
     """Solve for the pressure at the points of a permeability, by five-point differences.
 
-    Between two points counts the harmonic mean of their permeabilities. Beyond the edge the
-    pressure is 0.
+    Between two points counts the harmonic mean of their permeabilities. Beyond the edge the pressure is 0.
     """
-    n = len(a)
-    wide = np.pad(a, 1, mode="edge")
+    n, wide = len(a), np.pad(a, 1, mode="edge")
     index = np.arange(n * n).reshape(n, n)
     there = np.pad(index, 1, constant_values=-1)
     matrix = np.zeros((n * n, n * n))
@@ -54,19 +47,13 @@ def pressure(a: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def data(samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make inputs (samples, POINTS, POINTS, 3), permeability and coordinates, and targets (..., 1);
-    some seconds.
-    """
+    """Make inputs (samples, POINTS, POINTS, 3), permeability and coordinates, and targets (..., 1); some seconds."""
     generator = np.random.default_rng(0)
     place = np.linspace(0, 1, POINTS + 2)[1:-1]
     rocks = np.stack([rock(generator) for _ in range(samples)])
     pressures = np.stack([pressure(a) for a in rocks])
-    coordinates = np.broadcast_to(
-        np.stack(np.meshgrid(place, place, indexing="ij"), -1), (*rocks.shape, 2)
-    )
-    return np.concatenate(
-        [(rocks[..., None] - 7.5) / 4.5, coordinates], axis=-1
-    ), SCALE * pressures[..., None]
+    coordinates = np.broadcast_to(np.stack(np.meshgrid(place, place, indexing="ij"), -1), (*rocks.shape, 2))
+    return np.concatenate([(rocks[..., None] - 7.5) / 4.5, coordinates], axis=-1), SCALE * pressures[..., None]
 
 
 class Darcy(mpipipe.train.Task):
@@ -80,25 +67,13 @@ class Darcy(mpipipe.train.Task):
     picture = ""  # file for a figure of the prediction beside the truth
 
     def block(self):
-        """Make a Fourier layer, which adds to its input what a spectral convolution and a product
-        make of it.
-        """
+        """Make a Fourier layer, which adds to its input what a spectral convolution and a product make of it."""
         mixed = nn.SpectralConv(self.width, self.width, (self.modes, self.modes))
         return nn.Residual(nn.Sequential([mixed, nn.Gelu(), nn.Linear(self.width, self.width)]))
 
     def layers(self, shard):
-        def lift():
-            return nn.Linear(3, self.width)
-
-        def project():
-            return nn.Linear(self.width, 1)
-
-        return [
-            lift,
-            *[self.block] * self.blocks,
-            lambda: nn.FeedForward(self.width, 4 * self.width),
-            project,
-        ]
+        lift, project = lambda: nn.Linear(3, self.width), lambda: nn.Linear(self.width, 1)
+        return [lift, *[self.block] * self.blocks, lambda: nn.FeedForward(self.width, 4 * self.width), project]
 
     def loss(self, output, target):
         return nn.mean_squared_error(output, target)
@@ -117,10 +92,7 @@ class Darcy(mpipipe.train.Task):
     def show(self, output, target, shard):
         if self.picture:
             draw(self.picture, output[:3, ..., 0], target[:3, ..., 0])
-        return (
-            "relative error of the first fields: "
-            f"{self.metrics(output[:3], target[:3])['relative_error']:.3f}"
-        )
+        return f"relative error of the first fields: {self.metrics(output[:3], target[:3])['relative_error']:.3f}"
 
 
 def draw(path: str, output: np.ndarray, target: np.ndarray) -> None:
@@ -128,18 +100,9 @@ def draw(path: str, output: np.ndarray, target: np.ndarray) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 6.4), layout="constrained")
-    rows = [
-        ("truth", target, 1),
-        ("prediction", output, 1),
-        ("difference x 10", output - target, 10),
-    ]
+    rows = [("truth", target, 1), ("prediction", output, 1), ("difference x 10", output - target, 10)]
     for place, axes in enumerate(figure.subplots(3, len(output)).flat):
         name, fields, factor = rows[place // len(output)]
-        axes.imshow(
-            factor * fields[place % len(output)],
-            vmin=-target.max(),
-            vmax=target.max(),
-            cmap="RdBu_r",
-        )
+        axes.imshow(factor * fields[place % len(output)], vmin=-target.max(), vmax=target.max(), cmap="RdBu_r")
         axes.set(xticks=[], yticks=[], ylabel=name if place % len(output) == 0 else "")
     figure.savefig(path, dpi=80)

@@ -1,10 +1,8 @@
-"""A graph network of PyTorch modules: the energy of a cloud of charges, from where they are and
-what is near them.
+"""A graph network of PyTorch modules: the energy of a cloud of charges, from where they are and what is near them.
 
-Each cloud is a graph. Its nodes are charges, an edge goes from each one to each other within REACH,
-and the energy is the sum of q q' / (1 + distance) over all edges. No two graphs have the same
-numbers of nodes and edges. So the task says `per_microbatch`: `batch` is called for the rows of one
-micro-batch, and makes one graph of all of theirs.
+Each cloud is a graph. Its nodes are charges, an edge goes from each one to each other within REACH, and the energy is
+the sum of q q' / (1 + distance) over all edges. No two graphs have the same numbers of nodes and edges. So the task
+says `per_microbatch`: `batch` is called for the rows of one micro-batch, and makes one graph of all of theirs.
 
     mpiexec -n 4 python -m mpipipe train graphs.py --pipe 2 --steps 300 --batch 64 --lr 4e-3
 """
@@ -16,9 +14,7 @@ from torch import nn
 import mpipipe
 from mpipipe import adapters
 
-# charges of a cloud; the square that they lie in has sides of 1
-MOST = 9
-REACH = 0.4
+MOST, REACH = 9, 0.4  # charges of a cloud; the square that they lie in has sides of 1
 
 
 def cloud(seed):
@@ -38,9 +34,7 @@ class Embed(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, width)
 
-    def forward(
-        self, nodes, edges, graphs
-    ):  # graphs: the number of the graph that each node belongs to
+    def forward(self, nodes, edges, graphs):  # graphs: the number of the graph that each node belongs to
         return self.linear(nodes), edges, graphs
 
 
@@ -49,8 +43,7 @@ class Round(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.message = nn.Linear(2 * width, width)
-        self.update = nn.Linear(2 * width, width)
+        self.message, self.update = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
 
     def forward(self, nodes, edges, graphs):
         source, sink = edges
@@ -72,13 +65,9 @@ class Energy(nn.Module):
 
 
 class Graphs(mpipipe.train.Task):
-    unit = "graphs"
-    per_microbatch = True
-    width = 32
-    rounds = 3
-    loss = adapters.torch_loss(
-        torch.nn.functional.mse_loss
-    )  # a mean over graphs, which the targets are rows of
+    unit, per_microbatch = "graphs", True
+    width, rounds = 32, 3
+    loss = adapters.torch_loss(torch.nn.functional.mse_loss)  # a mean over graphs, which the targets are rows of
 
     def layers(self, shard):
         rounds = [lambda: Round(self.width) for _ in range(self.rounds)]
@@ -96,7 +85,4 @@ class Graphs(mpipipe.train.Task):
         return self.batch(1_000_000 + index, rows, shard)
 
     def show(self, output, target, shard):
-        return (
-            f"energies of the first graphs: {np.round(output[:4, 0], 2)}, in truth "
-            f"{np.round(target[:4, 0], 2)}"
-        )
+        return f"energies of the first graphs: {np.round(output[:4, 0], 2)}, in truth {np.round(target[:4, 0], 2)}"

@@ -1,15 +1,11 @@
-"""A U-Net of PyTorch modules for the vorticity of a fluid: what it is a moment later, from what it
-is now.
+"""A U-Net of PyTorch modules for the vorticity of a fluid: what it is a moment later, from what it is now.
 
-    dw/dt + u dw/dx + v dw/dy = VISCOSITY (d2w/dx2 + d2w/dy2) in a periodic square, where (u, v) is
-    the velocity of w
+    dw/dt + u dw/dx + v dw/dy = VISCOSITY (d2w/dx2 + d2w/dy2) in a periodic square, where (u, v) is the velocity of w
 
-The form of the network is that of Ronneberger, Fischer and Brox, "U-Net: convolutional networks for
-biomedical image segmentation" (2015), with a group normalisation after each convolution. Each arm
-of the U is a skip between stages.
+The form of the network is that of Ronneberger, Fischer and Brox, "U-Net: convolutional networks for biomedical image
+segmentation" (2015), with a group normalisation after each convolution. Each arm of the U is a skip between stages.
 
-    mpiexec -n 4 python -m mpipipe train unet.py --pipe 2 --steps 200 --batch 16 --lr 4e-3 --set
-    picture=unet.png
+    mpiexec -n 4 python -m mpipipe train unet.py --pipe 2 --steps 200 --batch 16 --lr 4e-3 --set picture=unet.png
 """
 
 from functools import lru_cache
@@ -23,10 +19,7 @@ from mpipipe import adapters
 
 POINTS = 32  # along a side
 KEPT = 32  # samples for validation
-# the moment is as long as so many steps of the solver
-VISCOSITY = 1e-3
-MOMENT = 1.0
-TURNS = 24
+VISCOSITY, MOMENT, TURNS = 1e-3, 1.0, 24  # the moment is as long as so many steps of the solver
 
 
 def eddies(generator: np.random.Generator, samples: int) -> np.ndarray:
@@ -39,16 +32,11 @@ def eddies(generator: np.random.Generator, samples: int) -> np.ndarray:
 
 
 def later(vorticity: np.ndarray) -> np.ndarray:
-    """Return vorticities a moment later, by Fourier series: the midpoint rule, with friction by its
-    exponential.
-    """
-    kx = np.fft.fftfreq(POINTS, 1 / POINTS)[:, None]
-    ky = np.arange(POINTS // 2 + 1)
+    """Return vorticities a moment later, by Fourier series: the midpoint rule, with friction by its exponential."""
+    kx, ky = np.fft.fftfreq(POINTS, 1 / POINTS)[:, None], np.arange(POINTS // 2 + 1)
     square = kx**2 + ky**2
     stream = 1 / np.maximum(square, 1)  # of a vorticity whose mean is 0
-    slopes = 1j * np.stack(
-        [ky * stream, -kx * stream, kx + 0 * ky, ky + 0 * kx]
-    )  # of the velocity, and of itself
+    slopes = 1j * np.stack([ky * stream, -kx * stream, kx + 0 * ky, ky + 0 * kx])  # of the velocity, and of itself
     kept = (np.abs(kx) < POINTS / 3) & (ky < POINTS / 3)  # products of these alone are exact
     step = MOMENT / TURNS
     friction = np.exp(-VISCOSITY * square * step / 2)
@@ -95,9 +83,7 @@ class Up(Twice):
     """Twice as many points, together with those of an arm."""
 
     def forward(self, x, arm):
-        return super().forward(
-            torch.cat([nn.functional.interpolate(x, scale_factor=2), arm], dim=1)
-        )
+        return super().forward(torch.cat([nn.functional.interpolate(x, scale_factor=2), arm], dim=1))
 
 
 class UNet(mpipipe.train.Task):
@@ -110,8 +96,7 @@ class UNet(mpipipe.train.Task):
     loss = adapters.torch_loss(nn.functional.mse_loss)
 
     def layers(self, shard):
-        w = self.width
-        skips = adapters.with_skips
+        w, skips = self.width, adapters.with_skips
         return [
             skips(lambda: Down(1, w), gives=("fine",)),
             skips(lambda: Down(w, 2 * w), gives=("coarse",)),
@@ -136,10 +121,7 @@ class UNet(mpipipe.train.Task):
         if self.picture:
             now = data(self.samples)[0][-KEPT:]
             draw(self.picture, {"now": now, "a moment later": target, "prediction": output})
-        return (
-            "relative error of the first fields: "
-            f"{self.metrics(output[:3], target[:3])['relative_error']:.3f}"
-        )
+        return f"relative error of the first fields: {self.metrics(output[:3], target[:3])['relative_error']:.3f}"
 
 
 def draw(path: str, rows: dict[str, np.ndarray]) -> None:

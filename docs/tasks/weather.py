@@ -2,12 +2,11 @@
 
     d zeta / dt = -J(psi, zeta + f) - damping,  laplace psi = zeta,  f = 2 Omega sin(latitude)
 
-the barotropic vorticity equation, in days, on a sphere of radius 1, as the earliest numerical
-forecasts solved it (Charney, Fjortoft and von Neumann, 1950), here by spherical harmonics (Orszag,
-1970). The file makes its data itself:
+the barotropic vorticity equation, in days, on a sphere of radius 1, as the earliest numerical forecasts solved it
+(Charney, Fjortoft and von Neumann, 1950), here by spherical harmonics (Orszag, 1970). The file makes its data itself:
 
-    python weather.py weather.h5 mpiexec -n 4 python -m mpipipe train weather.py --set
-    data=weather.h5 --pipe 2 --seq 2 --steps 200 --batch 16
+    python weather.py weather.h5
+    mpiexec -n 4 python -m mpipipe train weather.py --set data=weather.h5 --pipe 2 --seq 2 --steps 200 --batch 16
 """
 
 import math
@@ -21,29 +20,21 @@ from mpipipe import nn
 from mpipipe.errors import DataError
 
 WAVES = 10  # the highest degree of the harmonics
-# enough for products of two fields of these
-LATITUDES = 16
-LONGITUDES = 32
+LATITUDES, LONGITUDES = 16, 32  # enough for products of two fields of these
 HOURS = 6  # between two moments of the file
-SINES, AREAS = np.polynomial.legendre.leggauss(
-    LATITUDES
-)  # of latitudes, by Gauss: sines, and shares of the sphere
+SINES, AREAS = np.polynomial.legendre.leggauss(LATITUDES)  # of latitudes, by Gauss: sines, and shares of the sphere
 
 
-# -- The solver, on coefficients (WAVES + 1 waves along a latitude, members, WAVES + 1 degrees) --
+# -- The solver, on coefficients of vorticity (WAVES + 1 waves along a latitude, members, WAVES + 1 degrees) -----------
 
 
 def harmonics() -> tuple[np.ndarray, np.ndarray]:
-    """Return normalised Legendre functions (wave, degree, latitude), and their derivatives along
-    the sine.
-    """
+    """Return normalised Legendre functions (wave, degree, latitude), and their derivatives along the sine."""
     m, n = np.mgrid[: WAVES + 1, : WAVES + 2]
     ratio = np.sqrt(np.maximum(n**2 - m**2, 0) / np.maximum(4 * n**2 - 1, 1))
     p = np.zeros((*m.shape, LATITUDES))
     for wave in range(WAVES + 1):
-        p[wave, wave] = np.sqrt(0.5 * np.prod(1 + 0.5 / np.arange(1, wave + 1))) * (
-            1 - SINES**2
-        ) ** (wave / 2)
+        p[wave, wave] = np.sqrt(0.5 * np.prod(1 + 0.5 / np.arange(1, wave + 1))) * (1 - SINES**2) ** (wave / 2)
         for degree in range(wave + 1, WAVES + 2):
             before = ratio[wave, degree - 1] * p[wave, degree - 2] if degree > wave + 1 else 0.0
             p[wave, degree] = (SINES * p[wave, degree - 1] - before) / ratio[wave, degree]
@@ -57,37 +48,24 @@ def simulate(members: int, days: int, seed: int = 0) -> np.ndarray:
     p, slope = harmonics()
     m, _, n = np.mgrid[: WAVES + 1, :1, : WAVES + 1]
     drawn = np.random.default_rng(seed).standard_normal((2, WAVES + 1, members, WAVES + 1))
-    zeta = (
-        (drawn[0] + 1j * drawn[1] * (m > 0))
-        * (n >= m)
-        * (n > 0)
-        * np.exp(-((n - 4.5) ** 2) / 4)
-        / 5
-    )
+    zeta = (drawn[0] + 1j * drawn[1] * (m > 0)) * (n >= m) * (n > 0) * np.exp(-((n - 4.5) ** 2) / 4) / 5
 
     def on_grid(coefficients, functions):
         return np.fft.irfft(coefficients @ functions, LONGITUDES, axis=0, norm="forward")
 
     def tendency(zeta):
         psi = zeta / -np.maximum(n * (n + 1), 1)
-        of_sine = (
-            on_grid(zeta, slope) + 4 * np.pi
-        )  # the second is that of f, on a sphere that turns once a day
-        jacobian = on_grid(1j * m * psi, p) * of_sine - on_grid(psi, slope) * on_grid(
-            1j * m * zeta, p
-        )
+        of_sine = on_grid(zeta, slope) + 4 * np.pi  # the second is that of f, on a sphere that turns once a day
+        jacobian = on_grid(1j * m * psi, p) * of_sine - on_grid(psi, slope) * on_grid(1j * m * zeta, p)
         waves = np.fft.rfft(jacobian, axis=0, norm="forward")[: WAVES + 1]
         return -(waves * AREAS) @ p.swapaxes(1, 2) - 2.0 * (n / WAVES) ** 8 * zeta
 
-    moments = []
-    before = [tendency(zeta)] * 2
+    moments, before = [], [tendency(zeta)] * 2
     for hour in range(24 * days + 1):
         if hour % HOURS == 0:
             moments.append(on_grid(zeta, p).transpose(1, 2, 0))
         before = [tendency(zeta), *before[:2]]
-        zeta = zeta + (23 * before[0] - 16 * before[1] + 5 * before[2]) / (
-            12 * 24
-        )  # Adams and Bashforth
+        zeta = zeta + (23 * before[0] - 16 * before[1] + 5 * before[2]) / (12 * 24)  # Adams and Bashforth
     return np.stack(moments, 1)
 
 
@@ -97,7 +75,7 @@ def write(path: str, members: int, days: int) -> None:
         file["vorticity"] = simulate(members, days).astype(np.float32)
 
 
-# -- The model --
+# -- The model --------------------------------------------------------------------------------------------------------
 
 
 class Weather(mpipipe.train.Task):
@@ -105,40 +83,26 @@ class Weather(mpipipe.train.Task):
 
     unit = "fields"
     data = "weather.h5"
-    # of the file; the last eighth of the members is for validation
-    members = 64
-    days = 16
+    members, days = 64, 16  # of the file; the last eighth of the members is for validation
     longest = 24  # hours of lead time; each row draws its own
-    # points of a patch, and patches
-    patch = (2, 4)
-    grid = (8, 8)
-    width = 48
-    heads = 4
-    blocks = 2
+    patch, grid = (2, 4), (8, 8)  # points of a patch, and patches
+    width, heads, blocks = 48, 4, 2
     picture = ""  # file for a figure of the prediction beside the truth
 
     def layers(self, shard):
-        bands = (
-            len(shard.positions(self.grid[0])),
-            self.grid[1],
-        )  # ranks of `seq` have bands of latitude
+        bands = len(shard.positions(self.grid[0])), self.grid[1]  # ranks of `seq` have bands of latitude
         attend = shard.attend(math.prod(self.grid))
         place = np.stack(np.mgrid[: self.grid[0], : self.grid[1]], -1).reshape(-1, 2)  # of a patch
         turns = 4 * np.pi * place / self.grid * (1, 2)  # latitude and longitude
 
         def lift():
-            return nn.Sequential(
-                [nn.Patches(self.patch, bands), nn.Linear(4 * math.prod(self.patch), self.width)]
-            )
+            return nn.Sequential([nn.Patches(self.patch, bands), nn.Linear(4 * math.prod(self.patch), self.width)])
 
         def norm():
             return nn.AdaptiveNorm(self.width, 2, "lead_time")
 
-        # By the base 8 the pairs of a head turn 4, 2 and 1 times on the way around the sphere.
-        def mix():
-            attention = nn.SelfAttention(
-                self.width, self.heads, attend=attend, coordinates=turns, rope_base=8.0
-            )
+        def mix():  # by the base 8 the pairs of a head turn 4, 2 and 1 times on the way around the sphere
+            attention = nn.SelfAttention(self.width, self.heads, attend=attend, coordinates=turns, rope_base=8.0)
             return nn.PreNormResidual(norm(), attention)
 
         def think():
@@ -146,16 +110,13 @@ class Weather(mpipipe.train.Task):
 
         def project():
             last = nn.Linear(self.width, math.prod(self.patch))
-            return nn.Sequential(
-                [nn.LayerNorm(self.width), last, nn.Patches(self.patch, bands, back=True)]
-            )
+            return nn.Sequential([nn.LayerNorm(self.width), last, nn.Patches(self.patch, bands, back=True)])
 
         blocks = [layer() for _ in range(self.blocks) for layer in (mix, think)]
         return [lift, *blocks, project]
 
     def loss(self, output, target):
-        error = output - target["change"]
-        area = target["area"]
+        error, area = output - target["change"], target["area"]
         weight = LONGITUDES * float(area.sum())  # of this rank's bands: those at a pole have little
         return float((area * error**2).sum()) / weight, 2 / weight * area * error, weight
 
@@ -166,17 +127,11 @@ class Weather(mpipipe.train.Task):
         return self.read(np.random.default_rng([2, index]), True, rows, shard)
 
     def read(self, generator, kept, rows, shard):
-        """Return inputs and targets: of the file no more is read than this rank's bands at these
-        moments.
-        """
-        bands = shard.positions(self.grid[0])
-        first = self.members - self.members // 8
-        most = self.longest // HOURS
+        """Return inputs and targets: of the file no more is read than this rank's bands at these moments."""
+        bands, first, most = shard.positions(self.grid[0]), self.members - self.members // 8, self.longest // HOURS
         own = slice(bands[0] * self.patch[0], (bands[-1] + 1) * self.patch[0])
         low, high = (first, self.members) if kept else (0, first)
-        places = generator.integers(
-            (low, 0, 1), (high, 24 // HOURS * self.days + 1 - most, most + 1), (rows.stop, 3)
-        )
+        places = generator.integers((low, 0, 1), (high, 24 // HOURS * self.days + 1 - most, most + 1), (rows.stop, 3))
         now, later = np.empty((2, len(rows), own.stop - own.start, LONGITUDES), np.float32)
         row = rows.start
         try:
@@ -187,8 +142,7 @@ class Weather(mpipipe.train.Task):
                     later[row - rows.start] = file["vorticity"][member, moment + ahead, own]
         except (OSError, IndexError, ValueError) as error:
             raise DataError(
-                f"row {row} is not in {self.data}: {error}",
-                remedy="`python weather.py FILE` makes it",
+                f"row {row} is not in {self.data}: {error}", remedy="`python weather.py FILE` makes it"
             ) from error
         east = 2 * np.pi / LONGITUDES * np.arange(LONGITUDES)
         where = np.stack(np.broadcast_arrays(SINES[own, None], np.sin(east), np.cos(east)), -1)
@@ -200,9 +154,7 @@ class Weather(mpipipe.train.Task):
 
     def metrics(self, output, target):
         change = float((target["area"] * target["change"] ** 2).sum())
-        return {
-            "persistence": change / (LONGITUDES * float(target["area"].sum()))
-        }  # the loss of "nothing changes"
+        return {"persistence": change / (LONGITUDES * float(target["area"].sum()))}  # the loss of "nothing changes"
 
     def show(self, output, target, shard):
         fields = [shard.whole(field[:3, ..., 0]) for field in (target["change"], output)]
@@ -216,8 +168,7 @@ def draw(path: str, truth: np.ndarray, prediction: np.ndarray) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 5), layout="constrained")
-    east = np.linspace(0, 360, LONGITUDES)
-    north = np.degrees(np.arcsin(SINES))
+    east, north = np.linspace(0, 360, LONGITUDES), np.degrees(np.arcsin(SINES))
     rows = [("truth", truth), ("prediction", prediction), ("difference", prediction - truth)]
     for place, axes in enumerate(figure.subplots(3, len(truth)).flat):
         name, fields = rows[place // len(truth)]

@@ -1,4 +1,4 @@
-"""`bench attention`: kernels beside PyTorch's, and a ring beside one rank alone.
+"""`bench attention`: kernels next to PyTorch's, and a ring next to one rank alone.
 
 PyTorch has one thread, as BLAS has.
 
@@ -37,7 +37,7 @@ def run(
     heads: int = 4,
     head_dim: int = 64,
 ) -> None:
-    """Measure attention kernels beside PyTorch, on several ranks a ring beside one."""
+    """Measure attention kernels next to PyTorch, on several ranks a ring next to one."""
     comm = runtime.world()
     if comm.size == 1:
         _kernels(comm, repeats, seq_len, heads, head_dim)

@@ -115,7 +115,7 @@ class Trace:
         return "\n".join([efficiency.table(self.parts()), below, self.advice()])
 
     def events(self) -> list[dict[str, Any]]:
-        """Turn the trace into events for Perfetto, with predicted spans beside the measured ones.
+        """Turn the trace into events for Perfetto, with predicted spans next to the measured ones.
 
         Returns
         -------

@@ -95,7 +95,7 @@ def measure_step(
     peers: bool = True,
     comm: Communicator | None = None,
 ) -> Iterator[Row | str]:
-    """Yield tokens per second of several kinds of steps, beside each peer.
+    """Yield tokens per second of several kinds of steps, next to each peer.
 
     Where no graphs are recorded, the reason comes first, and nothing is measured twice. `model` is
     measured with ties and without; `peers` have their own.
