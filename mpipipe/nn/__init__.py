@@ -71,7 +71,7 @@ from mpipipe.nn.rope import (
     scaling_of,
 )
 from mpipipe.nn.stage import Stage, accepted_input
-from mpipipe.nn.write_hooks import GradientReady, announce_write, gradient_ready
+from mpipipe.nn.write_hooks import announce_write
 # isort: on
 
 __all__ = [  # the rest is for other rooms of the package

@@ -390,15 +390,6 @@ class Stage(Differentiable):
             layer, key = layer_of[name]
             setattr(layer, f"{key}_grad", source[name])
 
-    @property
-    def on_layer_done(self) -> Callable[[Layer], object] | None:
-        """Called with each of `layers` once its part of the gradients is added."""
-        return self._chain.on_layer_done
-
-    @on_layer_done.setter
-    def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
-        self._chain.on_layer_done = done
-
     def end_backward(self, ends: bool, runs_again: bool = False) -> None:
         """Let backwards end with the lowest trained layer, if dx is not asked for.
 
@@ -483,7 +474,6 @@ class Stage(Differentiable):
             chain = NamedChain(self.layers)
             chain.stage = self
             chain.lowest = self._chain.lowest
-            chain.on_layer_done = self._chain.on_layer_done
             self._chain = chain
         if self.names is not None:
             self.names.hand_on(names)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.nn import Stage
 from mpipipe.stages import PipelineStage, Runner, gradient_arrays
 
 
@@ -50,11 +49,6 @@ class AttachedStage:
         self._owners = [dict(inner.buffers.owners) for inner in self.stage.inner_stages]
 
     @property
-    def layers(self) -> Stage | None:
-        """The nn.Stage, if it does what its layers do and nothing else."""
-        return self.stage if type(self.stage) is Stage else None
-
-    @property
     def gradient_arrays(self) -> list[Array]:
         """All gradients that a step adds to, in arrays that share no memory."""
         return gradient_arrays(self.stage)
@@ -84,7 +78,6 @@ class AttachedStage:
         """Let backwards outside of a step add to the gradients that the stage shows."""
         for inner in self.stage.inner_stages:
             inner.use_parts(False)
-            inner.on_layer_done = None
 
     def check_storage(self) -> None:
         """Raise ArgumentError if arrays are others than at construction.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import combinations
@@ -24,9 +24,7 @@ from mpipipe.job import (
     runtime,
     settings,
 )
-from mpipipe.pipeline.batch import BatchReader
-from mpipipe.pipeline.plan import ActionPlan
-from mpipipe.pipeline.ties import TieNames, TieSite, check_ties, tie_facts
+from mpipipe.pipeline.ties import TieSite, check_ties, tie_facts
 from mpipipe.schedules import Schedule, check
 from mpipipe.stages import PipelineStage, arrays_to_compare, as_stages, check_stage, gradient_arrays
 from mpipipe.text import counted
@@ -494,26 +492,3 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]
                     remedy="give each an array of its own; nn.Stage ties a parameter of several "
                     "stages (tie=...)",
                 )
-
-
-# -- The construction of a Pipeline on one rank of a large job, without MPI
-
-
-PROMISED_TAG_UB = 32767  # every MPI offers it
-
-
-def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
-    """Return the plan of a rank, after all checks of a Pipeline that need no MPI.
-
-    >>> from mpipipe import schedules
-    >>> plan = construct_on_paper(lambda: schedules.one_f_one_b(64, microbatches=256), rank=7)
-    >>> len(plan.steps)
-    512
-    """
-    schedule = build()
-    check(schedule)
-    assert schedule.fingerprint
-    tags = Tags(schedule.placement, schedule.units, PROMISED_TAG_UB, schedule.skip_ends)
-    TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
-    BatchReader(schedule, rank, loss=None)
-    return ActionPlan(schedule, rank, tags)

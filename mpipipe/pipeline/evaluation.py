@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -45,7 +44,7 @@ class LossEvaluation:
         call.awaiting = {}
         call.losses = dict.fromkeys(units, call.losses[0])
         call.loss_gradients = dict(enumerate(call.loss_gradients.get(0, ())))
-        self._download(call, units)
+        self._download(call)
 
     def evaluate(self, call: Call, y: Any, target: Any, unit: int) -> None:
         """Evaluate the loss of a unit, and make the gradient with which its backward begins."""
@@ -86,14 +85,13 @@ class LossEvaluation:
             rest = left if loss.takes_factor else left * factor
             call.loss_gradients[unit] = loss.scaled(gradient, rest, y)
         if len(call.losses) == len(weighing.shares):
-            self._download(call, call.losses)
+            self._download(call)
 
     @staticmethod
-    def _download(call: Call, units: Iterable[int]) -> None:
+    def _download(call: Call) -> None:
         """Copy losses to the host, which need not wait for the backwards to come."""
         waiting = []
-        for unit in units:
-            value = call.losses[unit]
+        for unit, value in call.losses.items():
             if type(value) is not float and arrays.is_device(value):
                 waiting.append(unit)
         if waiting:

@@ -108,15 +108,11 @@ class Executor:
 
     def _complete(self, run: Run, action: PlannedAction, call: Call) -> None:
         """Run the last action that adds to the gradients of a stage, and start their sums."""
-        sums = self.sums
-        chunk = action.chunk
-        if sums is not None:
-            sums.watch(chunk)
         run(call)
-        self.stages[chunk].check_gradients()
-        if sums is not None:
+        self.stages[action.chunk].check_gradients()
+        if self.sums is not None:
             start = self.clock.host_seconds()
-            sums.complete(chunk)
+            self.sums.complete(action.chunk)
             self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
 
     def run(self, program: Program, call: Call) -> None:

@@ -90,8 +90,9 @@ class Saved:
 
 def use_graphs(stage: AttachedStage) -> None:
     """Let a stage compute by CUDA graphs where it can."""
-    if stage.layers is not None:
-        stage.runner = StageGraphs(stage.layers)
+    # A class derived from it may do more than its layers.
+    if type(stage.stage) is Stage:
+        stage.runner = StageGraphs(stage.stage)
     else:
         logger.info("CUDA graphs: stage %d has none: it is no nn.Stage", stage.number)
 
@@ -216,9 +217,6 @@ class StageGraphs:
     def _record(self, slot: Slot, key: Key, work: Callable[[], Any]) -> bool:
         """Whether the slot has a graph of an action, which is recorded now if it can be."""
         stage = self.stage
-        # A graph has no places at which layers end.
-        if stage.on_layer_done is not None:
-            return False
         if key not in slot.graphs and not self.reason:
             # messages are no part of the work
             poll = stage.poll

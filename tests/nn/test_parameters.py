@@ -106,10 +106,7 @@ def test_backwards_end_where_nothing_below_is_trained():
     stage = stage_of("*", "!4.*")
     y, saved = stage.forward(IDS)
     assert saved[:4] == [None] * 4 and saved[4] is not None, "what has no backward saves nothing"
-    ended = []
-    stage.on_layer_done = ended.append
     assert stage.backward(y, saved) is None
-    assert ended == [stage.layers[5], stage.layers[4]]
     inner = nn.Stage(GPT(**SIZES).build(Local())[1:3], "float64", first=1, frozen=["1.*"])
     y, saved = inner.forward(np.ones((1, 6, 8)))
     assert inner.backward(y, saved).shape == (1, 6, 8), "somebody may ask for the gradient of the input"

@@ -1,4 +1,4 @@
-"""Sums over replicas by NCCL: on the device, bucket by bucket, while layers still compute.
+"""Sums over replicas by NCCL: on the device, bucket by bucket, on a stream of their own.
 
 Buckets are put on the stream in the order of the calls and of their places, the same on all ranks.
 A kernel of NCCL waits for other ranks and holds its place on the device meanwhile. So messages that

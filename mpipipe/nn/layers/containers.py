@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
@@ -31,9 +31,6 @@ class Sequential(Layer):
     mixes_positions = False
     # Set by the stage: layers before it have no backward, for nobody asks for a gradient there.
     lowest = 0
-    on_layer_done: Callable[[Layer], object] | None = (
-        None  # called with each layer that has added to its gradients
-    )
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
@@ -63,7 +60,6 @@ class Sequential(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         poll = self.stage.poll
-        done = self.on_layer_done
         last = len(self.layers) - 1
         for number, waiting in enumerate(pending):
             if number and poll is not None:
@@ -71,12 +67,9 @@ class Sequential(Layer):
             layer = self.layers[last - number]
             if not layer.frozen:
                 layer.backward_weight(waiting)
-            if done is not None:
-                done(layer)
 
     def backward(self, dy: Array, saved: Any) -> Any:
         poll = self.stage.poll
-        done = self.on_layer_done
         last = len(self.layers) - 1
         for place in range(last, self.lowest - 1, -1):
             if place < last and poll is not None:
@@ -86,8 +79,6 @@ class Sequential(Layer):
                 dy, _ = layer.backward_input(dy, saved[place])
             else:
                 dy = layer.backward(dy, saved[place])
-            if done is not None:
-                done(layer)
         return None if self.lowest else dy
 
 

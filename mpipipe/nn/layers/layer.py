@@ -249,7 +249,7 @@ class Layer(Differentiable):
     def __setattr__(self, name: str, value: Any) -> None:
         # CUDA graphs have read the attributes. A pipeline knows of those that it sets in steps.
         is_gradient = name.endswith("_grad") and name[:-5] in self.declared
-        if self.stage is not None and name != "on_layer_done" and not is_gradient:
+        if self.stage is not None and not is_gradient:
             if vars(self).get(name, self) is not value:
                 self.stage.version += 1
         super().__setattr__(name, value)
