@@ -56,9 +56,8 @@ class Option:
     # Whether it is a key of a configuration, which checks its range and can undo a bool of its
     # file.
     key: bool = False
-    parse: Callable[[str], Any] | None = (
-        None  # reads a text with a meaning of its own as a typed value
-    )
+    # Reads a text with a meaning of its own as a typed value.
+    parse: Callable[[str], Any] | None = None
     show: Callable[[Any], str] = str  # writes such a value as text again
     # Whether it decides which numbers a training gives: then it cannot change in a resumed one.
     decides: bool = False

@@ -167,9 +167,8 @@ def over(
 # model asks for the same ones in every micro-batch.
 
 
-MOST = (
-    4096  # packed calls that one kernel keeps; where shapes never repeat, all are dropped at once
-)
+# Packed calls that one kernel keeps; where shapes never repeat, all are dropped at once.
+MOST = 4096
 LOW = WORD - 1
 
 

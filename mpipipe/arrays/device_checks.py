@@ -46,9 +46,8 @@ def check_device(device: str) -> str:
             "unknown device", found=repr(device), expected="'cpu', 'cuda', 'cuda:N' or 'auto'"
         )
     if name == "auto":
-        name = (
-            "cuda" if visible_gpus() else "cpu"
-        )  # a CuPy that is too old is no reason to take the CPU in silence
+        # A CuPy that is too old is no reason to take the CPU in silence.
+        name = "cuda" if visible_gpus() else "cpu"
     if name == "cuda":
         runtime = cupy().cuda.runtime
         try:

@@ -103,9 +103,8 @@ def _library() -> _Library:
 
 
 FLOAT32_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION of cublasMath_t
-_exact = (
-    threading.local()
-)  # its `handles`: those of a thread whose partial sums of halves stay in float32
+# Its `handles`: those of a thread whose partial sums of halves stay in float32.
+_exact = threading.local()
 
 
 def _exact_handle() -> int:

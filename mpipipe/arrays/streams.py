@@ -23,9 +23,8 @@ def side_stream() -> Stream:
     return cupy().cuda.Stream(non_blocking=True)
 
 
-_own = (
-    threading.local()
-)  # `made`: a thread's own streams by library and GPU; all are kept, as CuPy's memory by stream
+# `made`: a thread's own streams by library and GPU; all are kept, as CuPy's memory by stream.
+_own = threading.local()
 
 
 @contextmanager

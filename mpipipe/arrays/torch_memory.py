@@ -44,9 +44,8 @@ def _writable(array: np.ndarray) -> np.ndarray:
         return array
     view = array.view()
     try:
-        view.flags.writeable = (
-            True  # a batch is handed over as read-only views of the user's arrays
-        )
+        # A batch is handed over as read-only views of the user's arrays.
+        view.flags.writeable = True
     except ValueError:
         return array.copy()
     return view

@@ -209,12 +209,12 @@ def slice_lengths(
             remedy="fewer slices, or a longer sequence",
         )
     rest = 12 * width**2 if parameters is None else parameters
-    ends = unit * np.arange(seq_len // unit + 1, dtype=np.float64)  # where slices may end
+    ends = unit * np.arange(seq_len // unit + 1, dtype=np.float64)  # places at which slices may end
     full = np.minimum(ends, window or seq_len)
     pairs = full * (full + 1) / 2 + (ends - full) * full
     costs = 6 * rest * ends + 4 * (1 + BACKWARD_WORK) * width * pairs if rest or width else ends
     cuts = [int(np.abs(costs - costs[-1] * part / slices).argmin()) for part in range(slices + 1)]
-    for part in range(1, slices):  # at least one unit for each
+    for part in range(1, slices):  # each has one unit or more
         cuts[part] = min(max(cuts[part], cuts[part - 1] + 1), len(ends) - 1 - slices + part)
     *lengths, last = sorted((unit * (stop - start) for start, stop in pairwise(cuts)), reverse=True)
     return *lengths, last + seq_len % unit
@@ -283,10 +283,8 @@ def ring_cost(
     """
     shape = kv_heads or heads, head_dim, None, batch
     lengths = [layout.length(rank) for rank in range(layout.ranks)]
-    blocks, gradients = (
-        [kv_bytes(length, *shape, size) for length in lengths]
-        for size in (itemsize, max(4, itemsize))
-    )
+    blocks = [kv_bytes(length, *shape, itemsize) for length in lengths]
+    gradients = [kv_bytes(length, *shape, max(4, itemsize)) for length in lengths]
     costs = []
     for backward in (False, True):
         tables = [

@@ -200,9 +200,8 @@ class Layout:
         [Slice(q_start=0, q_stop=4, k_start=0, k_stop=4, low=None, high=None)]
         """
         if causal and window is None and documents is None and q_rank == k_rank and keys is None:
-            rows = self.length(
-                q_rank
-            )  # in the order of their positions, so causality is that of the rows
+            # They are in the order of their positions, so causality is that of the rows.
+            rows = self.length(q_rank)
             return [Slice(0, rows, 0, rows, None, 0 if rows > 1 else None)] if rows else []
         return mask_slices(
             self._ranges[q_rank], (keys or self)._ranges[k_rank], causal, window, documents

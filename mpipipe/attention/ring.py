@@ -93,9 +93,7 @@ class Ring(PlannedAttend):
         rotation: str = "overlap",
     ) -> None:
         self._comm = runtime.resolve(comm)
-        agreement = cached(
-            self._comm, "ring agreement", lambda: RingAgreement(self._comm)
-        )  # of all its rings
+        agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))
         options = RingOptions(causal, layout, window, segments, scale, seq_len, rotation)
         super().__init__(agreement, options)
         self.group = agreement.group
@@ -108,9 +106,8 @@ class Ring(PlannedAttend):
 
     def _forget(self) -> None:
         super()._forget()
-        self._expected: np.ndarray | None = (
-            None  # what a layer takes for the positions of the next forward
-        )
+        # What a layer takes for the positions of the next forward.
+        self._expected: np.ndarray | None = None
 
     def positions(self, rows: int) -> np.ndarray | None:
         if self.group.size == 1:

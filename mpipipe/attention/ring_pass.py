@@ -154,9 +154,8 @@ class RingPass:
         for step, dest, source, owner in ring_hops(
             plan.rank, plan.layout.ranks, plan.steps, backward=True
         ):
-            ahead = (
-                step < plan.steps - 2
-            )  # the next block is not our own, so its keys and values must come
+            # The next block is not our own, so its keys and values must come.
+            ahead = step < plan.steps - 2
             split = packing.nbytes(owner, packing.sum_dtype)
             incoming = packing.empty(
                 split + (packing.nbytes(owner + 1) if ahead else 0)
@@ -211,8 +210,8 @@ class PlannedAttend(Attend):
         return self.options.window
 
     def _forget(self) -> None:
-        self._others: dict[int, Any] = {}  # by their windows
-        self._packed: tuple[tuple, RingOptions] | None = None  # of the last segments by row
+        self._others: dict[int, Any] = {}  # keys are windows
+        self._packed: tuple[tuple, RingOptions] | None = None  # the last segments by row
 
     def forward(
         self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None

@@ -43,13 +43,11 @@ class RingOptions:
     scale: float | None
     seq_len: int | None = None
     rotation: str = "overlap"
-    slice_lengths: tuple[int, ...] | None = None  # those of the Layout
-    rows: tuple[tuple[int, ...], ...] | None = (
-        None  # in one forward, offsets of the documents of each row
-    )
-    part: int | None = (
-        None  # in one forward, the slice whose queries see its keys and those of earlier slices
-    )
+    slice_lengths: tuple[int, ...] | None = None  # the same as of the Layout
+    # In one forward, offsets of the documents of each row.
+    rows: tuple[tuple[int, ...], ...] | None = None
+    # In one forward, the slice whose queries see its keys and those of earlier slices.
+    part: int | None = None
 
     def checked(self, ranks: int) -> RingOptions:
         """Return the options in plain types; ArgumentError for one without sense."""
@@ -140,7 +138,7 @@ class KVMessage:
     shapes: RingShapes
     lengths: tuple[int, ...]  # number of keys of each rank; methods count ranks modulo the ring
     dtype: np.dtype
-    sum_dtype: np.dtype  # of the gradients, which travel as sums
+    sum_dtype: np.dtype  # gradients travel as sums
 
     def nbytes(self, rank: int, dtype: np.dtype | None = None) -> int:
         """Bytes of the keys and values of a rank or, in the dtype of sums, of their gradients."""
@@ -177,13 +175,13 @@ class KVMessage:
 class RingPlan(NamedTuple):
     """What one rank does in a forward or backward."""
 
-    steps: int  # of the ring
+    steps: int  # ring steps
     slices: tuple[
         list[Slice], ...
     ]  # for each step t, what this rank's queries need of the keys of rank r - t
     overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
     message: KVMessage  # how keys, values and their gradients travel
-    layout: Layout  # of the queries
+    layout: Layout  # layout of the queries
     keys: Layout
     rank: int
 
@@ -360,9 +358,8 @@ REMEDY = (
     "give the same options and arrays of the same kind on all ranks, and make the same calls "
     "in the same order"
 )
-Given: TypeAlias = (
-    "tuple[RingOptions, Array, Array, Array]"  # of a forward: its options, q, k and v
-)
+# The options of a forward, and q, k and v.
+Given: TypeAlias = "tuple[RingOptions, Array, Array, Array]"
 # The plan of a rank, its kernel, and the number of the call.
 Agreed: TypeAlias = "tuple[RingPlan, AttentionKernel, int]"
 

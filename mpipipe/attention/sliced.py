@@ -67,7 +67,7 @@ class _SlicedSequence:
     together.
     """
 
-    grows: ClassVar = True  # with each slice
+    grows: ClassVar = True  # each slice adds to it
     number: int
     kept: list[Array]  # keys and values
     due: int  # the slice whose backward comes next
@@ -161,9 +161,8 @@ class Sliced(Attend):
         rank = self._agreement.rank
         size = self._agreement.size
         self.layout = options.whole(size, self.seq_len)
-        self._views, _ = slice_layouts(
-            options, size
-        )  # of queries, and of the keys that they may see
+        # Layouts of queries, and of the keys that they may see.
+        self._views, _ = slice_layouts(options, size)
         self._positions = [queries.positions(rank) for queries, _ in self._views]
         self.slice_rows = tuple(map(len, self._positions))
         rows = [[queries.length(other) for queries, _ in self._views] for other in range(size)]

@@ -31,13 +31,13 @@ from mpipipe.text import counted
 class UlyssesSaved(NamedTuple):
     """What the forward of `Ulysses` keeps for its backward."""
 
-    local: RingSaved  # of the heads of this rank
+    local: RingSaved  # heads of this rank
     of_q: list[PartMove]
     of_kv: list[PartMove]
-    shapes: tuple[Shape, Shape, Shape]  # of q, k and v
-    whole: Shape  # of the output of this rank's heads
+    shapes: tuple[Shape, Shape, Shape]  # shapes of q, k and v
+    whole: Shape  # output of this rank's heads
     call: int
-    out: str  # what the output is
+    out: str  # description of the output
 
 
 class Ulysses(Ring):
@@ -92,7 +92,7 @@ class Ulysses(Ring):
             raise_on_all(0, problem, self.group)
         with self.group.failing("the forward of Ulysses"):
             self._check_expected(plan, segments)
-            layouts = [plan.layout, plan.keys]  # which may be another sequence
+            layouts = [plan.layout, plan.keys]  # keys may be another sequence
             counts = [heads // size, kv_heads // size]
             of_q, of_kv = (self._moves(*each) for each in zip(layouts, counts))
             queries, keys = ((layout.seq_len, count) for layout, count in zip(layouts, counts))

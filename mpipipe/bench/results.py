@@ -63,9 +63,9 @@ class Ratio(NamedTuple):
     """A row of the page."""
 
     what: str
-    ratios: tuple[float, ...]  # of all runs, in order
+    ratios: tuple[float, ...]  # one for each run, in order
     goal: str
-    measured: str  # in the run in the middle
+    measured: str  # measurement of the run in the middle
     command: str
 
 

@@ -16,7 +16,7 @@ from mpipipe.cli import show
 from mpipipe.job import Communicator, group_of
 from mpipipe.options import Option
 
-Call: TypeAlias = "Callable[[], object]"  # what is measured
+Call: TypeAlias = "Callable[[], object]"  # a function to measure
 Repeats = Annotated[int, Option("measured turns of each candidate; medians are shown", least=1)]
 
 
@@ -64,10 +64,10 @@ def report(
 class Row:
     """One measurement: a rate or a share; more is better unless `goal` says otherwise."""
 
-    what: str  # with its sizes
+    what: str  # sizes included
     value: float
     unit: str
-    peer: str = ""  # what it is compared with; a published number says so in its name
+    peer: str = ""  # a published number says so in its name
     peer_value: float | None = None
     goal: str = ""  # for the ratio to the peer, or for the value where there is no peer
 

@@ -134,9 +134,8 @@ class _Queue:
         self.unstarted: deque[_HostSum | _DeviceSum] = deque()
         self.active: list[_DeviceSum] = []  # results are not back on the device
         self.pool = PinnedPool(BUFFERS * BUCKET_BYTES)
-        self.returning: deque[tuple[Event, np.ndarray]] = (
-            deque()
-        )  # buffers whose content is on its way to the device
+        # Buffers whose content is on its way to the device.
+        self.returning: deque[tuple[Event, np.ndarray]] = deque()
 
     @cached_property
     def streams(self) -> tuple[Any, Any]:

@@ -24,9 +24,8 @@ class Variable:
 
     name: str
     values: str
-    accepts: Callable[[str], bool] | None = (
-        None  # whether a text is one of `values`; None: checked where it is read
-    )
+    # Whether a text is one of `values`; None: checked where it is read.
+    accepts: Callable[[str], bool] | None = None
     default: str = ""  # the value of a switch that is not set
 
     def check(self, text: str | None) -> None:

@@ -25,9 +25,8 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer, StageOfLayer
 from mpipipe.nn.parameters import Parameter, showing, zeros
 
-PIECE = (
-    1 << 16
-)  # elements of a matrix that are summed at once on the host: they stay in a core's cache
+# Elements of a matrix that are summed at once on the host: they stay in a core's cache.
+PIECE = 1 << 16
 
 
 @dataclass(frozen=True)

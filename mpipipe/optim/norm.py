@@ -76,9 +76,8 @@ class Norm:
         self.stages = tuple(stages)
         self.comm = comm
         self.skip = frozenset(skip)
-        self._group = (
-            None if comm is None or comm.size == 1 else group_of(comm)
-        )  # None where no rank is asked
+        # None where no rank is asked.
+        self._group = None if comm is None or comm.size == 1 else group_of(comm)
         self._row: NcclRow | None = None  # set if GPUs put the norm together
         self._owners: list[NonFiniteParameter] = []  # one for each number of the row
         self._here = slice(0, 0)  # numbers of this rank

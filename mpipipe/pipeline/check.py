@@ -50,9 +50,8 @@ ON_ITS_WAY = (
     "MPIPIPE_SYNC_SENDS=1, and "
     "with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
 )
-Sources: TypeAlias = (
-    "Sequence[tuple[str, Any]]"  # (what it is, arrays) of all that a result was computed from
-)
+# (what it is, arrays) of all that a result was computed from.
+Sources: TypeAlias = "Sequence[tuple[str, Any]]"
 
 
 # -- What is seen in arrays: entries that are not finite, and checksums ----------------------------

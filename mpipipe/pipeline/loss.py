@@ -240,9 +240,8 @@ class Weighing:
         self.pipe = pipe
         self.replicas = replicas
         self.root = root
-        self.given: bool | None = (
-            None  # whether this rank's loss returns weights; None where none was evaluated yet
-        )
+        # Whether this rank's loss returns weights; None where none was evaluated yet.
+        self.given: bool | None = None
         self.agreed: bool | None = None  # the same of all replicas, once all ranks know it
         # Shares of this rank's units in the call under way.
         self.shares: list[float] = []

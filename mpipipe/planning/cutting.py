@@ -79,9 +79,8 @@ class Cut(list[nn.Stage]):
             )
             for index, stage in zip(plan.schedule.stages_of(rank), stages)
         )
-        self.is_first, self.is_last = (
-            any(getattr(each, end) for each in self.stages) for end in ("is_first", "is_last")
-        )
+        self.is_first = any(stage.is_first for stage in self.stages)
+        self.is_last = any(stage.is_last for stage in self.stages)
 
     def __str__(self) -> str:
         cells = [

@@ -28,7 +28,7 @@ from mpipipe.planning.profile import Link
 from mpipipe.schedules import Schedule
 
 SECONDS = 0.1  # for each measurement
-REPEATS = (5, 100)  # at least, at most
+REPEATS = (5, 100)  # fewest, most
 MANY = 9  # micro-batches
 
 
@@ -150,7 +150,7 @@ def repeats_in(available: float, seconds: float, limits: tuple[int, int]) -> int
 
 WARMUP = 2  # steps: in the first ones memory is allocated
 FIRST = 5  # steps after that
-TRIAL_SECONDS = 1.0  # of steps on example data
+TRIAL_SECONDS = 1.0  # time for steps on example data
 
 
 def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:

@@ -178,16 +178,8 @@ def array_bytes(thing: Any) -> dict[int, int]:
     return found
 
 
-OPAQUE = (
-    nn.Layer,
-    nn.Stage,
-    ModuleType,
-    type,
-    str,
-    bytes,
-    int,
-    float,
-)  # what holds no arrays of a micro-batch
+# These hold no arrays of a micro-batch.
+OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)
 
 
 def _parts(thing: Any) -> Iterator[Any]:

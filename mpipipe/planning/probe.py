@@ -36,11 +36,10 @@ from mpipipe.planning.step_memory import (
     zeros_of,
 )
 
-SECONDS = 0.6  # of a round
-REPEATS = (3, 25)  # of a turn in a round: at least, at most
-ROUNDS = (
-    3  # in which all sizes of micro-batches take turns, so that all of them see the same machine
-)
+SECONDS = 0.6  # length of a round
+REPEATS = (3, 25)  # fewest and most repeats of a turn in a round
+# All sizes of micro-batches take turns in them, so that all see the same machine.
+ROUNDS = 3
 UNDER_WAY = 2  # micro-batches
 
 

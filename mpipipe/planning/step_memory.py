@@ -76,7 +76,7 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
         saved += each.saved + max(0, min(each.keeps_input, before.output) - before.keeps_output)
         pending += each.pending + min(each.pends_input, before.output)
         before = each
-    gradient = 0.0  # of the output of a layer that is not the last one
+    gradient = 0.0  # none for the output of the last layer
     for each in reversed(layers):
         backward = max(backward, gradient + each.backward)
         input_grad = max(input_grad, added + gradient + each.input_grad)

@@ -137,9 +137,8 @@ def _repeated(
     )
     units = microbatches * slices
     costs = costs.of_mean_slice()
-    small = (
-        ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD
-    )  # its actions fall on the same cells of the six
+    # Its actions fall on the same cells of the six.
+    small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD
     average = costs if small == ranks else costs.average(2 * ranks)
     few_units = min(units, small + TRIED)
     few = StageTimes(v_placement(small), few_units, average)

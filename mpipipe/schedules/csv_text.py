@@ -17,7 +17,7 @@ from mpipipe.text import counted
 
 SUFFIX = ".csv"
 LISTED = 1 << 20  # actions; of so many `check` says which one is missing
-MOST_BYTES = 1 << 26  # of a file: more than a schedule has that can be proven
+MOST_BYTES = 1 << 26  # size of a file: no schedule that can be proven has more
 SLICE = re.compile(r"\.([0-9]{1,99})")
 CELL = re.compile(r"([0-9]{1,99})([FBIWR])([0-9]{1,99})(?:\.([0-9]{1,99}))?")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")

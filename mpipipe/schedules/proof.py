@@ -229,7 +229,7 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
         schedule.cell(action._replace(op=each))
         for each in (FORWARD, RECOMPUTE, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
     )
-    if (state, op) in NEXT:  # in time but for its sequence
+    if (state, op) in NEXT:  # only its sequence is in the way
         missing = _first_missing(states, op, unit, schedule.slices)
         assert missing is not None
         sequence, part = divmod(unit, schedule.slices)

@@ -87,9 +87,8 @@ def by_name(
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches, slices=slices)
     if name not in (*ONE_STAGE, *TWO_STAGES):
-        word = (
-            str(name).lower().removeprefix("schedule")
-        )  # PyTorch's classes are ScheduleGPipe, Schedule1F1B
+        # PyTorch's classes are ScheduleGPipe, Schedule1F1B.
+        word = str(name).lower().removeprefix("schedule")
         meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
         every = [f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES)]
         every += [f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES]

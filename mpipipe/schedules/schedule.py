@@ -106,9 +106,8 @@ class Schedule:
 
     def cell(self, action: Action) -> str:
         """Write an action as the table has it: ``0F3``, or ``0F3.1`` for slice 1."""
-        exact = (
-            type(action) is Action and type(action.microbatch) is int
-        )  # `check` writes wrong ones, too
+        # `check` writes wrong ones, too.
+        exact = type(action) is Action and type(action.microbatch) is int
         return cell(action, self.slices) if exact else str(action)
 
     @cached_property

@@ -234,9 +234,8 @@ def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
         if op == WEIGHT_GRAD:
             order.append(owed.popleft())
             continue
-        chain = (
-            cell if op == FORWARD else cell.replace("b", "i").replace("B", "I")
-        )  # both are backwards
+        # Both are backwards.
+        chain = cell if op == FORWARD else cell.replace("b", "i").replace("B", "I")
         action = Action(stage, op, count[chain])
         count[chain] += 1
         order.append(action)

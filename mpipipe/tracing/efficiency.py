@@ -24,7 +24,7 @@ from mpipipe.schedules import Costs, Schedule
 from mpipipe.text import text_table
 from mpipipe.tracing.segments import PARTS
 
-ENOUGH = 0.95  # of the time: nothing is worth changing
+ENOUGH = 0.95  # share of the time from which nothing is worth changing
 
 
 class Efficiencies(NamedTuple):

@@ -222,7 +222,7 @@ def _gaps(
     end = None
     for each, (_, start, stop) in zip(planned, actions):
         if each.receives and end is not None and end < start:
-            message = each.receives[0]  # that of the chain is made last
+            message = each.receives[0]  # the one of the chain is made last
             found.append(Waited(message.subject, end, start, message.name))
         end = stop
     return found

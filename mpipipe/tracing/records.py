@@ -25,7 +25,7 @@ class Waited(NamedTuple):
     start, end : seconds
     """
 
-    what: str  # what for
+    what: str  # reason of the wait
     start: float
     end: float
     message: Message | None = None  # the message that it was for, or None

@@ -209,7 +209,7 @@ def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, floa
 def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) -> Costs:
     """Return the mean costs of stages, and of each edge the median time of messages."""
     of_slices = [0.0] * slices
-    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)  # of each op in each stage
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)  # keys are op and stage
     for record in records:
         for step in record.steps:
             for action, start, end in step.actions:

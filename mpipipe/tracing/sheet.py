@@ -69,11 +69,11 @@ MARGIN = 8.0
 TITLE = 10.5
 TEXT = 9.0
 SMALL = 8.0
-LINE = 16.0  # from one line of text to the next
+LINE = 16.0  # distance of two lines of text
 # points; most shades that a swatch shows
 SWATCH = 10.0
 SHADES = 8
-DOTS = 160  # of a PNG, per inch
+DOTS = 160  # dots of a PNG per inch
 FORMATS = {".png": "png", ".svg": "svg"}
 SETTINGS = {
     "font.family": "sans-serif",

@@ -16,7 +16,7 @@ BOX = 0.84
 TOP = 24.0  # points above the key
 FRAMED = 6.0  # points of a row below which frames would hide what they frame
 DIGIT = 0.64  # width of a digit, in sizes of its font
-SIZE = 7.0  # of the numbers in boxes
+SIZE = 7.0  # size of the numbers in boxes
 AROUND = 2.0  # points around a number
 
 
@@ -81,7 +81,9 @@ def _sheet(timeline: Timeline) -> paper.Sheet:
 def _fill(axes: Any, timeline: Timeline, row: float) -> None:
     """Draw the boxes of all ranks."""
     schedule = timeline.schedule
-    points = (paper.WIDTH - paper.LEFT - paper.RIGHT) / axes.get_xlim()[1]  # of one unit of time
+    points = (paper.WIDTH - paper.LEFT - paper.RIGHT) / axes.get_xlim()[
+        1
+    ]  # length of one unit of time
     frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
     for rank, spans in enumerate(timeline.spans):
         place = rank + (1 - high) / 2, high
@@ -109,7 +111,7 @@ def _fill(axes: Any, timeline: Timeline, row: float) -> None:
                 facecolor=fill,
                 edgecolor=paper.INK,
                 linewidth=[_border(min(points * length, row)) for _, _, length in boxes],
-                clip_on=False,  # else the last edge would be half as wide
+                clip_on=False,  # the last edge would be half as wide otherwise
                 label=f"rank {rank} {op} chunk {chunk}",
             )
             for number, start, length in boxes:
@@ -130,7 +132,9 @@ def _number(action: Action, schedule: Schedule) -> str:
 
 def _border(least: float) -> float:
     """Return the width of the border of a box whose shorter side has `least` points."""
-    return 0.6 if least > 5 else 0.25 if least > 2 else 0.0
+    if least > 5:
+        return 0.6
+    return 0.25 if least > 2 else 0.0
 
 
 # -- The activations that each rank holds over time ------------------------------------------------
@@ -139,7 +143,7 @@ def _border(least: float) -> float:
 # points: from one rank to the next; for the peaks at the right
 MEMORY_ROW = 34.0
 PEAKS = 54.0
-FULL = 0.86  # of a row's height, for the largest peak of all ranks
+FULL = 0.86  # share of a row's height for the largest peak of all ranks
 
 
 def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # mypy checks here that every module has the functions of a k
     KERNELS: tuple[AttentionKernel, ...] = (host, cudnn, cupy)
 
 VARIABLE = "MPIPIPE_ATTENTION"
-NAMES = ("cudnn", "cupy")  # of the kernels for device arrays
+NAMES = ("cudnn", "cupy")  # the kernels for device arrays
 
 
 def chosen(q: Array, k: Array, v: Array) -> AttentionKernel:

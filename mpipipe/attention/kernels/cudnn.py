@@ -249,7 +249,9 @@ def merge(blocks: Sequence[PendingRows], result: OutLse) -> None:
     out, lse = result
     batch, seq, heads, dim = out.shape
     rows = batch * seq * heads
-    vector_width = 4 if dim % 4 == 0 and dim >= 128 else 2 if dim % 2 == 0 else 1
+    vector_width = 1 + (dim % 2 == 0)
+    if dim % 4 == 0 and dim >= 128:
+        vector_width = 4
     # the kernel always takes BLOCKS blocks, and reads no block without rows
     nothing = blocks[0]._replace(start=np.int32(0), stop=np.int32(0))
     given = [x for block in [*blocks, *[nothing] * (BLOCKS - len(blocks))] for x in block]

@@ -119,7 +119,7 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.plan = lru_cache(maxsize=KEPT)(_planned)
-        self.handles: dict[tuple, Any] = {}  # by library, device and stream
+        self.handles: dict[tuple, Any] = {}  # keys are library, device and stream
 
 
 def plan(request: GraphRequest) -> GraphPlan | None:
@@ -160,9 +160,8 @@ def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
 
 OLDEST = 91100  # 9.11.0; the attention of 9.10.0 and 9.10.1 gives wrong results
 INSTALL = "pip install 'nvidia-cudnn-frontend>=1.27,<1.28' nvidia-cudnn-cu13 (or -cu12)"
-RUNTIME = (
-    "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUDA runtime, since 1.26
-)
+# The package opens the CUDA runtime by it, since 1.26.
+RUNTIME = "CUDNN_FRONTEND_CUDART_LIB_NAME"
 
 
 class CudnnVerdict(NamedTuple):

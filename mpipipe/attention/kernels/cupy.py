@@ -244,9 +244,8 @@ def _bounds(low: int | None, high: int | None) -> tuple[int, int]:
 # -- How the CuPy kernel cuts attention into problems, and slices into tiles -----------------------
 
 
-TILE_BYTES = (
-    32 << 20
-)  # of the scores of one tile of all problems; an H200 has 60 MB of second-level cache
+# Size of the scores of one tile of all problems; an H200 has 60 MB of second-level cache.
+TILE_BYTES = 32 << 20
 KEYS = 1024  # columns of a tile at most
 ROWS = 128  # rows of a tile at least, if there are more columns than rows
 EDGE = 64  # edges of large tiles are multiples: cuBLAS's fast kernels want rows of 16 bytes

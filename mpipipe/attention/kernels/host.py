@@ -38,11 +38,10 @@ def _wide_block(block: KVBlock) -> KVBlock:
     return replace(block, q=upcast(block.q), k=upcast(block.k), v=upcast(block.v))
 
 
-ROWS = 128  # of one tile of scores
+ROWS = 128  # rows of one tile of scores
 KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
-AT_ONCE = (
-    1 << 18
-)  # scores of small problems that are solved at once: fewer and longer calls of numpy
+# Scores of small problems that are solved at once: fewer and longer calls of numpy.
+AT_ONCE = 1 << 18
 LEAST = 4  # parts for threads, where there are so many problems
 SHARED = 1 << 16  # scores of a part at least: less is no work for another thread
 # Twice the bound may reach this: exp(-these), times values down to 1e-20, are still normal numbers.
@@ -54,7 +53,7 @@ class _Problems(NamedTuple):
 
     part: Slice
     entries: slice
-    heads: slice  # of keys
+    heads: slice  # heads of keys
     group: int
 
     def queries(self, x: np.ndarray) -> np.ndarray:
@@ -334,7 +333,9 @@ def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
 def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
     """Do as `_bounded`, relative to the running maximum: right for scores of any size."""
     (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
-    acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
+    acc[...] = 0
+    row_sum[...] = 0
+    row_max[...] = -np.inf
     for at in tile.pieces():
         scores = np.matmul(queries[..., :-1], keys[:, at, :-1].swapaxes(1, 2))
         tile.hide(scores, at.start)

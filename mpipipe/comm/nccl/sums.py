@@ -40,9 +40,8 @@ class NcclSums:
         # wait for it
         self.task: tuple[NcclTask[Event], NcclSum] | None = None
         self.underway: deque[tuple[Event, NcclSum]] = deque()  # buckets on the stream
-        self.connected: set[tuple[int, int]] = (
-            set()
-        )  # (type, count) that NCCL has made its connections for
+        # (type, count) that NCCL has made its connections for.
+        self.connected: set[tuple[int, int]] = set()
 
     def takes(self, flat: arrays.Array) -> bool:
         """Whether an array can be summed here: one on a GPU, of a type that NCCL knows."""

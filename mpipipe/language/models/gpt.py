@@ -328,9 +328,8 @@ CHOICES = {
     "positions": ("rotary", "learned"),
     "feed_forward": ("swiglu", "gelu"),
 }
-LAYERS = (
-    4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
-)
+# Transformer blocks, which is generous: cutting so many into stages takes some seconds.
+LAYERS = 4096
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
 

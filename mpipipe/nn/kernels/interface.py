@@ -15,9 +15,8 @@ import numpy as np
 
 from mpipipe.arrays import Array, DeviceArray
 
-Range: TypeAlias = (
-    "tuple[int, int, bool]"  # (start, stop, whether weight decay applies) in flat arrays
-)
+# (start, stop, whether weight decay applies) in flat arrays.
+Range: TypeAlias = "tuple[int, int, bool]"
 
 
 class AdamWNumbers(NamedTuple):

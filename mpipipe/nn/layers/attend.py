@@ -22,9 +22,8 @@ class Attend(Protocol):
     """
 
     poll: Callable[[], object]
-    slice_rows: Sequence[int] | None = (
-        None  # here of each slice of a sequence, for an object that attends to slices
-    )
+    # Here of each slice of a sequence, for an object that attends to slices.
+    slice_rows: Sequence[int] | None = None
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """Return (out, saved): all that `backward` needs."""

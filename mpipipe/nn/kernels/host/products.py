@@ -17,9 +17,8 @@ WORK = 1 << 22  # multiplications of a product that is cut
 ROWS = 512
 # Least columns of a piece, where rows are too few.
 COLUMNS = 1024
-PIECE = (
-    1 << 17
-)  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
+# Elements of one piece of a weight gradient: half a MiB of float32, which stays in cache.
+PIECE = 1 << 17
 WIDTH = 256  # columns that one thread sums at least
 SUMMED = 1 << 18  # elements, above which a sum of rows is cut
 
