@@ -296,11 +296,13 @@ class UserStage:
     def own_arrays(self) -> dict[str, Array]:
         """Return its parameters, and what `state_dict()` has besides, by name."""
         holder = getattr(self.user_stage, "parameters", None)
-        own: dict[str, Array] = {} if flat_if_any(holder) is None else dict(FlatView.of(holder))
+        arrays_by_name: dict[str, Array] = (
+            {} if flat_if_any(holder) is None else dict(FlatView.of(holder))
+        )
         for name, array in getattr(self.user_stage, "state_dict", dict)().items():
-            if name not in own and arrays.is_array(array):
-                own[name] = array
-        return own
+            if name not in arrays_by_name and arrays.is_array(array):
+                arrays_by_name[name] = array
+        return arrays_by_name
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:

@@ -432,11 +432,15 @@ class Stage(Differentiable):
         def fits(layer: Layer) -> bool:
             if rows != 1 and mixes(layer):
                 return False
-            own = getattr(getattr(layer, "attend", None), "slice_rows", None)
+            rows_of_slices = getattr(getattr(layer, "attend", None), "slice_rows", None)
             return (
-                own is None
+                rows_of_slices is None
                 or rows is None
-                or (len(own) == rows if isinstance(rows, int) else tuple(own) == tuple(rows))
+                or (
+                    len(rows_of_slices) == rows
+                    if isinstance(rows, int)
+                    else tuple(rows_of_slices) == tuple(rows)
+                )
             )
 
         return [
@@ -564,11 +568,13 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
             for key in inner.declared
         ]
         layer.frozen = bool(frozen) and all(frozen)
-        own = [key for key in layer.declared if getattr(layer, f"{key}_grad") is None]
-        if 0 < len(own) < len(layer.declared) and not vars(type(layer)).get("freezes_parts", False):
+        frozen_keys = [key for key in layer.declared if getattr(layer, f"{key}_grad") is None]
+        if 0 < len(frozen_keys) < len(layer.declared) and not vars(type(layer)).get(
+            "freezes_parts", False
+        ):
             raise ArgumentError(
                 f"layer {name} ({type(layer).__name__}) cannot train a part of its parameters",
-                found=", ".join(f"{key} frozen" for key in own),
+                found=", ".join(f"{key} frozen" for key in frozen_keys),
                 expected="all of them frozen, or none; or a class with freezes_parts = True, "
                 "which looks whether a "
                 "gradient is None",

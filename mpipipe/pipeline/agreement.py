@@ -52,10 +52,12 @@ class Agreement:
         target_rows = whole.target_rows
         if not ballot.failed and rows and target_rows not in (0, rows):
             message = "inputs and targets have different numbers of rows"
-            found = counted(target_rows, "row")
+            target_count = counted(target_rows, "row")
             ballot.refuse(
                 MismatchError(
-                    message, found=f"{found} of targets", expected=f"{rows}, as the inputs have"
+                    message,
+                    found=f"{target_count} of targets",
+                    expected=f"{rows}, as the inputs have",
                 )
             )
         targets: tuple[tuple[int, ...], ...] = (_of_replica(whole),)

@@ -156,19 +156,21 @@ class BatchReader:
         """Raise ArgumentError unless each micro-batch has the names that layers take."""
         specs = inputs.specs[:1] if isinstance(inputs, AskedBatch) else map(MessageSpec.of, inputs)
         for structure in (spec.structure for spec in specs):
-            there = (
+            names_given = (
                 {name for name, *_ in structure.parts if name}
                 if isinstance(structure, Forked)
                 else set()
             )
-            if there != names:
-                missing = sorted({*names} - there)
-                unused = sorted(there - {*names})
+            if names_given != names:
+                missing = sorted({*names} - names_given)
+                unused = sorted(names_given - {*names})
                 raise ArgumentError(
                     f"the inputs lack {', '.join(missing)}, which a layer takes"
                     if missing
                     else f"no layer takes {', '.join(unused)}, which the inputs have",
-                    found=f"Branches with {', '.join(sorted(there))}" if there else "no Branches",
+                    found=f"Branches with {', '.join(sorted(names_given))}"
+                    if names_given
+                    else "no Branches",
                     expected=f"Branches with {', '.join(sorted(names))}" if names else "no names",
                     remedy="mpipipe.Branches(x, name=...), with a name for each that layers take "
                     "and none before gives",
@@ -204,8 +206,8 @@ class BatchReader:
     def _cut(self, call: str, name: str, batch: Any) -> tuple[list[Tree] | AskedBatch, list[int]]:
         microbatches = self.schedule.microbatches
         if callable(batch):
-            asked = AskedBatch(name, batch, microbatches, self.rank, may_be_fewer=call == "forward")
-            return asked, asked.rows
+            lazy = AskedBatch(name, batch, microbatches, self.rank, may_be_fewer=call == "forward")
+            return lazy, lazy.rows
         if call == "forward" and isinstance(batch, list):
             microbatches = max(1, min(microbatches, len(batch)))
         elif call not in STEPS and not isinstance(batch, list):
@@ -346,8 +348,8 @@ class MessageSpec:
                 found=structure,
                 expected=self.structure,
             )
-        wanted = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
-        for leaf, (shape, kind) in zip(wanted, self.gradients):
+        floating_leaves = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
+        for leaf, (shape, kind) in zip(floating_leaves, self.gradients):
             if not arrays.is_array(leaf) or leaf.shape != shape or leaf.dtype != kind:
                 raise ArgumentError(
                     f"{what} does not match {like}",
@@ -357,7 +359,7 @@ class MessageSpec:
                     expected=f"{kind.name}{list(shape)}",
                 )
             check_sendable(leaf)
-        return wanted
+        return floating_leaves
 
 
 def owned(tree: Tree) -> Tree:
@@ -383,16 +385,16 @@ class AskedBatch:
             first = owned(function(0))
             rows = rows_of_any(first)
         leaves, structure = flatten(first)
-        given = getattr(function, "rows", None)
+        row_counts = getattr(function, "rows", None)
         self.rows = (
             [rows] * microbatches
-            if given is None
-            else [int(count) for count in np.atleast_1d(given)]
+            if row_counts is None
+            else [int(count) for count in np.atleast_1d(row_counts)]
         )
         right = len(self.rows) == microbatches or (
             may_be_fewer and 0 < len(self.rows) < microbatches
         )
-        if not right or (given is not None and (rows == 0 or min(self.rows) < 1)):
+        if not right or (row_counts is not None and (rows == 0 or min(self.rows) < 1)):
             raise ArgumentError(
                 f"the rows of the micro-batches that {name} gives",
                 found=self.rows,
@@ -422,12 +424,12 @@ class AskedBatch:
     def _checked(self, microbatch: int, tree: Tree) -> Tree:
         """Return a micro-batch, read-only; raises ArgumentError if it is not as was agreed."""
         with self._locating(microbatch):
-            found = MessageSpec.of(tree)
+            actual = MessageSpec.of(tree)
             expected = self.specs[microbatch]
-            if found != expected:
+            if actual != expected:
                 raise ArgumentError(
                     "another shape, dtype or structure than was agreed on at the start of the call",
-                    found=found,
+                    found=actual,
                     expected=f"{expected}, by the shapes of micro-batch 0",
                     remedy="give micro-batches of equal shapes, or a list of all of them in place "
                     "of the function; or "

@@ -78,8 +78,8 @@ def non_finite(value: Any, name: str) -> str | None:
 
 def first_source(sources: Sources) -> str:
     """Return the end of a sentence about the first array that is not finite; "" if all are."""
-    found = next(filter(None, (non_finite(tree, what) for what, tree in sources)), None)
-    return f"; before that: {found}" if found else ""
+    description = next(filter(None, (non_finite(tree, what) for what, tree in sources)), None)
+    return f"; before that: {description}" if description else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,27 +191,31 @@ class Checks:
         stage: int | None = None,
     ) -> None:
         """Raise NonFiniteError if an array is not finite; name the first source that is not."""
-        found = non_finite(tree, name)
-        if found is not None:
+        description = non_finite(tree, name)
+        if description is not None:
             source = first_source(sources)
             remedy = SOURCE if source else remedy
-            found = f"{found}{source}"
+            description = f"{description}{source}"
             raise NonFiniteError(
                 what,
                 rank=self.rank,
                 stage=stage,
-                found=found,
+                found=description,
                 expected="finite numbers",
                 remedy=remedy,
             )
 
     def unchanged(self, arrays: Watched, what: str) -> None:
         """Raise StageError if an array has been written to."""
-        found = arrays.change()
-        if found is not None:
+        description = arrays.change()
+        if description is not None:
             place = dict(rank=self.rank, stage=arrays.stage, microbatch=arrays.microbatch)
             raise StageError(
-                what, **place, found=found, expected="the content that it had", remedy=OWN_ARRAYS
+                what,
+                **place,
+                found=description,
+                expected="the content that it had",
+                remedy=OWN_ARRAYS,
             )
 
     def after(self, action: str, stage: int, microbatch: int) -> None:

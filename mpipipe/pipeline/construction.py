@@ -137,7 +137,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
     error: Exception | None = None
     stages: list[PipelineStage] = []
     facts: tuple = ()
-    mine = None
+    own_ties = None
     device = "cpu"
     replicas = arguments.replicas
     schedule = arguments.schedule
@@ -168,7 +168,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
-        mine = tie_facts(stages, schedule.stages_of(pipe.rank))
+        own_ties = tie_facts(stages, schedule.stages_of(pipe.rank))
     except Exception as caught:
         error = caught
     message = "ranks were given different pipelines"
@@ -177,7 +177,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
         "every rank"
     )
     pipe.agree(CALL, facts, error=error, message=message, remedy=remedy)
-    ties = pipe.gather(f"{CALL}: ties", mine)
+    ties = pipe.gather(f"{CALL}: ties", own_ties)
     try:
         check_ties(ties)
     except MpipipeError as problem:  # every rank finds it in the same facts
@@ -252,8 +252,11 @@ def _error_of_replicas(
     if error is None:
         try:
             shapes, values = _digests(stages)
-            own = (("parameters' names, shapes and dtypes", shapes), ("parameters' values", values))
-            facts = (*_common_facts(arguments), *own)
+            digests = (
+                ("parameters' names, shapes and dtypes", shapes),
+                ("parameters' values", values),
+            )
+            facts = (*_common_facts(arguments), *digests)
         except Exception as caught:  # a stage of the user's own may not give its arrays
             problem = caught
     remedy = (
@@ -431,12 +434,12 @@ def _check_stage_slices(number: int, stage: PipelineStage, lengths: Sequence[int
     names = stage.unsliceable(lengths)
     if not names:
         return
-    found = ", ".join(names)
+    listed = ", ".join(names)
     if lengths == 1:
         raise ArgumentError(
             "a stage attends to slices of sequences, and the schedule has whole ones",
             stage=number,
-            found=found,
+            found=listed,
             remedy="take a schedule with as many slices, or attend without attention.Sliced",
         )
     if isinstance(lengths, int):
@@ -447,7 +450,7 @@ def _check_stage_slices(number: int, stage: PipelineStage, lengths: Sequence[int
         "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
         "other",
         stage=number,
-        found=found,
+        found=listed,
         expected="layers for which positions are alike, and nn.SelfAttention with "
         f"attention.Sliced of {slices}",
         remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a "
@@ -482,7 +485,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]
     """Refuse stages with gradients in one memory, which replicas would sum twice."""
     for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
         for flat in gradient_arrays(second):
-            if any(arrays.shares_memory(flat, there) for there in gradient_arrays(stage)):
+            if any(arrays.shares_memory(flat, other_flat) for other_flat in gradient_arrays(stage)):
                 raise ArgumentError(
                     "two stages of a rank have their gradients in the same memory, which replicas "
                     "would sum twice",

@@ -116,12 +116,12 @@ REMEDY = (
 
 def layer_of(error: Exception) -> str:
     """Return " of layer 3 (Conv)" for the innermost layer of an error's traceback; "" for none."""
-    found = ""
+    text = ""
     for frame, _ in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Layer) and owner.name:
-            found = f" of layer {owner.name} ({type(owner).__name__})"
-    return found
+            text = f" of layer {owner.name} ({type(owner).__name__})"
+    return text
 
 
 def action_error(what: str, error: Exception) -> StageError:
@@ -139,9 +139,9 @@ def memory_error(what: str, error: Exception) -> StageError | None:
     shortage = arrays.memory_shortage(error)
     if shortage is None:
         return None
-    asked = "an unknown number of" if shortage.request is None else f"{shortage.request:,}"
+    request = "an unknown number of" if shortage.request is None else f"{shortage.request:,}"
     return StageError(
         f"{what} ran out of memory on the GPU",
-        found=f"{asked} bytes asked for, {shortage.free:,} bytes free of {shortage.total:,}",
+        found=f"{request} bytes asked for, {shortage.free:,} bytes free of {shortage.total:,}",
         remedy=REMEDY,
     )

@@ -131,9 +131,9 @@ class Executor:
                 self._locate(error, action)
             raise
         except Exception as error:
-            found = action_error(NAMES[action.op], error)
-            self._locate(found, action)
-            raise found from error
+            located = action_error(NAMES[action.op], error)
+            self._locate(located, action)
+            raise located from error
         except BaseException:
             # SystemExit and KeyboardInterrupt stay what they are; other ranks hear where it was.
             self.place = (

@@ -156,7 +156,7 @@ class Loss:
                     found=type(gradient).__name__,
                     expected=f"a list of {len(output)}: the gradient of each output",
                 )
-            return [Loss.scaled(*each) for each in zip(gradient, repeat(factor), output)]
+            return [Loss.scaled(*item) for item in zip(gradient, repeat(factor), output)]
         outputs, structure = flatten(output)
         spec = MessageSpec(structure, [(leaf.shape, leaf.dtype) for leaf in outputs])
         likes = [leaf for leaf, floating in zip(outputs, spec.floating) if floating]
@@ -165,10 +165,12 @@ class Loss:
         leaves = spec.gradient_leaves(gradient, "the gradient of the loss", "the output")
         for leaf, like in zip(leaves, likes):
             if arrays.is_device(leaf) != arrays.is_device(like):
-                found, expected = (f"an array on {arrays.device_of(each)}" for each in (leaf, like))
+                actual, expected = (
+                    f"an array on {arrays.device_of(item)}" for item in (leaf, like)
+                )
                 raise ArgumentError(
                     "the gradient of the loss does not match the output",
-                    found=found,
+                    found=actual,
                     expected=expected,
                 )
         return spec.gradient_tree(
@@ -344,11 +346,11 @@ class Weighing:
         total = shared.total
         replicas = 1 if self.replicas is None else self.replicas.size
         if 0 < givers < replicas:
-            found = f"{givers} of {replicas} replicas with weights"
+            counts = f"{givers} of {replicas} replicas with weights"
             remedy = "give the same loss to all replicas"
             message = "the loss returns weights on some replicas only"
             problem: MpipipeError = MismatchError(
-                message, found=found, expected="all or none", remedy=remedy
+                message, found=counts, expected="all or none", remedy=remedy
             )
         elif givers and not 0 < total < math.inf:
             problem = ArgumentError(

@@ -59,7 +59,8 @@ class StageMessages:
         self.specs = self.kept.get(signature, {})
         if self.known and key not in self.receive_schedules:
             leaves = [
-                self._leaves(self.specs[each.edge, each.unit], each) for each in plan.receives
+                self._leaves(self.specs[message.edge, message.unit], message)
+                for message in plan.receives
             ]
             window = plan.window * max(map(len, leaves), default=0)
             self.receive_schedules[key] = (
@@ -260,17 +261,17 @@ def parted(
     Raises StageError if one of these is missing, or one is there that the stage does not have.
     `what` is the action.
     """
-    main, given = (result.main, result.skips) if type(result) is Branches else (result, {})
-    wanted = {port.name for port in ports if port.wanted}
-    if not wanted <= {*given} or not {*given} <= {port.name for port in ports}:
-        there = ", ".join(given)
+    main, trees = (result.main, result.skips) if type(result) is Branches else (result, {})
+    names = {port.name for port in ports if port.wanted}
+    if not names <= {*trees} or not {*trees} <= {port.name for port in ports}:
+        listed = ", ".join(trees)
         raise StageError(
             f"the {what} of a stage does not give what its skips want",
-            found=f"Branches with {there or 'no skips'}"
+            found=f"Branches with {listed or 'no skips'}"
             if type(result) is Branches
             else type(result).__name__,
-            expected=f"mpipipe.Branches with {', '.join(sorted(wanted))}" if wanted else "no skips",
+            expected=f"mpipipe.Branches with {', '.join(sorted(names))}" if names else "no skips",
             remedy="return Branches(tree, name=tree) with a tree for each skip of "
             "schedules.with_skips, and no other",
         )
-    return main, {name: tree for name, tree in given.items() if name in wanted}
+    return main, {name: tree for name, tree in trees.items() if name in names}

@@ -221,13 +221,13 @@ class Pipeline:
             DeviceClock() if ranks.device == "cuda" else HostClock(),
             arguments.input_grads,
         )
-        for each in attached:
+        for attached_stage in attached:
             poll = mailbox.poll if sums is None else executor.poll
-            each.attach(poll, names_given(schedule, each.number))
+            attached_stage.attach(poll, names_given(schedule, attached_stage.number))
             if checks is not None:
-                each.runner = CheckedStage(each, checks)
+                attached_stage.runner = CheckedStage(attached_stage, checks)
             elif ranks.device == "cuda" and settings.GRAPHS.is_on:
-                use_graphs(each)
+                use_graphs(attached_stage)
 
         # -- Calls
 

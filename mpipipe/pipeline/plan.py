@@ -143,14 +143,16 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
         stage: int, microbatch: int, direction: int
     ) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
         """(Those over which the stage takes, those over which it gives)."""
-        found: tuple[list[Port], list[Port]] = [], []
+        both_ends: tuple[list[Port], list[Port]] = [], []
         for edge, (name, *ends) in enumerate(schedule.skips, schedule.stages):
             if stage in ends:
-                wanted = direction == FORWARD or ends[0] >= lowest
-                there = ends[1 - ends.index(stage)]
-                message = envelope(edge, there, microbatch, direction, name) if wanted else None
-                found[stage == ends[direction]].append(Port(name, edge, message, wanted))
-        return tuple(found[0]), tuple(found[1])
+                is_wanted = direction == FORWARD or ends[0] >= lowest
+                neighbour = ends[1 - ends.index(stage)]
+                message = (
+                    envelope(edge, neighbour, microbatch, direction, name) if is_wanted else None
+                )
+                both_ends[stage == ends[direction]].append(Port(name, edge, message, is_wanted))
+        return tuple(both_ends[0]), tuple(both_ends[1])
 
     steps = []
     numbers = units(schedule.units, schedule.slices)

@@ -50,14 +50,14 @@ def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
     here = {id(inner) for stage in stages for inner in stage.inner_stages}
     for stage, number in zip(stages, numbers):
         for inner, model in enumerate(stage.inner_stages):
-            for name, (owner, there) in model.buffers.owners.items():
+            for name, (owner, owner_name) in model.buffers.owners.items():
                 if id(owner) not in here:
                     raise ArgumentError(
                         f"the tied parameter {name} lies in the buffer of a stage of an earlier "
                         "pipeline",
                         stage=number,
                         found=f"this rank is not given that stage (there number {owner.index}, "
-                        f"where it is {there})",
+                        f"where it is {owner_name})",
                         expected="both stages on this rank, or neither",
                         remedy="give this pipeline both; or build a stage of new layers in place "
                         "of this one, and copy "
@@ -89,7 +89,7 @@ def check_ties(table: Sequence[Facts]) -> None:
                 )
             if place.frozen != first.frozen:
                 raise partly_frozen_error(
-                    key, [each.name for each in (first, place) if not each.frozen]
+                    key, [site.name for site in (first, place) if not site.frozen]
                 )
 
 
@@ -164,15 +164,16 @@ class Ties:
             }
             if users:
                 tied.append((places, users))
-                mine = list(
+                own_users = list(
                     users.values()
                 )  # the storage stays where an earlier pipeline has put it
                 first = next(
-                    (user for user in mine if user.name not in user.stage.buffers.owners), mine[0]
+                    (user for user in own_users if user.name not in user.stage.buffers.owners),
+                    own_users[0],
                 )
-                shared += [(user, first) for user in mine if user is not first]
+                shared += [(user, first) for user in own_users if user is not first]
         share(shared)
-        self.parameters = [TiedParameter(pipe, transport, *each) for each in tied]
+        self.parameters = [TiedParameter(pipe, transport, *pair) for pair in tied]
 
     def sum_gradients(self) -> None:
         for parameter in self.parameters:
@@ -244,8 +245,8 @@ class TiedParameter:
                 requests.append([self._send(part, place, peer) for peer in self.peers])
             else:
                 requests.append([self._receive(part, place)])
-        for place, mine in zip(self.places, requests):
-            self._wait(mine, place)
+        for place, of_place in zip(self.places, requests):
+            self._wait(of_place, place)
         total, *others = self.parts  # if it is of this rank, then it is the first of `sums`
         for part in others:
             kernels.of_array(total).accumulate(total, part)

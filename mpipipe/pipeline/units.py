@@ -224,8 +224,8 @@ class Slicing:
         if count == 1:
             return gradients
         cut = (
-            split_as(each, units[at : at + count], 1)
-            for at, each in zip(range(0, len(units), count), gradients)
+            split_as(gradient, units[at : at + count], 1)
+            for at, gradient in zip(range(0, len(units), count), gradients)
         )
         return [arrays.in_c_order(part) for parts in cut for part in parts]
 
@@ -234,7 +234,7 @@ class Slicing:
         if self.count == 1:
             return batch
         if isinstance(batch, list):
-            return [each for tree in batch for each in self.cut(tree)]
+            return [part for tree in batch for part in self.cut(tree)]
         for shapes in shapes_of(batch):
             self.lengths_of(shapes)
         return AskedSlices(batch, self)
@@ -243,7 +243,9 @@ class Slicing:
         """Return what each unit counts, by its positions, from what the micro-batches count."""
         lengths = map(self.lengths_of, shapes_of(batch))
         return [
-            count * length / sum(each) for count, each in zip(counts, lengths) for length in each
+            count * length / sum(slice_lengths)
+            for count, slice_lengths in zip(counts, lengths)
+            for length in slice_lengths
         ]
 
     def whole(self, units: Sequence[Tree]) -> list[Tree]:

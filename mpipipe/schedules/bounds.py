@@ -155,21 +155,22 @@ def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
     Valid since all of that work is on one rank, after the earliest of these begins and before the
     latest of its ends.
     """
-    trained = [each for each in own if each.is_trained]
+    trained = [stage for stage in own if stage.is_trained]
     kinds = [
-        (each.forward_begins, microbatches * each.forward, each.forward_follow) for each in own
+        (stage.forward_begins, microbatches * stage.forward, stage.forward_follow) for stage in own
     ]
     kinds += [
-        (each.input_begins, microbatches * each.input_grad, each.input_follow) for each in trained
+        (stage.input_begins, microbatches * stage.input_grad, stage.input_follow)
+        for stage in trained
     ]
     kinds += [
-        (each.input_begins + each.input_grad, microbatches * each.weight_grad, 0.0)
-        for each in trained
+        (stage.input_begins + stage.input_grad, microbatches * stage.weight_grad, 0.0)
+        for stage in trained
     ]
-    for each in trained:
-        work = each.recomputations
+    for stage in trained:
+        work = stage.recomputations
         kinds.append(
-            (each.forward_begins + each.forward, work, each.input_grad + each.input_follow)
+            (stage.forward_begins + stage.forward, work, stage.input_grad + stage.input_follow)
         )
     for begin in {kind[0] for kind in kinds}:
         for follow in {kind[2] for kind in kinds}:
@@ -185,11 +186,11 @@ def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterato
 
     With one stage each limit-th F waits for the W of a micro-batch that has been away in between.
     """
-    begin = min(each.forward_begins for each in own)
-    follow = min(each.input_follow for each in own)
-    away = math.fsum(each.input_begins - each.forward_begins + each.input_grad for each in own)
+    begin = min(stage.forward_begins for stage in own)
+    follow = min(stage.input_follow for stage in own)
+    away = math.fsum(stage.input_begins - stage.forward_begins + stage.input_grad for stage in own)
     yield begin + microbatches * away / limit + follow
-    yield begin + microbatches * (away + math.fsum(each.weight_grad for each in own)) / limit
+    yield begin + microbatches * (away + math.fsum(stage.weight_grad for stage in own)) / limit
     if len(own) == 1:
         (only,) = own
         trip = only.input_begins - only.forward_begins + only.input_grad + only.weight_grad

@@ -226,8 +226,8 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
     unit = action.microbatch
     state = states[unit]
     forward, again, inputs, weights, whole = (
-        schedule.cell(action._replace(op=each))
-        for each in (FORWARD, RECOMPUTE, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+        schedule.cell(action._replace(op=other))
+        for other in (FORWARD, RECOMPUTE, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
     )
     if (state, op) in NEXT:  # only its sequence is in the way
         missing = _first_missing(states, op, unit, schedule.slices)
@@ -296,9 +296,9 @@ def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     for (rank, slot), later in zip(cells[:LISTED_RANKS], awaited):
         owner = schedule.placement[later.stage]
         here = schedule.orders[rank][slot]
-        there = schedule.cell(later)
+        last = schedule.cell(later)
         links.append(
-            f"rank {rank} at {schedule.cell(here)} waits for {there}, later on rank {owner}"
+            f"rank {rank} at {schedule.cell(here)} waits for {last}, later on rank {owner}"
         )
     if len(cycle) > LISTED_RANKS:
         links.append(f"and so on around {len(cycle)} ranks")

@@ -77,7 +77,7 @@ def with_recompute(
     """
     check(schedule)
     checks.limit(memory_limit)
-    whole, kept = sizes_per_stage(schedule, activation, kept_input)
+    whole, inputs = sizes_per_stage(schedule, activation, kept_input)
     plain = schedule
     if schedule.recomputed:
         orders = []
@@ -87,13 +87,13 @@ def with_recompute(
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
-    least = [max(held(order, whole, kept, schedule.trained_from)) for order in everything.orders]
+    least = [max(held(order, whole, inputs, schedule.trained_from)) for order in everything.orders]
     if memory_limit is None:
         more = []
         for rank in range(schedule.ranks):
             more.append(max(whole[stage] for stage in schedule.stages_of(rank)))
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
-        return hidden_in_waits(everything, costs, limits, whole, kept)[0]
+        return hidden_in_waits(everything, costs, limits, whole, inputs)[0]
     limit = memory_limit * (1 + ROUNDING)
     most = max(least)
     if not limit >= most:
@@ -105,20 +105,20 @@ def with_recompute(
             remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
         )
     timeline = simulate(plain, costs)
-    lives = [_lives(timeline, rank, whole, kept) for rank in range(schedule.ranks)]
-    found = []
+    lives = [_lives(timeline, rank, whole, inputs) for rank in range(schedule.ranks)]
+    results = []
     for preference in PREFERENCES:
         of_ranks = (
-            _given_up(order, own, whole, limit, preference)
-            for order, own in zip(plain.orders, lives)
+            _given_up(order, of_rank, whole, limit, preference)
+            for order, of_rank in zip(plain.orders, lives)
         )
         chosen = set().union(*of_ranks)
-        found.append(
+        results.append(
             hidden_in_waits(
-                before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept
+                before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, inputs
             )
         )
-    return min(found, key=lambda each: (each[1], len(each[0].recomputed)))[0]
+    return min(results, key=lambda each: (each[1], len(each[0].recomputed)))[0]
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
@@ -129,11 +129,15 @@ def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) 
 
 
 def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -> Iterator[Action]:
-    there = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
+    existing = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     for action in order:
         stage, op, microbatch = action
         pair = stage, microbatch
-        if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in there:
+        if (
+            op in (BACKWARD, INPUT_GRAD)
+            and (pairs is None or pair in pairs)
+            and pair not in existing
+        ):
             yield Action(stage, RECOMPUTE, microbatch)
         yield action
 
@@ -189,7 +193,7 @@ def _given_up(
 ) -> set[Pair]:
     """Walk through an order; where it holds too much, choose activations to recompute."""
     now = 0.0
-    found: set[Pair] = set()
+    chosen: set[Pair] = set()
     waiting: list[
         tuple[tuple[float, float], Pair]
     ] = []  # for their backwards; the first to be given up comes first
@@ -197,18 +201,18 @@ def _given_up(
         pair = stage, microbatch
         if op == FORWARD and pair in lives:
             now += whole[stage]
-        elif op in (BACKWARD, INPUT_GRAD) and pair in found:
+        elif op in (BACKWARD, INPUT_GRAD) and pair in chosen:
             now += lives[pair].freed
         while now > limit:
             _, other = heappop(waiting)
             if lives[other].end > slot:
-                found.add(other)
+                chosen.add(other)
                 now -= lives[other].freed
         if op == FORWARD and pair in lives:
             heappush(waiting, (preference(lives[pair]), pair))
         elif op in (BACKWARD, WEIGHT_GRAD):
             now -= whole[stage]
-    return found
+    return chosen
 
 
 # -- Recomputations moved ahead, into time in which their rank would wait --------------------------
@@ -290,7 +294,7 @@ class _Waits:
         seconds = self.seconds
         waiting = [slot for slot, wait in enumerate(waits) if wait > 0]
         forwards: dict[tuple[int, int], int] = {}
-        found = {}
+        moves = {}
         for slot, (stage, op, microbatch) in enumerate(order):
             if op == FORWARD:
                 forwards[stage, microbatch] = slot
@@ -298,8 +302,8 @@ class _Waits:
                 begin = forwards[stage, microbatch]
                 between = waiting[bisect_right(waiting, begin) : bisect_left(waiting, slot)]
                 if any(waits[wait] >= share * seconds[slot] for wait in between):
-                    found[slot] = begin
-        return found
+                    moves[slot] = begin
+        return moves
 
     def moved(
         self,
@@ -331,5 +335,9 @@ class _Waits:
                 del left[source]
                 memory[slot:source] = [amount + more[source] for amount in memory[slot:source]]
         gone = {slot for slot in places if slot not in left}
-        kept = [() if slot in gone else (action,) for slot, action in enumerate(self.order)]
-        return tuple(one for slot, own in enumerate(kept) for one in (*ahead.get(slot, ()), *own))
+        remaining = [() if slot in gone else (action,) for slot, action in enumerate(self.order)]
+        return tuple(
+            one
+            for slot, actions in enumerate(remaining)
+            for one in (*ahead.get(slot, ()), *actions)
+        )

@@ -194,10 +194,10 @@ def advise(
     sizes: dict[str, Any] = dict(
         ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices, costs=costs
     )
-    found = [simulate(by_name(name, **sizes), costs) for name in names(chunks)]
-    limit = (1 + SAME) * min(timeline.makespan for timeline in found)
+    timelines = [simulate(by_name(name, **sizes), costs) for name in names(chunks)]
+    limit = (1 + SAME) * min(timeline.makespan for timeline in timelines)
     peak, best = min(
-        ((max(t.peak_activations), t) for t in found if t.makespan <= limit),
+        ((max(t.peak_activations), t) for t in timelines if t.makespan <= limit),
         key=lambda each: each[0],
     )
     return Advice(microbatches, best.bubble_fraction, best.schedule.name, peak)

@@ -41,24 +41,24 @@ def replay(
     """
     stages = len(placement)
     # A line of the tables below is a stage or, where slices differ in time, a unit of a stage.
-    each = (
+    slice_shares = (
         [*shares] * (microbatches // len(shares))
         if any(share != 1.0 for share in shares)
         else [1.0]
     )
-    width = microbatches // len(each)
+    width = microbatches // len(slice_shares)
     times: list[Sequence[float]] = [durations[op] for op in OPS]
-    if len(each) > 1:
+    if len(slice_shares) > 1:
         sliced: list[Sequence[float]] = []
         for of_op in times:
-            sliced.append([time * share for time in of_op for share in each])
+            sliced.append([time * share for time in of_op for share in slice_shares])
         times = sliced
     forward, backward, input_grad, weight_grad, recompute = times
     # How far away the index of the awaited action is; 0 if an action waits for none.
-    before_forward = _distances(FORWARD, stages, microbatches, len(each))
-    before_backward = _distances(BACKWARD, stages, microbatches, len(each))
-    hop = [time for time in hops(placement, transfer) for _ in each]
-    hop_back = [*hop[len(each) :], *[0.0 for _ in each]]
+    before_forward = _distances(FORWARD, stages, microbatches, len(slice_shares))
+    before_backward = _distances(BACKWARD, stages, microbatches, len(slice_shares))
+    hop = [time for time in hops(placement, transfer) for _ in slice_shares]
+    hop_back = [*hop[len(slice_shares) :], *[0.0 for _ in slice_shares]]
     # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not
     # done yet
     forward_done = array("d", [-1.0]) * (stages * microbatches)
@@ -143,7 +143,7 @@ def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
     """Return the time of a message from the stage before, for each stage: 0 within a rank."""
     pairs = itertools.pairwise(placement)
     return [0.0] + [
-        cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])
+        cost if here != next_rank else 0.0 for (here, next_rank), cost in zip(pairs, transfer[1:])
     ]
 
 

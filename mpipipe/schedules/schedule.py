@@ -256,7 +256,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
             found=type(skips).__name__,
             expected="a dict as in {'residual': (0, 3)}",
         )
-    found = []
+    skips_found = []
     for name, given in skips.items():
         for ends in (
             given
@@ -267,9 +267,9 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
                 raise ScheduleError(
                     f"skip {name!r} has no two ends", found=repr(ends), expected="(source, target)"
                 )
-            found.append(Skip(name, *ends))
-    check_skips(found, schedule.stages)
-    return replace(schedule, skips=tuple(sorted(found)))
+            skips_found.append(Skip(name, *ends))
+    check_skips(skips_found, schedule.stages)
+    return replace(schedule, skips=tuple(sorted(skips_found)))
 
 
 def check_skips(skips: Any, stages: int) -> None:

@@ -64,8 +64,8 @@ class Costs:
 
         ArgumentError is raised if it is negative, not finite, or not one per stage.
         """
-        given = "forward" if name == "recompute" and self.recompute is None else name
-        return one_per_stage(f"the cost {given}", given, getattr(self, given), stages)
+        field = "forward" if name == "recompute" and self.recompute is None else name
+        return one_per_stage(f"the cost {field}", field, getattr(self, field), stages)
 
     def average(self, stages: int) -> Costs:
         """Give each cost as its mean over the stages, a number that fits any number of stages."""
@@ -323,7 +323,7 @@ def peak_memory(
     >>> schedules.peak_memory(schedules.with_recompute(schedule), activation=10, kept_input=1)
     [13.0, 12.0, 11.0, 10.0]
     """
-    whole, kept = sizes_per_stage(schedule, activation, kept_input)
+    whole, inputs = sizes_per_stage(schedule, activation, kept_input)
     if schedule.forwards_only:
         return [0.0] * schedule.ranks
     n = schedule.slices
@@ -336,9 +336,9 @@ def peak_memory(
             of_slices.append(tuple(Action(a.stage * n + a.microbatch % n, *a[1:]) for a in order))
         orders = tuple(of_slices)
         whole = [size * share for size in whole for share in shares]
-        kept = [size * share for size in kept for share in shares]
+        inputs = [size * share for size in inputs for share in shares]
         trained_from *= n
-    return [max(held(order, whole, kept, trained_from)) for order in orders]
+    return [max(held(order, whole, inputs, trained_from)) for order in orders]
 
 
 def sizes_per_stage(
@@ -346,8 +346,8 @@ def sizes_per_stage(
 ) -> tuple[list[float], list[float]]:
     """Return (size of an activation, size of its input) of each stage."""
     whole = one_per_stage("the size of an activation", "activation", activation, schedule.stages)
-    kept = one_per_stage("the size of an input", "kept_input", kept_input, schedule.stages)
-    for stage, (size, part) in enumerate(zip(whole, kept)):
+    inputs = one_per_stage("the size of an input", "kept_input", kept_input, schedule.stages)
+    for stage, (size, part) in enumerate(zip(whole, inputs)):
         if part > size:
             raise ArgumentError(
                 "the input of a stage is part of its activation",
@@ -355,7 +355,7 @@ def sizes_per_stage(
                 found=f"kept_input={part:g}, activation={size:g}",
                 expected="an input that is not larger than its activation",
             )
-    return whole, kept
+    return whole, inputs
 
 
 def held(
@@ -475,5 +475,8 @@ class Links:
         nodes = [rank // self.node_size for rank in placement]
         return hops(
             placement,
-            [0.0, *(inside if here == there else outside for here, there in pairwise(nodes))],
+            [
+                0.0,
+                *(inside if here == neighbour else outside for here, neighbour in pairwise(nodes)),
+            ],
         )

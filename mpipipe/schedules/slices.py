@@ -81,7 +81,7 @@ def _needed(forwards: Sequence[Action], backwards: Backwards) -> int:
         for action, before in backwards
         if action.op in "BI"
     ]
-    return max(own - before for own, before in back)
+    return max(after - before for after, before in back)
 
 
 def _merged(forwards: Sequence[Action], backwards: Backwards, ahead: int) -> Iterator[Action]:

@@ -338,7 +338,7 @@ def fill_idle_with_weight_grads(
     left = [sum(map(len, of_rank)) for of_rank in queues]
     orders: list[list[int]] = [[] for _ in queues]
     ends: list[list[float]] = [[] for _ in seconds]
-    held = [0.0] * times.ranks
+    activations = [0.0] * times.ranks
     owed: list[deque[int]] = [deque() for _ in queues]
     begins = [0.0] * times.ranks
     free = [(0.0, rank) for rank in range(times.ranks)]
@@ -354,7 +354,7 @@ def fill_idle_with_weight_grads(
             if not rest:
                 continue
             task = rest[0]
-            if task % 3 == 0 and held[rank] + 1 > limit + ROUNDING:
+            if task % 3 == 0 and activations[rank] + 1 > limit + ROUNDING:
                 is_full = True
                 continue
             before = waits_for[task]
@@ -389,7 +389,7 @@ def fill_idle_with_weight_grads(
         end = start + seconds[task]
         ends[task].append(end)
         orders[rank].append(task)
-        held[rank] += holds[task % 3]
+        activations[rank] += holds[task % 3]
         heapreplace(free, (end, rank))
         waiting = times.awaited_by[task]
         if waiting >= 0 and times.rank[waiting] in asleep:

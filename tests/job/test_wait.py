@@ -33,10 +33,12 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
         pair = RankGroup(comm.Split(0 if comm.rank < 2 else 1, comm.rank))
         other = RankGroup(comm.Split(0 if comm.rank > 0 else 1, comm.rank))
         if comm.rank == 0:
+            comm.Barrier()  # a note that comes while a communicator is made does not end that
             pair.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
             return "told"
         with pytest.raises(PeerError, match="wet paint") as caught:
             with other.failing("a test"):
+                comm.Barrier()
                 wait_for(Never())
         assert caught.value.reported_elsewhere
         assert other not in context.current_rank().groups
