@@ -283,11 +283,12 @@ def decay_ranges(
 ) -> list[tuple[int, int, bool]]:
     """Cut a flat buffer of `end` elements into the longest (start, stop, decay) of equal decay.
 
-    Offsets are in the order of memory. A gap goes with what is before it.
+    Offsets are in the order of memory. A gap goes with what is before it; one at the start goes with
+    the first parameter.
     """
     ranges: list[tuple[int, int, bool]] = []
-    starts = list(offsets.values())
-    for name, start, stop in zip(offsets, starts, [*starts[1:], end]):
+    later = list(offsets.values())[1:]
+    for name, start, stop in zip(offsets, [0, *later], [*later, end]):
         decay = decays[name]
         if ranges and (ranges[-1][2] == decay or start == stop):
             ranges[-1] = (ranges[-1][0], stop, ranges[-1][2])

@@ -78,7 +78,7 @@ class Progress:
                 ) from error
 
     def _restore(self, start: Checkpoint) -> None:
-        facts = start.state["record"]
+        facts = dict(start.state["record"])
         if not all(type(value) in (int, float) for value in facts.values()):
             raise ValueError("the record has something else than numbers")
         scale = start.state["loss_scale"]
