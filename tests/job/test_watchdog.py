@@ -81,10 +81,10 @@ def breaking(pipeline):
     mailbox = pipeline.executor.messages.mailbox
     put, put_array = mailbox.put, mailbox.put_array
     def forget(envelope, arrays):
-        if rank == 1 or envelope.microbatch != 2:
+        if rank == 1 or envelope.unit != 2:
             put(envelope, arrays)
     def forget_array(start, envelope, array):
-        if rank == 1 or envelope.microbatch != 2:
+        if rank == 1 or envelope.unit != 2:
             put_array(start, envelope, array)
     mailbox.put, mailbox.put_array = forget, forget_array
 """
