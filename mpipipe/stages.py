@@ -294,11 +294,12 @@ class UserStage:
         return parameters.like(getattr(self.user_stage, "gradients", None))
 
     def own_arrays(self) -> dict[str, Array]:
-        """Return its parameters, and what `state_dict()` has besides, by name."""
+        """Return its parameters, together and by name, and what `state_dict()` has besides."""
         holder = getattr(self.user_stage, "parameters", None)
-        arrays_by_name: dict[str, Array] = (
-            {} if flat_if_any(holder) is None else dict(FlatView.of(holder))
-        )
+        arrays_by_name: dict[str, Array] = {}
+        if flat_if_any(holder) is not None:
+            view = FlatView.of(holder)
+            arrays_by_name = {WHOLE: view.flat, **view}
         for name, array in getattr(self.user_stage, "state_dict", dict)().items():
             if name not in arrays_by_name and arrays.is_array(array):
                 arrays_by_name[name] = array
@@ -319,7 +320,9 @@ class UserStage:
 
     @property
     def before_write(self) -> list[Callable[[], object]]:
-        return getattr(self.user_stage, "before_write", None) or []
+        hooks = getattr(self.user_stage, "before_write", None)
+        # A list that is empty is the user's own, too: a pipeline adds to it.
+        return [] if hooks is None else hooks
 
     @property
     def contents(self) -> Mapping[str, Any]:

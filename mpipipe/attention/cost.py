@@ -66,9 +66,8 @@ def sent_backward(
     precision they are twice as many, since gradients travel in float32.
 
     Blocks come in the order rank - (N - 1), ..., rank - 1, rank. The rank passes on K and V of all
-    but the last two (N
-    - 2 hops: the last is at home), and dK and dV of all but the last (N - 1 hops). That makes (2 N
-      - 3) kv_bytes if shards are even, and none for a rank alone.
+    but the last two, by N - 2 hops (the last is at home), and dK and dV of all but the last, by
+    N - 1 hops. That makes (2 N - 3) kv_bytes if shards are even, and none for a rank alone.
     """
     steps = len(blocks) if steps is None else steps
     return sum(

@@ -283,8 +283,7 @@ def decay_ranges(
 ) -> list[tuple[int, int, bool]]:
     """Cut a flat buffer of `end` elements into the longest (start, stop, decay) of equal decay.
 
-    Offsets are in the order of memory. A gap goes with what is before it; one at the start goes with
-    the first parameter.
+    Offsets are in the order of memory. A gap goes with what is before it, or with the first one.
     """
     ranges: list[tuple[int, int, bool]] = []
     later = list(offsets.values())[1:]

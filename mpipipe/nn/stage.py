@@ -203,17 +203,24 @@ class Stage(Differentiable):
 
     @property
     def contents(self) -> dict[str, Any]:
-        """All arrays by name, for a checkpoint: StateShards of parameters that are divided."""
+        """All arrays by name, for a checkpoint: StateShards of parameters that are divided.
+
+        A subclass with more arrays has `state_dict()` and `load_state_dict(arrays)`.
+        """
+        if hasattr(self, "state_dict"):
+            return self.state_dict()
         return {**{name: self.parameters.entry(name) for name in self.parameters}, **self.state}
 
     def set_contents(self, values: Callable[[str], Array]) -> None:
-        """Do nothing: all of `contents` is set in place.
+        """Give a subclass with `load_state_dict` its arrays; all others are set in place.
 
         Parameters
         ----------
         values : callable
             Gives an array for each name.
         """
+        if hasattr(self, "load_state_dict"):
+            self.load_state_dict({name: values(name) for name in self.contents})
 
     @property
     def inner_stages(self) -> list[Stage]:

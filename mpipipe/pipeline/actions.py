@@ -96,9 +96,11 @@ class PlainForward(PlainAction):
         marks.append(perf_counter())
         self.runner.position = call.positions[unit]
         result = self.runner.forward(x)
-        if type(result) is not tuple:
+        if type(result) is not tuple or len(result) != 2:
             raise wrong_result(result)
         y, saved = result
+        if type(y) is Branches:
+            y, _ = parted(y, (), NAMES["F"])
         if self.action.last and call.targets is not None:
             self.use_output(call, read_only(y), call.targets[unit], unit)
         marks.append(perf_counter())
@@ -137,9 +139,13 @@ class PlainBackward(PlainAction):
         marks.append(perf_counter())
 
         if self.send is not None:
+            if type(dx) is Branches:
+                dx, _ = parted(dx, (), NAMES["B"])
             self.give(call, dx, taken)
         elif self.returns_dx:
-            call.input_gradients[unit] = unscaled(copy_if_aliased(dx, taken), call.scale)
+            if taken:
+                dx = copy_if_aliased(dx, taken)
+            call.input_gradients[unit] = unscaled(dx, call.scale)
         for received in taken:
             received.free.append(received)
 
@@ -204,9 +210,6 @@ class Forward(GeneralAction):
             x = call.inputs[unit]
         else:
             x, lease = self.messages.take(action, call.local)
-        target = None
-        if action.last and call.targets is not None:
-            target = call.targets[unit]
         position = call.positions[unit]
         if call.training and not action.keeps:
             position = position._replace(keeps=False)
@@ -223,11 +226,11 @@ class Forward(GeneralAction):
         skips: dict[str, Tree] = {}
         if action.gives or type(y) is Branches:
             y, skips = parted(y, action.gives, NAMES["F"])
-        if target is not None:
+        if action.last and call.targets is not None:
             loss = self.executor.loss
             # A loss over the batch holds the output after its buffers may be used again.
-            output = copy_if_aliased(y, lease) if loss.gathers else y
-            loss.use_output(call, read_only(output), target, unit)
+            output = copy_if_aliased(y, lease) if lease and loss.gathers else y
+            loss.use_output(call, read_only(output), call.targets[unit], unit)
         call.marks.append(now())
 
         if lease:

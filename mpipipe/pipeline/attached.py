@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.stages import PipelineStage, Runner, gradient_arrays
-
-
-class Place(NamedTuple):
-    """Where an array lies."""
-
-    address: int
-    size: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{self.size}] at {self.address:#x}"
 
 
 class AttachedStage:
@@ -38,7 +26,7 @@ class AttachedStage:
         self.runs_again = runs_again
         self._poll: Callable[[], object] | None = None
         # Where the gradients of a user's stage lie, and which tied parameters lie elsewhere.
-        self._place: Place | None = None
+        self._place = "None"
         self._owners: list[dict] = []
 
     def attach(self, poll: Callable[[], object], gives: Sequence[str]) -> None:
@@ -106,14 +94,14 @@ class AttachedStage:
             raise ArgumentError(
                 "the gradients of a stage have been replaced since the pipeline was built",
                 stage=self.number,
-                found=str(place),
+                found=place,
                 expected=f"{self._place}, the same in all steps",
                 remedy="write into the array (gradients.flat[...] = 0), set nothing to None; or "
                 "build it anew",
             )
 
-    def _place_of_gradients(self) -> Place | None:
+    def _place_of_gradients(self) -> str:
         flat = self.stage.own_gradients
         if flat is None:
-            return None
-        return Place(arrays.address(flat), flat.size, flat.dtype.name)
+            return "None"
+        return f"{flat.dtype.name}[{flat.size}] at {arrays.address(flat):#x}"

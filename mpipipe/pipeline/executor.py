@@ -20,7 +20,7 @@ from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.diagnostics import action_error
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.gradient_sums import GradientSums
-from mpipipe.pipeline.messages import KNOWN_SHAPES, StageMessages
+from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import NAMES, PlannedAction
 from mpipipe.trace import Recorder
 
@@ -55,6 +55,7 @@ class Executor:
         self.place = f"rank {rank}"
         # By signature of the inputs, and id of the plan.
         self._programs: dict[tuple[int, int], Program] = {}
+        self._drops = 0
         # The call under way, or one that has failed: kernels and messages may still touch its
         # arrays.
         self.call: Call | None = None
@@ -81,9 +82,11 @@ class Executor:
         if not is_usual:
             return [(self._bound(step, may_be_plain=False), step) for step in steps]
         key = messages.signature, id(call.plan)
+        # Programs are bound to the specs of messages.
+        if self._drops != messages.drops:
+            self._drops = messages.drops
+            self._programs.clear()
         if key not in self._programs:
-            if len(self._programs) == 2 * KNOWN_SHAPES:
-                self._programs.clear()
             self._programs[key] = [(self._bound(step, may_be_plain=True), step) for step in steps]
         return self._programs[key]
 

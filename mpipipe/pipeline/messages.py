@@ -39,6 +39,7 @@ class StageMessages:
         # Specs of this call, by (edge, unit), and of earlier ones, by signature of the inputs.
         self.specs: dict[tuple[int, int], MessageSpec] = {}
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}
+        self.drops = 0  # how often all of them were dropped
         # By (signature, id of the plan), with the window.
         self.receive_schedules: dict[tuple[int, int], tuple[list[Incoming], int]] = {}
         # The plan of the last call, and the signature of its inputs.
@@ -51,6 +52,7 @@ class StageMessages:
         self.known = signature in self.kept
         # Every rank drops them at the same call.
         if not self.known and len(self.kept) == KNOWN_SHAPES:
+            self.drops += 1
             self.kept.clear()
             self.receive_schedules.clear()
             self.mailbox.drop_buffers()

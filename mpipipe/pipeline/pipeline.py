@@ -626,16 +626,15 @@ class Pipeline:
 
     def _check_halves(self, name: str) -> None:
         """Raise ArgumentError unless `backward`, and nothing else, follows `forward_train`."""
-        remedy = (
-            "call forward_train, then backward once, and no other method of this pipeline between "
-            "them"
-        )
-        if self._halfway is None and name == "backward":
-            message = "backward was called without a forward_train before it"
-            raise ArgumentError(message, remedy=remedy)
-        if self._halfway is not None and name != "backward":
-            message = f"{name} was called between a forward_train and its backward"
-            raise ArgumentError(message, remedy=remedy)
+        if (self._halfway is None) == (name == "backward"):
+            when = "without a forward_train before it"
+            if self._halfway is not None:
+                when = "between a forward_train and its backward"
+            raise ArgumentError(
+                f"{name} was called {when}",
+                remedy="call forward_train, then backward once, and no other method of this "
+                "pipeline between them",
+            )
 
     def _begin(self, name: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> Call:
         """Begin a call that all ranks have agreed on."""

@@ -7,7 +7,7 @@ import pytest
 from support import dense
 from support.tolerance import within
 
-from mpipipe import Mesh, Pipeline, nn, schedules, tracing
+from mpipipe import Branches, Mesh, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.stages import as_stages
@@ -295,3 +295,123 @@ def test_replicas_of_a_users_stage_start_from_the_same_state(pair, change, kind,
         change(stage, mesh.rank)
         with pytest.raises(kind, match=match):
             Pipeline([stage], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas)
+
+
+# -- the short way of an action is taken by stages of the user's own, too ----------------------------------------------
+
+
+class Cut:
+    """Hands on the first columns; how many is an attribute."""
+
+    gradients = None
+    width = 2
+
+    def __init__(self):
+        self.before_write = []
+
+    def forward(self, x):
+        return 1.0 * x[:, : self.width], x.shape
+
+    def backward(self, dy, shape):
+        dx = np.zeros(shape)
+        dx[:, : dy.shape[1]] = dy
+        return dx
+
+
+def mean_of_squares(y, target):
+    return float((y**2).mean()), 2 * y / y.size
+
+
+def cut_pipeline(comm, last):
+    return Pipeline([Cut() if comm.rank == 0 else last], schedules.gpipe(2, 2), comm, loss=mean_of_squares)
+
+
+def test_a_width_that_depends_on_more_than_shapes_is_refused_also_after_shapes_were_forgotten():
+    def job(comm):
+        pipeline = cut_pipeline(comm, nn.Stage([nn.Gelu()], "float64"))
+        (stage,) = pipeline.stages
+
+        def step(rows, width):
+            if comm.rank == 0:
+                stage.width = width
+            x = np.ones((rows, 3))
+            pipeline.step(x if comm.rank == 0 else None, x if comm.rank == 1 else None)
+
+        step(4, 2)
+        step(4, 2)
+        for more in range(32):  # the shapes of the first batch are forgotten with the last of these
+            step(6 + 2 * more, 3)
+        step(4, 3)
+        step(4, 3)
+        with pytest.raises((ArgumentError, PeerError), match="depends on more than the shapes"):
+            step(4, 2)
+
+    inprocess.run(2, job)
+
+
+def test_an_empty_list_of_hooks_is_the_users_own_between_the_halves_of_a_step():
+    def job(comm):
+        with cut_pipeline(comm, Cut()) as pipeline:
+            (stage,) = pipeline.stages
+            y = pipeline.forward_train(np.ones((4, 3)) if comm.rank == 0 else None)
+            with pytest.raises(ArgumentError, match="between forward_train and its backward"):
+                nn.announce_write(stage)
+            pipeline.backward(y)
+            nn.announce_write(stage)
+
+    inprocess.run(2, job)
+
+
+def test_branches_without_skips_are_the_main_tree_in_every_step():
+    class Forked(Cut):
+        def forward(self, x):
+            y, shape = super().forward(x)
+            return Branches(y), shape
+
+        def backward(self, dy, shape):
+            return Branches(super().backward(dy, shape))
+
+    def job(comm):
+        x = np.ones((4, 3))
+        with Pipeline([Forked()], schedules.gpipe(2, 2), comm, loss=mean_of_squares) as pipeline:
+            for _ in range(3):
+                assert pipeline.step(x if comm.rank == 0 else None, x if comm.rank == 1 else None).loss == 1.0
+
+    inprocess.run(2, job)
+
+
+def test_what_lies_between_named_parameters_is_compared_over_replicas():
+    def job(comm):
+        stage = Cut()
+        flat = np.zeros(3)
+        flat[2] = comm.rank
+        stage.parameters = Parameters(flat)
+        stage.gradients = SimpleNamespace(flat=np.zeros(3))
+        alone = comm.Split(comm.rank, 0)
+        with pytest.raises(MismatchError, match="parameters' values"):
+            Pipeline([stage], schedules.gpipe(1, 2), alone, loss=mean_of_squares, replicas=comm)
+
+    class Parameters(dict):
+        def __init__(self, flat):
+            super().__init__(a=flat[:2])
+            self.flat = flat
+
+    inprocess.run(2, job)
+
+
+def test_a_subclass_of_nn_stage_may_have_more_arrays_in_checkpoints():
+    class WithMean(nn.Stage):
+        def __init__(self):
+            super().__init__([nn.Linear(2, 2)])
+            self.mean = np.zeros(2)
+
+        def state_dict(self):
+            return {**self.parameters, "mean": self.mean}
+
+        def load_state_dict(self, arrays):
+            self.mean = arrays["mean"]
+
+    stage = WithMean()
+    assert {*stage.contents} == {"0.weight", "0.bias", "mean"}
+    stage.set_contents(lambda name: np.ones(2) if name == "mean" else stage.parameters[name])
+    assert stage.mean.tolist() == [1, 1]
