@@ -312,7 +312,19 @@ class UserStage:
         if ranges is None:
             return parameters.decay_ranges
         parts = parameters.parts
-        return [(parts * start, parts * stop, decay) for start, stop, decay in ranges]
+        flat_ranges = [(parts * start, parts * stop, decay) for start, stop, decay in ranges]
+        end = 0
+        for start, stop, _ in flat_ranges:
+            if start != end:
+                break
+            end = stop
+        if end != parameters.flat.size:
+            raise ArgumentError(
+                "decay_ranges of a stage leave out parameters, or have some twice",
+                found=f"{self.name}: {ranges}",
+                expected=f"ranges from 0 to {parameters.flat.size // parts} without gaps, in order",
+            )
+        return flat_ranges
 
     @property
     def ties(self) -> Mapping[str, Sequence[str]]:

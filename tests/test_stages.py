@@ -7,7 +7,7 @@ import pytest
 
 from mpipipe import nn
 from mpipipe.errors import ArgumentError
-from mpipipe.stages import FlatView
+from mpipipe.stages import FlatView, as_stages
 
 
 class Named(dict):
@@ -61,3 +61,14 @@ def test_gradients_are_as_large_as_their_parameters():
         view.like(SimpleNamespace(flat=np.zeros(4)))
     with pytest.raises(ArgumentError, match="differ"):
         view.like(SimpleNamespace(flat=np.zeros(5, np.float32)))
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4, True)], [(0, 4, True), (5, 8, False)], [(0, 5, True), (4, 8, False)]])
+def test_ranges_of_decay_hold_each_parameter_once(ranges):
+    holder = SimpleNamespace(flat=np.zeros(8))
+    stage = SimpleNamespace(parameters=holder, gradients=holder, decay_ranges=ranges)
+    (adapted,) = as_stages([stage])
+    with pytest.raises(ArgumentError, match="leave out parameters, or have some twice"):
+        _ = adapted.decay_ranges
+    stage.decay_ranges = [(0, 4, True), (4, 8, False)]
+    assert adapted.decay_ranges == stage.decay_ranges

@@ -270,7 +270,7 @@ def returned(output: Any, names: Sequence[str]) -> Sequence[Tree]:
         return output
     raise ArgumentError(
         "the output of a module or function that gives over skips",
-        found=f"{type(output).__name__} of {getattr(output, '__len__', lambda: 1)()}",
+        found=type(output).__name__,
         expected=f"a tuple of {1 + len(names)}: (y, {', '.join(names)})",
     )
 

@@ -327,11 +327,11 @@ def _copied(tree: Any) -> Any:
 
 
 def _random_like(tree: Any, random: np.random.Generator) -> Any:
-    """Return a tree of random numbers; integers stay."""
+    """Return a tree of random numbers, with zeros for integers: they have no gradient."""
 
     def draw(array: np.ndarray) -> np.ndarray:
         if array.dtype.kind not in "fc":
-            return array
+            return np.zeros_like(array)
         drawn = random.standard_normal(array.shape)
         if array.dtype.kind == "c":
             return drawn + 1j * random.standard_normal(array.shape)

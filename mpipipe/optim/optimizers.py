@@ -45,6 +45,13 @@ class FlatOptimizer:
         error = None
         try:
             self._updated = _checked_stages(self.stages)
+            strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
+            if strange:
+                raise ArgumentError(
+                    "groups of an optimizer",
+                    found=", ".join(strange),
+                    expected="a list of optim.Group",
+                )
         except Exception as caught:
             error = caught
         if replicas is not None and (comm := runtime.resolve(replicas)).size > 1:
@@ -180,7 +187,8 @@ class FlatOptimizer:
         {'0.gain': array([0., 0.], dtype=float32)}
         """
         numbers = {id(stage): number for number, stage in enumerate(self._updated)}
-        named: dict[str, dict[str, Any]] = {}
+        # A rank without parameters has the kinds, too.
+        named: dict[str, dict[str, Any]] = {kind: {} for state in self.state for kind in state}
         for stage in self._updated:
             for name, like in stage.gradients.items():
                 owner, key = stage.owners.get(name, (stage, name))
@@ -194,7 +202,7 @@ class FlatOptimizer:
                 number = numbers[id(owner)]
                 start = self._updated[number].gradients.offsets[key]
                 for kind, buffer in self.state[number].items():
-                    entries = named.setdefault(kind, {})
+                    entries = named[kind]
                     if name in entries:
                         raise duplicate_name_error(name)
                     if self._shards is None:

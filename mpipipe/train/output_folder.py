@@ -86,10 +86,8 @@ def claim(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) ->
 
 def names_in(out: Path) -> set[str]:
     """Return what is in an output folder besides what any job has there from its start."""
-    if not out.exists():
-        return set()
     with using(out):
-        names = set(os.listdir(out))
+        names = set(os.listdir(out)) if out.exists() else set()
     return {name for name in names if not is_owner_file(name) and not name.startswith(MARKER)}
 
 

@@ -6,6 +6,7 @@ What must stay the same over a resume decides which numbers come out (`Option.de
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -63,7 +64,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
         # Raises where they are no metrics.
         metrics.records_until(out, 0 if start is None else start.step)
         if start is None:
-            _check_unfinished(out)
+            _check_unfinished(out, task)
         return start
 
     return group_of(mesh.comm).from_one("train: where to begin", find)
@@ -95,17 +96,29 @@ def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -
         checkpoint.load(path, mesh, stages)
 
 
+# Files and folders that a training may leave before its first checkpoint, besides copies of a task.
+UNFINISHED = re.compile(
+    r"((config|environment|metrics|train)\.(toml|json|jsonl|log)(\.partial)?"
+    r"|tensorboard|checkpoints|__pycache__|.*\.py.*)"
+)
+
+
 def _is_in(start: Checkpoint, out: Path) -> bool:
     return start.path.parent.resolve() == checkpoints_of(out).resolve()
 
 
-def _check_unfinished(out: Path) -> None:
-    """Raise ConfigError for a folder that no training has left before its first checkpoint."""
-    names = output_folder.names_in(out)
-    if names and (metrics.NAME not in names or output_folder.FINISHED in names):
+def _check_unfinished(out: Path, task: Task) -> None:
+    """Raise ConfigError for a folder with more than a training leaves before a checkpoint."""
+    copies = () if task.file is None else task.file.copies
+    known = {name.partition("/")[0] for name in copies}
+    # Their description is written last: without it they are not whole.
+    if not any(out.glob("weights/**/*.json")):
+        known.add("weights")
+    others = [n for n in output_folder.names_in(out) - known if not UNFINISHED.fullmatch(n)]
+    if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",
-            found=f"{', '.join(sorted(names)[:5])} in {out}",
+            found=f"{', '.join(sorted(others)[:5])} in {out}",
             expected="checkpoints, or what a training leaves that ended before its first one",
             remedy="choose another folder with --out, or move the old run away",
         )

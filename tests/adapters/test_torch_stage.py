@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from support import torch_models  # noqa: E402
 
-from mpipipe import Pipeline, adapters, optim, schedules  # noqa: E402
+from mpipipe import Pipeline, adapters, nn, optim, schedules  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.nn import Position  # noqa: E402
@@ -323,3 +323,38 @@ def test_a_loss_of_pytorch_multiplies_before_it_rounds_and_takes_several_outputs
     assert value == 3 and gradient["ids"] is None
     np.testing.assert_array_equal(gradient["a"], [0, 1, 2])
     np.testing.assert_array_equal(gradient["b"], 0)
+
+
+def test_a_container_of_a_module_is_put_back_with_the_objects_that_it_had():
+    """Others may hold them: a generator in a list, a buffer that is in a list, too."""
+    from mpipipe.adapters.pytorch.state import ModuleSnapshot
+
+    module = torch.nn.BatchNorm1d(2)
+    module.generators, module.statistics = [torch.Generator()], {"mean": module.running_mean, "seen": [0]}
+    (generator,), seen = module.generators, module.statistics["seen"]
+    drawn = generator.get_state()
+    before = ModuleSnapshot.of(module, None)
+    assert all(
+        entry is known
+        for entry, known in zip(ModuleSnapshot.of(module, before).entries, before.entries)
+        if entry.key != "num_batches_tracked"
+    )
+    torch.rand(3, generator=generator)
+    module(torch.ones(4, 2))
+    seen[0] += 1
+    module.generators.append(None)
+    before.restore()
+    assert module.generators == [generator] and torch.equal(generator.get_state(), drawn)
+    assert module.statistics["mean"] is module.running_mean and not module.running_mean.any()
+    assert module.statistics["seen"] is seen and seen == [0]
+
+
+def test_a_parameter_in_three_entries_has_one_tie():
+    from mpipipe.adapters import layers
+
+    first, other = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    other.weight = first.weight
+    entries = [torch.nn.Sequential(*parts) for parts in ([first], [other, torch.nn.ReLU()], [other])]
+    layers.tie_shared(entries)
+    stage = nn.Stage([layers.as_layer(entry, place) for place, entry in enumerate(entries)])
+    assert stage.ties == {"0.0.weight": ["0.0.weight", "1.0.weight", "2.0.weight"]}

@@ -395,3 +395,14 @@ def test_short_curves_stay_between_floor_and_peak(steps, warmup):
 def test_impossible_curves_are_refused(arguments):
     with pytest.raises(ArgumentError):
         optim.warmup_cosine(*arguments)
+
+
+def test_a_stage_without_parameters_has_the_kinds_of_state():
+    """Else a checkpoint of a pipeline with a frozen stage cannot be loaded on its rank."""
+    for stage in (nn.Stage([nn.Gelu()]), nn.Stage([nn.Linear(2, 2)], frozen=["*"])):
+        assert optim.AdamW([stage], lr=0.1).named_state() == {"first": {}, "second": {}}
+
+
+def test_groups_that_are_none_are_refused_at_once():
+    with pytest.raises(ArgumentError, match=r"a list of optim\.Group"):
+        optim.AdamW([nn.Stage([nn.Linear(2, 2)])], lr=0.1, groups=[("*", 0.5)])

@@ -369,7 +369,14 @@ def test_auto_begins_in_a_new_folder_and_in_none_that_is_somebody_elses(comm, co
         train(chosen, GPT, comm)
     comm.Barrier()
     if comm.rank == 0:
-        (out / "finished").unlink()  # an end that was cut short
+        (out / "finished").unlink()
+    comm.Barrier()
+    with pytest.raises(ConfigError, match="found: weights"):
+        train(chosen, GPT, comm)
+    assert len(records(chosen)) == 7, "nothing was cut"
+    comm.Barrier()
+    if comm.rank == 0:
+        (out / "weights" / "model.json").unlink()  # an end that was cut short
     comm.Barrier()
     assert train(chosen, GPT, comm).step == 6
     assert [line["step"] for line in records(chosen)] == list(range(7))

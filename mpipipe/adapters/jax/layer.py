@@ -290,8 +290,9 @@ class JaxLoss:
         result = self.function(output, target, **options)
         if not isinstance(result, tuple):
             return (result,)
-        value, weight = result
-        return value, jax.lax.stop_gradient(jax.numpy.asarray(weight, value.dtype))
+        value, *weights = result
+        fixed = [jax.lax.stop_gradient(jax.numpy.asarray(w, value.dtype)) for w in weights]
+        return (value, *fixed)
 
     def __call__(
         self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None

@@ -38,7 +38,8 @@ class TorchLoss:
         self.function = function
         self.seed = seed
         self.module = function if isinstance(function, torch.nn.Module) else None
-        self._state = ModuleState(self.module or torch.nn.Module())
+        # A module without parts may be false.
+        self._state = ModuleState(torch.nn.Module() if self.module is None else self.module)
 
     @property
     def parameters(self) -> list[Tensor]:

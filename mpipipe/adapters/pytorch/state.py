@@ -161,7 +161,10 @@ def _is_state(tensor: torch.Tensor) -> bool:
 
 
 def _copied(value: object) -> Any:
-    """Return a copy of what is in an object; of what is no state, the object."""
+    """Return a copy of what is in an object; of what is no state, the object.
+
+    A list or dict has each item with its copy: others may hold the item, too.
+    """
     if isinstance(value, torch.Tensor):
         if _is_state(value):
             return value.detach().clone()
@@ -169,9 +172,9 @@ def _copied(value: object) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: (item, _copied(item)) for key, item in value.items()}
     if isinstance(value, (list, deque)):
-        return [_copied(item) for item in value]
+        return [(item, _copied(item)) for item in value]
     if isinstance(value, set):
         return set(value)
     if isinstance(value, torch.Generator):
@@ -183,14 +186,26 @@ def _copied(value: object) -> Any:
     return value
 
 
-def _same(value: object, content: Any) -> bool:
-    """True for arrays that have not changed, and for what holds nothing; else it is copied."""
+def _same(value: Any, content: Any) -> bool:
+    """Return True if an object has what its copy has: it is written to only where it must be."""
     if isinstance(value, torch.Tensor):
+        if not isinstance(content, torch.Tensor):
+            return False
         alike = value.shape == content.shape and value.dtype == content.dtype
-        return alike and torch.equal(value.detach(), content)
+        return alike and torch.equal(value.detach(), content.detach())
     if isinstance(value, np.ndarray):
         return np.array_equal(value, content)
-    return not isinstance(value, (*CONTAINERS, *GENERATORS))
+    if isinstance(value, dict):
+        return list(value) == list(content) and _same([*value.values()], [*content.values()])
+    if isinstance(value, (list, deque)):
+        if len(value) != len(content):
+            return False
+        return all(now is item and _same(now, copy) for now, (item, copy) in zip(value, content))
+    if isinstance(value, torch.Generator):
+        return torch.equal(value.get_state(), content)
+    if isinstance(value, (np.random.Generator, random.Random)):
+        return False
+    return value is content or (isinstance(value, (*NUMBERS, set)) and bool(value == content))
 
 
 def _fill(value: Any, content: Any) -> None:
@@ -206,9 +221,19 @@ def _fill(value: Any, content: Any) -> None:
         value.bit_generator.state = content
     elif isinstance(value, random.Random):
         value.setstate(content)
-    elif isinstance(value, (dict, set)):
+    elif isinstance(value, set):
         value.clear()
-        value.update(_copied(content))
+        value.update(content)
+    elif isinstance(value, dict):
+        value.clear()
+        value.update((key, _restored(*entry)) for key, entry in content.items())
     else:
         value.clear()
-        value.extend(_copied(content))
+        value.extend(_restored(*entry) for entry in content)
+
+
+def _restored(item: Any, copy: Any) -> Any:
+    """Return an item of a container with the content that it had."""
+    if not _same(item, copy):
+        _fill(item, copy)
+    return item

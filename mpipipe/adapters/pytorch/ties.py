@@ -68,7 +68,8 @@ class FirstPlaces:
             module._modules[key] = copy.deepcopy(part, twins)
 
     def _twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        tie = self.parameters[id(parameter)]
+        # A twin may have twins of its own: all have the key of the first place.
+        tie = parameter.__dict__.get(TIE, self.parameters[id(parameter)])
         twin = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         for tied in (parameter, twin):
             tied.__dict__.setdefault(TIE, tie)

@@ -13,6 +13,7 @@ import os
 import sysconfig
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -289,8 +290,10 @@ def _walk(folder: Path) -> list[tuple[Path, int]]:
         folders[:] = [name for name in folders if name[0] != "." and name not in SKIPPED_FOLDERS]
         for name in names:
             path = Path(parent, name)
-            if name[0] != "." and path.is_file():
-                listed.append((path, path.stat().st_size))
+            # A file may vanish meanwhile.
+            with suppress(FileNotFoundError):
+                if name[0] != "." and path.is_file():
+                    listed.append((path, path.stat().st_size))
     return sorted(listed, key=lambda entry: entry[0].relative_to(folder).parts)
 
 
