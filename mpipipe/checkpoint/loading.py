@@ -147,6 +147,12 @@ def read_arrays(saved: Checkpoint, targets: Mapping[str, Array | StateShard]) ->
                     expected=f"{kind}{list(shape)}",
                     remedy=OTHER_MODEL,
                 )
+    found = set().union(*names_in.values())
+    for name in targets:
+        if name not in found:
+            raise ArgumentError(
+                f"the checkpoint has no array {name}", found=str(saved.path), remedy=OTHER_MODEL
+            )
     what = "a file of the checkpoint"
     says = f"what {MANIFEST} says"
     for file, names in names_in.items():

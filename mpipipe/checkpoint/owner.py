@@ -177,15 +177,34 @@ def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
 
 def take(path: Path, record: OwnerRecord) -> None:
     """Make the job of `record` the owner by the file `path`. Raises OSError and OwnerError."""
-    if _create(path, record):
-        return
-    try:
-        owner = read(path)
-        if owner is None:  # just made by another job, or cut short by one that died
+    new = path.with_name(f"{NAME}.{record.token}")
+    while not _create(path, record):
+        try:
+            _dead_owner(path, record)
+            _create(new, record)
+            owner = _dead_owner(path, record)  # again: the disk may have been slow
+            new.rename(path)
             time.sleep(SETTLING_SECONDS)
-            owner = read(path)
-    except FileNotFoundError:  # released meanwhile
-        return take(path, record)
+            winner = read(path)
+        except FileNotFoundError:  # another job has released the folder meanwhile
+            continue
+        finally:
+            new.unlink(missing_ok=True)
+        if winner is not None and winner.token == record.token:
+            was = owner or "a job"
+            write(f"mpipipe: {path.parent} was owned by {was}, which is dead: taken over\n")
+            return
+
+
+def _dead_owner(path: Path, record: OwnerRecord) -> OwnerRecord | None:
+    """Return the owner that the file names, which has ended; None if it was cut short.
+
+    Raises OSError, and OwnerError for an owner that may still write.
+    """
+    owner = read(path)
+    if owner is None:  # just made by another job, or cut short by one that died
+        time.sleep(SETTLING_SECONDS)
+        owner = read(path)
     if owner is not None and not owner.has_ended(record):
         raise OwnerError(
             "another job owns the folder",
@@ -194,14 +213,7 @@ def take(path: Path, record: OwnerRecord) -> None:
             remedy="wait for the end of that job, or choose another folder; if it hangs, end "
             f"its processes; if it has died on another host, remove {path}",
         )
-    new = path.with_name(f"{NAME}.{record.token}")
-    _create(new, record)
-    new.rename(path)
-    time.sleep(SETTLING_SECONDS)
-    winner = read(path)
-    if winner is None or winner.token != record.token:  # another job came later
-        return take(path, record)
-    write(f"mpipipe: {path.parent} was owned by {owner or 'a job'}, which is dead: taken over\n")
+    return owner
 
 
 def _create(path: Path, record: OwnerRecord) -> bool:

@@ -82,6 +82,7 @@ class RankContext:
         self.withdrawn: dict[int, Failure] = {}
         # Communicators that this rank has begun to make, by the name of their ranks.
         self.makings: dict[tuple[int, ...], int] = defaultdict(int)
+        self.passed: dict[tuple[int, ...], int] = {}  # the last calls of groups that are closed
         self.pipelines = 0  # built so far
         self.groups_named = 0
         self.is_thread = False
@@ -94,6 +95,8 @@ class RankContext:
         self.long_waits: list[RankWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: RankWatch | None = None  # None before the first group
+        # Of a rank that is a thread: seconds without progress that are a hang, if a job sets them.
+        self.watch_limit: float | None = None
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # some output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank

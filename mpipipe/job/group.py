@@ -141,6 +141,7 @@ class RankGroup(OpenGroup):
         if self.closed or self.failure is not None:
             return
         self.agree("close")
+        self.context.passed[self.key] = self.calls
         self._detach()
         self.closed = True
         self.comm.Free()

@@ -118,10 +118,15 @@ class ThreadWatch:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.limit = settings.watchdog()
         self.error: MpipipeError | None = None
         self._token: object = None
         self._since = time.monotonic()
+
+    @property
+    def limit(self) -> float:
+        """Seconds without progress that are a hang."""
+        limits = [context.watch_limit for context in self.world.contexts.values()]
+        return max((limit for limit in limits if limit is not None), default=settings.watchdog())
 
     def look(self) -> None:
         """Compare where the ranks are."""

@@ -211,10 +211,10 @@ class MakingWait(LongWait):
         now = time.perf_counter()
         if now - self.start >= self.grace:
             super().raise_news()
-        for rank, failure in self.context.withdrawn.items():
+        for rank, failure in tuple(self.context.withdrawn.items()):
             if rank in self.making:
                 raise peer_error(failure)
-        for rank, text in self.context.left.items():
+        for rank, text in tuple(self.context.left.items()):
             if rank in self.making:
                 if self.absent_since is None:
                     self.absent_since = now

@@ -145,6 +145,44 @@ def test_an_owner_on_another_host_is_refused_unless_it_is_an_earlier_start_of_th
     assert token_in(tmp_path) == "f" * 16
 
 
+def test_a_job_that_its_disk_kept_while_another_took_over_is_refused(tmp_path, quick, monkeypatch, sleeper):
+    leave(tmp_path, record())
+    create = owner._create
+
+    def slow(path, own):
+        """Write the second file of this job after another job has taken the folder over."""
+        if path.name != "owner.json":
+            leave(tmp_path, record("e" * 16, sleeper.pid))
+        return create(path, own)
+
+    monkeypatch.setattr(owner, "_create", slow)
+    with pytest.raises(OwnerError, match="another job owns the folder"):
+        taken(tmp_path)
+    assert token_in(tmp_path) == "e" * 16 and os.listdir(tmp_path) == ["owner.json"]
+
+
+@pytest.mark.parametrize("file", ["owner.json", f"owner.json.{'f' * 16}"])
+def test_a_folder_that_another_job_releases_while_this_one_takes_it_over_is_this_jobs(
+    tmp_path, quick, monkeypatch, file
+):
+    """Before the rename of this job's file, or while it settles."""
+    leave(tmp_path, record())
+    releases = [tmp_path / "owner.json"]
+
+    def release():
+        if releases:
+            releases.pop().unlink()
+
+    if file == "owner.json":
+        monkeypatch.setattr(owner.time, "sleep", lambda seconds: release())
+    else:
+        create = owner._create
+        monkeypatch.setattr(owner, "_create", lambda path, own: (path.name == file and release(), create(path, own))[1])
+    taken(tmp_path)
+    assert token_in(tmp_path) == "f" * 16 and os.listdir(tmp_path) == ["owner.json"]
+    assert not releases
+
+
 @pytest.mark.long
 def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path):
     """Processes of their own, again and again; each says by its exit code whether it owns the folder."""

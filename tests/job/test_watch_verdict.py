@@ -12,7 +12,7 @@ import pytest
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.errors import HangError
-from mpipipe.job import inprocess
+from mpipipe.job import inprocess, watching
 from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import RankGroup
 from mpipipe.job.watch.channel import Dump, RankPlace, Waits, state_of
@@ -105,6 +105,19 @@ def test_ranks_that_wait_for_each_other_in_different_calls_are_found_at_once():
     assert mismatch(pair | {1: dumps[1]._replace(waits=())}) is None
     assert mismatch(pair | {1: dumps[1]._replace(reached={(0,): 1, (1,): 1})}) is None
     assert mismatch(pair | {1: dump(1, for_rank(0), reached={})}) is None  # its message may be on its way
+
+
+def test_a_rank_that_waits_for_one_and_in_a_call_for_all_waits_for_both():
+    """Whoever has come to the call may still owe a message, in whatever order the waits are told."""
+    waits = [for_all(3), for_rank(1, "a message")]
+    for order in (waits, waits[::-1]):
+        found = verdict(dump(0, *order), dump(1, for_all(3)), dump(2, for_all(3)))
+        assert [each.rank for each in found.culprits] == [0]
+        assert "rank 0 on node waits for rank 1, which waits too" in found.culprits[0].text
+
+
+def test_a_rank_that_is_seen_before_its_own_call_is_no_circle():
+    assert mismatch({0: dump(0, for_all(2), reached={}), 1: dump(1, reached={(0, 1): 7})}) is None
 
 
 def test_what_neighbours_saw_of_a_silent_rank_is_told():
@@ -207,6 +220,30 @@ def test_a_thread_that_is_busy_elsewhere_is_named_with_its_own_line(monkeypatch)
         wake.set()
     assert "rank 1 on" in str(caught.value) and "test_watch_verdict.py" in str(caught.value), caught.value
     assert "in job" in str(caught.value) and "inprocess.py" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("environment", "limit"), [("600", 1.0), ("1", 0.0)])
+def test_the_limit_of_a_job_goes_before_that_of_the_environment(monkeypatch, tmp_path, environment, limit):
+    """As in a task of `mpipipe train` with threads: a limit of 0 stands for no watchdog."""
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", environment)
+    wake = threading.Event()
+
+    def job(comm):
+        group = RankGroup(comm)
+        with watching(limit, tmp_path):
+            if comm.rank == 1:
+                wake.wait(3 if limit == 0 else 60)
+            group.agree("a test")
+        group.close()
+
+    if limit == 0:
+        inprocess.run(2, job)
+        return
+    try:
+        with pytest.raises(HangError, match="no rank has made progress for"):
+            inprocess.run(2, job)
+    finally:
+        wake.set()
 
 
 def test_threads_that_wait_for_longer_than_the_limit_while_one_goes_on_are_left_alone(monkeypatch):

@@ -2,7 +2,7 @@
 
 import json
 import threading
-import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from mpipipe.cli.output import naming_exits
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
+from mpipipe.planning import memory
 from mpipipe.planning.memory import tracing
 from mpipipe.train import TaskFileConfig, load_task, run
 from mpipipe.train.setup import export
@@ -207,20 +208,29 @@ def test_a_file_in_an_encoding_of_its_own_is_read_as_python_reads_it(tmp_path, e
     assert tasks[0].name == "caf\xe9" and (tmp_path / "run" / "waves.py").read_bytes() == file.read_bytes()
 
 
-def test_the_trace_of_memory_is_not_stopped_beside_threads_of_a_user():
+def test_the_trace_of_memory_is_not_stopped_beside_threads_of_a_user(monkeypatch):
     """Python may end the process by SIGSEGV where another thread allocates meanwhile."""
+    calls = []
+    trace = SimpleNamespace(
+        is_tracing=lambda: False, start=lambda: calls.append("start"), stop=lambda: calls.append("stop")
+    )
+    monkeypatch.setattr(memory, "tracemalloc", trace)
+    monkeypatch.setattr(memory, "UNTRACED", set())
     stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    assert not tracemalloc.is_tracing(), threading.enumerate()
+    users = threading.Thread(target=stop.wait)
+    # those that libraries of other tests have left go on
+    threads = [threading.main_thread(), threading.Thread(name="mpipipe watchdog of a test")]
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)
     with tracing():
-        thread.start()
-    assert tracemalloc.is_tracing()
+        threads.append(users)
+        users.start()
+    assert calls == ["start"]
+    threads.remove(users)
     stop.set()
-    thread.join()
-    tracemalloc.stop()
+    users.join()
     with tracing():
-        assert tracemalloc.is_tracing()
-    assert not tracemalloc.is_tracing(), threading.enumerate()
+        pass
+    assert calls == ["start", "start", "stop"]
 
 
 READER = """

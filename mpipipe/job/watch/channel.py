@@ -170,7 +170,8 @@ def make_dump(
     reached = None
     if context.is_thread or all(thread.daemon for thread in others):
         groups = tuple(context.groups)
-        reached = {group.key: group.calls for group in groups} | context.makings
+        reached = {group.key: group.calls for group in groups}
+        reached |= context.passed | context.makings
     return Dump(
         rank=rank,
         host=socket.gethostname(),
@@ -204,12 +205,11 @@ def _where(frame: FrameType | None) -> str:
     """Return the innermost line that is not of this package, else the innermost one."""
     if frame is None:
         return ""
-    place = None
-    for line in traceback.extract_stack(frame):
-        ours = line.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))
-        if place is None or not ours:
-            place = line
-    return f"{place.filename}:{place.lineno} in {place.name}" if place is not None else ""
+    ours = (PACKAGE, "<frozen", sys.base_prefix + "/lib")
+    lines = traceback.extract_stack(frame)
+    others = [line for line in lines if not line.filename.startswith(ours)]
+    place = (others or lines)[-1]
+    return f"{place.filename}:{place.lineno} in {place.name}"
 
 
 # -- What can be seen, from outside, of a process on this host that does not answer ----------------
@@ -231,7 +231,7 @@ STATES = {
     "X": GONE,
 }
 STACK_SECONDS = 0.5  # for the answer to the signal
-SIGNAL = signal.SIGRTMIN + 9
+SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # macOS has no such signals, and no /proc
 _descriptors: list[int] = []  # memory for stacks, once there is any
 
 
@@ -240,6 +240,8 @@ def offer_stacks() -> int:
     if sys.platform != "linux":
         return -1
     if not _descriptors:
+        if signal.getsignal(SIGNAL) != signal.SIG_DFL:
+            return -1  # the program answers the signal itself
         _descriptors.append(os.memfd_create("mpipipe stacks"))
         faulthandler.register(SIGNAL, file=_descriptors[0], all_threads=True, chain=False)
     return _descriptors[0]

@@ -97,11 +97,12 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
     """Return the ranks that one rank waits for: of a meeting, those that have not come to it."""
     blocking: set[int] = set()
     for wait in dump.waits:
-        blocking |= set(wait.peers)
+        missing = set(wait.peers)
         if wait.meeting is not None:
             for rank, other in dumps.items():
                 if wait.meeting in [entered.meeting for entered in other.waits]:
-                    blocking.discard(rank)
+                    missing.discard(rank)
+        blocking |= missing
     return blocking - {dump.rank}
 
 
@@ -140,7 +141,9 @@ def mismatch(dumps: Mapping[int, Dump]) -> MismatchError | None:
                 name, number = wait.meeting
                 for peer in wait.peers:
                     reached = dumps[peer].reached if peer in dumps else None
-                    if reached is not None and reached.get(name, 0) < number:
+                    if peer == rank or reached is None:
+                        continue
+                    if reached.get(name, 0) < number:
                         blockers[rank].add(peer)
     ranks = circle(blockers)
     if not ranks:

@@ -325,12 +325,18 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
 
     None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
     """
-    watchdog = current_rank().watchdog
-    if watchdog is None:  # no group was ever made
-        yield
+    context = current_rank()
+    watchdog = context.watchdog
+    limit = settings.watchdog() if seconds is None else seconds or inf
+    if watchdog is None:  # this rank is a thread, or no group was ever made
+        context.watch_limit = limit
+        try:
+            yield
+        finally:
+            context.watch_limit = None
         return
     before = watchdog.limit, watchdog.folder
-    watchdog.configure(settings.watchdog() if seconds is None else seconds or inf, folder)
+    watchdog.configure(limit, folder)
     try:
         yield
     finally:
