@@ -86,9 +86,8 @@ class Agreement:
     ) -> Ballot:
         facts = (("scale", float(scale)), ("accumulate", accumulate))
         if (call, facts) not in self.codes:
-            self.codes = {
-                (call, facts): digest(call, facts)
-            }  # the next call nearly always has the same
+            # The next call nearly always has the same.
+            self.codes = {(call, facts): digest(call, facts)}
         code = self.codes[call, facts]
         return Ballot(
             call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code
@@ -104,8 +103,12 @@ def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
 def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> BatchFacts:
     """What is agreed on, from what one pipeline and then all replicas know."""
     first_rows, first_entries, mean_over, _ = replicas[0]
-    uneven = any(
-        uneven or size * first_rows != first_entries * rows for rows, size, _, uneven in replicas
-    )
-    counted, entries, *_ = map(sum, zip(*replicas))
-    return facts._replace(counted=counted, entries=entries, mean_over=mean_over, uneven=uneven)
+    counted = 0
+    entries = 0
+    is_uneven = False
+    for rows, size, _, uneven in replicas:
+        counted += rows
+        entries += size
+        if uneven or size * first_rows != first_entries * rows:
+            is_uneven = True
+    return facts._replace(counted=counted, entries=entries, mean_over=mean_over, uneven=is_uneven)

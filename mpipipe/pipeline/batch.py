@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import compress
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -154,27 +155,28 @@ class BatchReader:
     @staticmethod
     def _check_names(inputs: list[Tree] | AskedBatch, names: Collection[str]) -> None:
         """Raise ArgumentError unless each micro-batch has the names that layers take."""
-        specs = inputs.specs[:1] if isinstance(inputs, AskedBatch) else map(MessageSpec.of, inputs)
-        for structure in (spec.structure for spec in specs):
-            names_given = (
-                {name for name, *_ in structure.parts if name}
-                if isinstance(structure, Forked)
-                else set()
+        if isinstance(inputs, AskedBatch):
+            specs = inputs.specs[:1]
+        else:
+            specs = [MessageSpec.of(tree) for tree in inputs]
+        for spec in specs:
+            names_given = set()
+            if isinstance(spec.structure, Forked):
+                names_given = {name for name, *_ in spec.structure.parts if name}
+            missing = sorted({*names} - names_given)
+            unused = sorted(names_given - {*names})
+            if not missing and not unused:
+                continue
+            message = f"no layer takes {', '.join(unused)}, which the inputs have"
+            if missing:
+                message = f"the inputs lack {', '.join(missing)}, which a layer takes"
+            raise ArgumentError(
+                message,
+                found=_branches_with(names_given) or "no Branches",
+                expected=_branches_with(names) or "no names",
+                remedy="mpipipe.Branches(x, name=...), with a name for each that layers take "
+                "and none before gives",
             )
-            if names_given != names:
-                missing = sorted({*names} - names_given)
-                unused = sorted(names_given - {*names})
-                raise ArgumentError(
-                    f"the inputs lack {', '.join(missing)}, which a layer takes"
-                    if missing
-                    else f"no layer takes {', '.join(unused)}, which the inputs have",
-                    found=f"Branches with {', '.join(sorted(names_given))}"
-                    if names_given
-                    else "no Branches",
-                    expected=f"Branches with {', '.join(sorted(names))}" if names else "no names",
-                    remedy="mpipipe.Branches(x, name=...), with a name for each that layers take "
-                    "and none before gives",
-                )
 
     def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], list[int], int, bool]:
         """Count what each micro-batch weighs, its rows, and all entries.
@@ -186,9 +188,11 @@ class BatchReader:
         elif isinstance(targets, list):
             entries = [_entries(target) for target in targets]
         else:
-            size = _entries(targets)
-            entries = [size // sum(rows) * count for count in rows]
-        uneven = any(n * rows[0] != entries[0] * count for n, count in zip(entries, rows))
+            entries_of_row = _entries(targets) // sum(rows)
+            entries = [entries_of_row * count for count in rows]
+        uneven = False
+        if isinstance(targets, (AskedBatch, list)):
+            uneven = any(n * rows[0] != entries[0] * count for n, count in zip(entries, rows))
         if 0 in rows:
             if self.mean_over == ROWS:
                 raise ArgumentError(
@@ -217,11 +221,11 @@ class BatchReader:
     def _signature(self, batch: Any) -> int:
         """Return a number from 1 to 2^62 for shapes and dtypes, the same in every process."""
         listed: Any = isinstance(batch, list)
+        facts = []
         if isinstance(batch, AskedBatch):
-            facts = [(batch.specs[0].structure, batch.specs[0].leaves)]
+            facts.append((batch.specs[0].structure, batch.specs[0].leaves))
             listed = tuple(batch.rows)
         else:
-            facts = []
             for tree in batch if listed else [batch]:
                 leaves, structure = flatten(tree)
                 facts.append((structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
@@ -236,6 +240,10 @@ class BatchReader:
             number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
             self.signatures[key] = number % (1 << 62) + 1
         return self.signatures[key]
+
+
+def _branches_with(names: Collection[str]) -> str:
+    return f"Branches with {', '.join(sorted(names))}" if names else ""
 
 
 def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
@@ -274,9 +282,11 @@ class MessageSpec:
         self.structure = structure
         self.leaves = tuple(leaves)
         self.floating = [arrays.is_floating(kind) for _, kind in self.leaves]
-        self.gradients = tuple(
-            leaf for leaf, floating in zip(self.leaves, self.floating) if floating
-        )
+        self.gradients = self.with_gradients(self.leaves)
+
+    def with_gradients(self, items: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the items, one for each leaf, of leaves that have a gradient."""
+        return tuple(compress(items, self.floating))
 
     @classmethod
     def of(cls, tree: Tree) -> MessageSpec:
@@ -330,10 +340,11 @@ class MessageSpec:
 
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
         """Return received gradients in the structure of the activation, None if a leaf has none."""
+        leaves: list[Array | None] = []
         source = iter(received)
-        return unflatten(
-            [next(source) if floating else None for floating in self.floating], self.structure
-        )
+        for floating in self.floating:
+            leaves.append(next(source) if floating else None)
+        return unflatten(leaves, self.structure)
 
     def gradient_leaves(
         self, tree: Tree, what: str = "an input gradient", like: str = "its input"
@@ -341,21 +352,26 @@ class MessageSpec:
         """Return the arrays of a gradient in C order; raise ArgumentError if it does not fit."""
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
-        leaves, structure = ([tree], None) if tree is None else flatten(arrays.in_c_order(tree))
+        leaves: list = [None]
+        structure: Structure = None
+        if tree is not None:
+            leaves, structure = flatten(arrays.in_c_order(tree))
         if structure != self.structure:
             raise ArgumentError(
                 f"{what} has another structure than {like}",
                 found=structure,
                 expected=self.structure,
             )
-        floating_leaves = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
+        floating_leaves = list(self.with_gradients(leaves))
         for leaf, (shape, kind) in zip(floating_leaves, self.gradients):
-            if not arrays.is_array(leaf) or leaf.shape != shape or leaf.dtype != kind:
+            is_array = arrays.is_array(leaf)
+            if not is_array or leaf.shape != shape or leaf.dtype != kind:
+                found = type(leaf).__name__
+                if is_array:
+                    found = f"{leaf.dtype.name}{list(leaf.shape)}"
                 raise ArgumentError(
                     f"{what} does not match {like}",
-                    found=f"{leaf.dtype.name}{list(leaf.shape)}"
-                    if arrays.is_array(leaf)
-                    else type(leaf).__name__,
+                    found=found,
                     expected=f"{kind.name}{list(shape)}",
                 )
             check_sendable(leaf)
@@ -386,15 +402,12 @@ class AskedBatch:
             rows = rows_of_any(first)
         leaves, structure = flatten(first)
         row_counts = getattr(function, "rows", None)
-        self.rows = (
-            [rows] * microbatches
-            if row_counts is None
-            else [int(count) for count in np.atleast_1d(row_counts)]
-        )
-        right = len(self.rows) == microbatches or (
-            may_be_fewer and 0 < len(self.rows) < microbatches
-        )
-        if not right or (row_counts is not None and (rows == 0 or min(self.rows) < 1)):
+        self.rows = [rows] * microbatches
+        if row_counts is not None:
+            self.rows = [int(count) for count in np.atleast_1d(row_counts)]
+        fewest = 1 if may_be_fewer else microbatches
+        is_right = fewest <= len(self.rows) <= microbatches
+        if not is_right or (row_counts is not None and (rows == 0 or min(self.rows) < 1)):
             raise ArgumentError(
                 f"the rows of the micro-batches that {name} gives",
                 found=self.rows,

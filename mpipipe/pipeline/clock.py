@@ -40,14 +40,13 @@ class HostClock:
         self.busy = 0.0  # seconds of all actions of the last call
         # From the first action of the last call to the end of the last one, where this clock knows.
         self.span = 0.0
-        self.host_elapsed = self.entered = (
-            0.0  # seconds of the last call by the host's clock, and its start
-        )
-        self.totals: dict[tuple[str, int], list] = defaultdict(
-            lambda: [0.0, 0]
-        )  # (op, stage) -> [seconds, count]
-        # seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
-        # read
+        # Seconds of the last call by the host's clock, and its start.
+        self.host_elapsed = 0.0
+        self.entered = 0.0
+        # (op, stage) -> [seconds, count]
+        self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])
+        # Seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
+        # read.
         self.training_seconds = np.zeros(2)
         self.trains = False  # whether the call under way is a training step
         self.recorder: Recorder | None = None
@@ -111,10 +110,8 @@ class HostClock:
         names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if recompute else "F"}
         seconds, counts = np.zeros((2, 3, stages))
         for (op, stage), (total, count) in self.totals.items():
-            place = (
-                "FBW".index(names[op]),
-                stage,
-            )  # a stage may have both B and I: it may split some backwards only
+            # A stage may have both B and I: it may split some backwards only.
+            place = "FBW".index(names[op]), stage
             seconds[place] += total
             counts[place] += 0 if op == "R" and recompute else count
         return seconds / np.maximum(counts, 1)
@@ -142,11 +139,10 @@ class HostClock:
                 entry[0] += seconds
                 entry[1] += 1
         if self.recorder is not None:
-            spans = [
-                (str(action), begun, ended)
-                for action, (begun, ended) in zip(call.actions, times.tolist())
-            ]
-            for name, begun, ended in sorted([*spans, *call.others], key=lambda span: span[2]):
+            spans = [*call.others]
+            for action, (begun, ended) in zip(call.actions, times.tolist()):
+                spans.append((str(action), begun, ended))
+            for name, begun, ended in sorted(spans, key=lambda span: span[2]):
                 self.recorder.add(name, begun, ended)
 
 

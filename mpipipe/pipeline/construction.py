@@ -143,9 +143,8 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
     schedule = arguments.schedule
     try:
         settings.check_settings()
-        if (
-            arguments.check and settings.NCCL.is_on
-        ):  # the host would wait for a device that waits for ranks
+        if arguments.check and settings.NCCL.is_on:
+            # The host would wait for a device that waits for ranks.
             raise ArgumentError(
                 "check mode looks at arrays on the host, between messages",
                 found="MPIPIPE_NCCL=on",
@@ -275,12 +274,13 @@ def _error_of_replicas(
 
 def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
     """Let the state of modules, such as batch norm's, begin as that of replica 0."""
-    inner_stages = [inner for stage in stages for inner in stage.inner_stages]
-    state = [array for inner in inner_stages for array in inner.state.values()]
+    state: list[arrays.Array] = []
+    for stage in stages:
+        for inner in stage.inner_stages:
+            state += inner.state.values()
     if state:
-        first = others.gather(
-            f"{CALL}: state", [*map(arrays.download, state)] if others.rank == 0 else None
-        )[0]
+        own_values = [arrays.download(array) for array in state]
+        first = others.broadcast(f"{CALL}: state", own_values)
         for array, value in zip(state, first, strict=True):
             array[...] = arrays.upload(value) if arrays.is_device(array) else value
 
@@ -403,14 +403,11 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
     if lengths is not None and (
         [*map(type, lengths)] != [int] * count or min(lengths) < 1 or count == 1
     ):
-        raise ArgumentError(
-            "slice_lengths",
-            found=lengths,
-            expected=f"None, or {counted(count, 'whole number')} of at least 1, one for each "
-            "slice of the schedule"
-            if count > 1
-            else "None for a schedule without slices",
-        )
+        expected = "None for a schedule without slices"
+        if count > 1:
+            numbers = counted(count, "whole number")
+            expected = f"None, or {numbers} of at least 1, one for each slice of the schedule"
+        raise ArgumentError("slice_lengths", found=lengths, expected=expected)
     for number, stage in stages.items():
         _check_stage_slices(number, stage, count if lengths is None else tuple(lengths))
     whole = getattr(loss, "over_batch", False)
@@ -466,16 +463,15 @@ def names_given(schedule: Schedule, stage: int) -> list[str]:
 def check_forwards_first(schedule: Schedule, what: str) -> None:
     """Raise ArgumentError unless the last stage has all forwards before its first backward."""
     last = schedule.stages - 1
-    ops = [
-        action.op for action in schedule.orders[schedule.placement[last]] if action.stage == last
-    ]
-    backward = next((place for place, op in enumerate(ops) if op in "BI"), len(ops))
-    if "F" in ops[backward:]:
+    order = schedule.orders[schedule.placement[last]]
+    ops = [action.op for action in order if action.stage == last]
+    backwards = [place for place, op in enumerate(ops) if op in "BI"]
+    if backwards and "F" in ops[backwards[0] :]:
+        forwards = counted(ops[: backwards[0]].count("F"), "forward")
         raise ArgumentError(
             f"{what} needs all outputs before the first backward",
             stage=last,
-            found=f"{schedule.name}, whose first backward comes after "
-            f"{counted(ops[:backward].count('F'), 'forward')}",
+            found=f"{schedule.name}, whose first backward comes after {forwards}",
             expected="an order with all forwards of the last stage first",
             remedy="schedules.gpipe, or schedules.looped_bfs with several stages on a rank",
         )

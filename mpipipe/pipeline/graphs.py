@@ -47,13 +47,11 @@ class Slot:
 class Kind:
     """What inputs of one shape and dtype have in common."""
 
-    met: set[Key] = field(
-        default_factory=set
-    )  # actions that have run, and may be recorded when they come again
+    # Actions that have run, and may be recorded when they come again.
+    met: set[Key] = field(default_factory=set)
     made: int = 0  # number of slots
-    free: dict[int, Slot] = field(
-        default_factory=dict
-    )  # slots that no micro-batch has, by their numbers
+    # Slots that no micro-batch has, by their numbers.
+    free: dict[int, Slot] = field(default_factory=dict)
 
     def take(self, x: Array) -> Slot:
         """Take the first free slot, the same in all steps for a micro-batch, or make one."""
@@ -103,9 +101,8 @@ class StageGraphs:
     def __init__(self, stage: nn.Stage) -> None:
         self.stage = stage
         self.position = stage.position
-        self.reason = arrays.graphs_refused() or unrecordable(
-            stage
-        )  # why no more is recorded; "" where it is
+        # Why no more is recorded; "" if it is.
+        self.reason = arrays.graphs_refused() or unrecordable(stage)
         self._kinds: dict[tuple, Kind] = {}
         # What recordings have read: where parameters and gradients are, and the layers.
         self._read: tuple = ()
@@ -113,10 +110,8 @@ class StageGraphs:
         logger.info("%s", self)
 
     def __str__(self) -> str:
-        return (
-            f"CUDA graphs: stage {self.stage.index} "
-            f"{f'has none: {self.reason}' if self.reason else 'has them'}"
-        )
+        state = f"has none: {self.reason}" if self.reason else "has them"
+        return f"CUDA graphs: stage {self.stage.index} {state}"
 
     @property
     def recorded(self) -> int:
@@ -151,21 +146,14 @@ class StageGraphs:
         flats = (stage.compute.flat, stage.gradients.flat)
         owners = tuple(stage.buffers.owners.items())
         read = (*flats, owners, stage.version)
-        if (
-            len(self._read) == len(read)
-            and all(map(is_, flats, self._read))
-            and read[2:] == self._read[2:]
-        ):
+        if self._read and all(map(is_, flats, self._read)) and read[2:] == self._read[2:]:
             return
         self._read = read
         self._kinds = {}
-        self._in_vain = self._in_vain + 1
-        always = (
-            "attributes of layers change from one forward to the next"
-            if self._in_vain > MOST_IN_VAIN
-            else ""
-        )
-        self.reason = unrecordable(stage) or always
+        self._in_vain += 1
+        self.reason = unrecordable(stage)
+        if not self.reason and self._in_vain > MOST_IN_VAIN:
+            self.reason = "attributes of layers change from one forward to the next"
         if self.reason:
             logger.warning("%s", self)
 
@@ -218,15 +206,14 @@ class StageGraphs:
         """Whether the slot has a graph of an action, which is recorded now if it can be."""
         stage = self.stage
         if key not in slot.graphs and not self.reason:
-            # messages are no part of the work
+            # Messages are no part of the work.
             poll = stage.poll
             stage.poll = lambda: None
             try:
                 slot.graphs[key] = arrays.record_graph(work)
                 self._in_vain = 0
-            except (
-                Exception
-            ) as error:  # whatever it is, the work can be done without a graph, or raises it again
+            except Exception as error:
+                # Without a graph the work can be done, or raises the error again.
                 self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
                 logger.warning("%s", self)
             finally:

@@ -22,7 +22,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -58,9 +57,8 @@ class Loss:
         self.takes_factor = takes_parameter(function, "factor")
         self.takes_position = takes_parameter(function, "position")
         self.weighs = takes_parameter(function, "weigh")
-        self.over_batch = bool(
-            getattr(function, "over_batch", False)
-        )  # takes and gives lists, once for all
+        # True if it takes and gives lists, once for all micro-batches.
+        self.over_batch = bool(getattr(function, "over_batch", False))
         self.uploads = not getattr(function, "wants_host_targets", False)
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
 
@@ -83,11 +81,9 @@ class Loss:
             return self.function(output, target, factor=factor, position=position, weigh=weigh)
         if self.takes_position:
             return self.function(output, target, factor=factor, position=position)
-        return (
-            self.function(output, target, factor=factor)
-            if self.takes_factor
-            else self.function(output, target)
-        )
+        if self.takes_factor:
+            return self.function(output, target, factor=factor)
+        return self.function(output, target)
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
         """Return (value, gradient, weight or None); ArgumentError for another result.
@@ -95,12 +91,11 @@ class Loss:
         Weight 0 has value NaN.
         """
         if type(result) is not tuple or len(result) not in (2, 3):
+            found = type(result).__name__
             raise ArgumentError(
                 "a loss returns (value, gradient of the output), or (value, gradient of the "
                 "output, weight)",
-                found=f"a tuple of {len(result)}"
-                if type(result) is tuple
-                else type(result).__name__,
+                found=f"a tuple of {len(result)}" if found == "tuple" else found,
                 expected="a tuple of two or three",
                 remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that "
                 "returns a number",
@@ -139,14 +134,10 @@ class Loss:
 
         0 gives zeros.
         """
-        if (
-            factor == 1 and type(gradient) is type(output) is np.ndarray
-        ):  # the common case, on the hot path
-            if (
-                gradient.shape == output.shape
-                and gradient.dtype == output.dtype
-                and output.dtype.kind == "f"
-            ):
+        # The common case, on the hot path.
+        if factor == 1 and type(gradient) is type(output) is np.ndarray:
+            is_alike = gradient.shape == output.shape and gradient.dtype == output.dtype
+            if is_alike and output.dtype.kind == "f":
                 return gradient
         if type(output) is list:  # the loss is over the batch
             gradient = gradient if factor else output  # all zeroed
@@ -156,26 +147,24 @@ class Loss:
                     found=type(gradient).__name__,
                     expected=f"a list of {len(output)}: the gradient of each output",
                 )
-            return [Loss.scaled(*item) for item in zip(gradient, repeat(factor), output)]
+            pairs = zip(gradient, output)
+            return [Loss.scaled(part, factor, of_output) for part, of_output in pairs]
         outputs, structure = flatten(output)
         spec = MessageSpec(structure, [(leaf.shape, leaf.dtype) for leaf in outputs])
-        likes = [leaf for leaf, floating in zip(outputs, spec.floating) if floating]
+        likes = spec.with_gradients(outputs)
         if not factor:
-            return spec.gradient_tree([*map(arrays.zeros_like, likes)])
+            return spec.gradient_tree([arrays.zeros_like(like) for like in likes])
         leaves = spec.gradient_leaves(gradient, "the gradient of the loss", "the output")
         for leaf, like in zip(leaves, likes):
             if arrays.is_device(leaf) != arrays.is_device(like):
-                actual, expected = (
-                    f"an array on {arrays.device_of(item)}" for item in (leaf, like)
-                )
                 raise ArgumentError(
                     "the gradient of the loss does not match the output",
-                    found=actual,
-                    expected=expected,
+                    found=f"an array on {arrays.device_of(leaf)}",
+                    expected=f"an array on {arrays.device_of(like)}",
                 )
-        return spec.gradient_tree(
-            [x if factor == 1 else kernels.of_array(x).scale(x, factor) for x in leaves]
-        )
+        if factor != 1:
+            leaves = [kernels.of_array(leaf).scale(leaf, factor) for leaf in leaves]
+        return spec.gradient_tree(leaves)
 
 
 def _beside(output: Any, target: Any) -> Any:
@@ -226,9 +215,11 @@ def unscaled(tree: Tree, scale: float) -> Tree:
     if tree is None or scale == 1:
         return tree
     leaves, structure = flatten(tree)
-    return unflatten(
-        [None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure
-    )
+    factor = 1 / scale
+    for place, leaf in enumerate(leaves):
+        if leaf is not None:
+            leaves[place] = kernels.of_array(leaf).scale(leaf, factor)
+    return unflatten(leaves, structure)
 
 
 # -- What each micro-batch counts ------------------------------------------------------------------
@@ -238,10 +229,9 @@ class Weighing:
     """The shares of micro-batches in the loss of a pipeline, on one rank."""
 
     def __init__(self, pipe: RankGroup, replicas: RankGroup | None, root: int) -> None:
-        # the rank of the last stage
         self.pipe = pipe
         self.replicas = replicas
-        self.root = root
+        self.root = root  # the rank of the last stage
         # Whether this rank's loss returns weights; None where none was evaluated yet.
         self.given: bool | None = None
         self.agreed: bool | None = None  # the same of all replicas, once all ranks know it
@@ -267,9 +257,9 @@ class Weighing:
     def weight_of(self, shared: SharedLoss) -> float:
         """Return the sum of the weights of a call, or the rows or entries of all targets."""
         assert self._facts is not None  # asked for after a call
-        return (
-            math.ldexp(shared.total, self.exponent) if shared.givers else float(self._facts.total)
-        )
+        if shared.givers:
+            return math.ldexp(shared.total, self.exponent)
+        return float(self._facts.total)
 
     def take(self, microbatch: int, weight: float | None, training: bool) -> float:
         """Take the weight of a unit; return the factor from its presumed share to the real one.
@@ -344,13 +334,17 @@ class Weighing:
         """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
         givers = shared.givers
         total = shared.total
-        replicas = 1 if self.replicas is None else self.replicas.size
+        groups = [self.pipe]
+        replicas = 1
+        if self.replicas is not None:
+            groups.append(self.replicas)
+            replicas = self.replicas.size
         if 0 < givers < replicas:
-            counts = f"{givers} of {replicas} replicas with weights"
-            remedy = "give the same loss to all replicas"
-            message = "the loss returns weights on some replicas only"
             problem: MpipipeError = MismatchError(
-                message, found=counts, expected="all or none", remedy=remedy
+                "the loss returns weights on some replicas only",
+                found=f"{givers} of {replicas} replicas with weights",
+                expected="all or none",
+                remedy="give the same loss to all replicas",
             )
         elif givers and not 0 < total < math.inf:
             problem = ArgumentError(
@@ -361,9 +355,7 @@ class Weighing:
             )
         else:
             return None
-        return found_by_all(
-            problem, [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
-        )
+        return found_by_all(problem, groups)
 
 
 def _divide_gradients(stages: Sequence[AttachedStage], divisor: float) -> None:
@@ -436,20 +428,13 @@ class SharedLoss:
         self._table = np.zeros(microbatches + 3)
         if own_losses is not None and weighing.given:
             self._table[-2:] = sum(self._shares), 1
-        if (
-            pipe.size == 1
-            and replicas is None
-            and own_losses is not None
-            and own_losses.download is not None
-        ):
+        is_alone = pipe.size == 1 and replicas is None
+        if is_alone and own_losses is not None and own_losses.download is not None:
             return
         self.read()
         if replicas is not None and pipe.rank == root:
-            replicas.wait(
-                AllReduce(replicas.comm, self._table[-3:]),
-                f"{self.what} of the replicas",
-                everyone=True,
-            )
+            total = AllReduce(replicas.comm, self._table[-3:])
+            replicas.wait(total, f"{self.what} of the replicas", everyone=True)
         if pipe.size > 1:
             pipe.wait(own(pipe.comm.Ibcast(self._table, root)), self.what, everyone=True)
 
@@ -482,9 +467,8 @@ class SharedLoss:
             return losses
         shares = np.reshape(self._shares, (microbatches, -1))
         sums = np.where(shares > 0, shares * np.reshape(losses, shares.shape), 0).sum(1)
-        return np.divide(
-            sums, shares.sum(1), out=np.full(microbatches, np.nan), where=shares.any(1)
-        )
+        means = np.full(microbatches, np.nan)
+        return np.divide(sums, shares.sum(1), out=means, where=shares.any(1))
 
     @property
     def mean(self) -> float:

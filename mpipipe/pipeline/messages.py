@@ -118,11 +118,9 @@ class StageMessages:
 
     def _take(self, envelope: Envelope, leaves: Sequence[Leaf]) -> Lease:
         mailbox = self.mailbox
-        return (
-            [mailbox.take() for _ in leaves]
-            if self.known
-            else mailbox.take_unknown(envelope, leaves)
-        )
+        if not self.known:
+            return mailbox.take_unknown(envelope, leaves)
+        return [mailbox.take() for _ in leaves]
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
         """Start sending; ArgumentError if shapes differ from calls with the same inputs."""
@@ -209,9 +207,8 @@ class StageMessages:
 
 def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
     """Return `tree`, with copies of the leaves that share memory with received arrays."""
-    if (
-        type(tree) is np.ndarray and tree.base is None
-    ):  # it owns its memory, and a received array on the host does not
+    # An array that owns its memory shares none: a received array on the host does not own its.
+    if type(tree) is np.ndarray and tree.base is None:
         return tree
     if tree is None:
         return None
@@ -263,15 +260,18 @@ def parted(
     Raises StageError if one of these is missing, or one is there that the stage does not have.
     `what` is the action.
     """
-    main, trees = (result.main, result.skips) if type(result) is Branches else (result, {})
+    main = result
+    trees: dict[str, Tree] = {}
+    found = type(result).__name__
+    if type(result) is Branches:
+        main = result.main
+        trees = result.skips
+        found = f"Branches with {', '.join(trees) or 'no skips'}"
     names = {port.name for port in ports if port.wanted}
     if not names <= {*trees} or not {*trees} <= {port.name for port in ports}:
-        listed = ", ".join(trees)
         raise StageError(
             f"the {what} of a stage does not give what its skips want",
-            found=f"Branches with {listed or 'no skips'}"
-            if type(result) is Branches
-            else type(result).__name__,
+            found=found,
             expected=f"mpipipe.Branches with {', '.join(sorted(names))}" if names else "no skips",
             remedy="return Branches(tree, name=tree) with a tree for each skip of "
             "schedules.with_skips, and no other",

@@ -39,9 +39,8 @@ class TieSite(NamedTuple):
     frozen: bool = False
 
 
-Facts: TypeAlias = dict[
-    str, list[TieSite]
-]  # tie key -> places on one rank, in the order of the stages
+# The places on one rank of each tied parameter, by its key, in the order of the stages.
+Facts: TypeAlias = dict[str, list[TieSite]]
 
 
 def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
@@ -76,9 +75,9 @@ def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
 
 def check_ties(table: Sequence[Facts]) -> None:
     """Raise MismatchError if places of one parameter differ; `table` has every rank's facts."""
-    for key in sorted({key for facts in table for key in facts}):
-        first, *others = sorted(place for facts in table for place in facts.get(key, []))
-        for place in others:
+    for key, places in _places(table).items():
+        (_, first), *others = places
+        for _, place in others:
             if (place.shape, place.dtype) != (first.shape, first.dtype):
                 raise MismatchError(
                     f"tied parameters {key!r} differ",
@@ -88,9 +87,21 @@ def check_ties(table: Sequence[Facts]) -> None:
                     f"{first.stage}",
                 )
             if place.frozen != first.frozen:
-                raise partly_frozen_error(
-                    key, [site.name for site in (first, place) if not site.frozen]
-                )
+                trained = first if place.frozen else place
+                raise partly_frozen_error(key, [trained.name])
+
+
+def _places(table: Sequence[Facts]) -> dict[str, list[tuple[int, TieSite]]]:
+    """Return (rank, place) of all places of each key, in the order of the stages."""
+    places: dict[str, list[tuple[int, TieSite]]] = {}
+    for rank, facts in enumerate(table):
+        for key, sites in facts.items():
+            for site in sites:
+                places.setdefault(key, []).append((rank, site))
+    for of_key in places.values():
+        # A stage keeps the order of its own places.
+        of_key.sort(key=lambda place: place[1].stage)
+    return dict(sorted(places.items()))
 
 
 class TiedPlace(NamedTuple):
@@ -115,20 +126,18 @@ class TieNames:
     """
 
     def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
-        self.order: dict[
-            str, list[TiedPlace]
-        ] = {}  # tie key -> its places, at least two, in the order of the stages
+        # The places of each parameter, at least two, by its key, in the order of the stages.
+        self.order: dict[str, list[TiedPlace]] = {}
         count = 0
-        for key in sorted({key for facts in table for key in facts}):
-            places = [(site.stage, index, rank, site) for rank, facts in enumerate(table)
-                      for index, site in enumerate(facts.get(key, []))]  # fmt: skip
+        for key, places in _places(table).items():
             # A frozen parameter has no gradient to share.
-            if len(places) > 1 and not places[0][-1].frozen:
-                self.order[key] = []
-                for *_, rank, site in sorted(places):
-                    channel, tag = divmod(count, tags)
-                    self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
-                    count += 1
+            if len(places) == 1 or places[0][1].frozen:
+                continue
+            self.order[key] = []
+            for rank, site in places:
+                channel, tag = divmod(count, tags)
+                self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
+                count += 1
         on_several_ranks = False
         for of_key in self.order.values():
             if any(place.rank != of_key[0].rank for place in of_key):
@@ -147,31 +156,24 @@ class Ties:
         numbers: Sequence[int],
         names: TieNames,
     ) -> None:
-        models = {
-            (number, inner): model
-            for number, stage in zip(numbers, stages)
-            for inner, model in enumerate(stage.inner_stages)
-        }
-        for model in models.values():
-            model.tied_copies.clear()
-        tied = []  # parameters with a place on this rank: (all places, those of this rank)
+        models: dict[tuple[int, int], Stage] = {}
+        for number, stage in zip(numbers, stages):
+            for inner, model in enumerate(stage.inner_stages):
+                models[number, inner] = model
+                model.tied_copies.clear()
+        # Of parameters with a place on this rank: all places, and those of this rank.
+        tied: list[tuple[list[TiedPlace], dict[TiedPlace, User]]] = []
         shared: list[tuple[User, User]] = []
         for places in names.order.values():
-            users = {
-                p: User(models[p.place.stage, p.place.inner], p.place.name)
-                for p in places
-                if p.rank == pipe.rank
-            }
+            users = {}
+            for place in places:
+                if place.rank == pipe.rank:
+                    site = place.place
+                    users[place] = User(models[site.stage, site.inner], site.name)
             if users:
                 tied.append((places, users))
-                own_users = list(
-                    users.values()
-                )  # the storage stays where an earlier pipeline has put it
-                first = next(
-                    (user for user in own_users if user.name not in user.stage.buffers.owners),
-                    own_users[0],
-                )
-                shared += [(user, first) for user in own_users if user is not first]
+                owner = _owner(list(users.values()))
+                shared += [(user, owner) for user in users.values() if user is not owner]
         share(shared)
         self.parameters = [TiedParameter(pipe, transport, *pair) for pair in tied]
 
@@ -197,17 +199,15 @@ class TiedParameter:
         self.transport = transport
         self.places = places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
-        self.parts: list[
-            Array
-        ] = []  # gradient of each place; for one of another rank the buffer that receives it
-        self.sums: list[
-            Array
-        ] = []  # gradients of this rank that are to be the sum: several where not all is shared
+        # The gradient of each place; of one on another rank the buffer that receives it.
+        self.parts: list[Array] = []
+        # Gradients of this rank that are to be the sum: several where not all is shared.
+        self.sums: list[Array] = []
         values: list[Array] = []
         stage, name = next(iter(users.values()))
         like = stage.gradients[name]
         first = users.get(places[0])
-        # the array that norms count; None: elsewhere
+        # The array that norms count; None if it is on another rank.
         counted = first and first.stage.buffers.owners.get(first.name, first)
         for place in places:
             if place not in users:
@@ -247,7 +247,8 @@ class TiedParameter:
                 requests.append([self._receive(part, place)])
         for place, of_place in zip(self.places, requests):
             self._wait(of_place, place)
-        total, *others = self.parts  # if it is of this rank, then it is the first of `sums`
+        # If the first part is of this rank, then it is the first of `sums`.
+        total, *others = self.parts
         for part in others:
             kernels.of_array(total).accumulate(total, part)
         for gradient in self.sums:
@@ -297,6 +298,14 @@ class User(NamedTuple):
     name: str
 
 
+def _owner(users: Sequence[User]) -> User:
+    """Return the user with the storage: it stays where an earlier pipeline has put it."""
+    for user in users:
+        if user.name not in user.stage.buffers.owners:
+            return user
+    return users[0]
+
+
 def share(places: list[tuple[User, User]]) -> None:
     """Let each user compute with the storage of another, as far as that is possible.
 
@@ -305,9 +314,12 @@ def share(places: list[tuple[User, User]]) -> None:
     It is where both stages have one dtype and device, and where no other parameter lies after the
     user's. Users that have shared before are pointed to their new owner.
     """
-    for (stage, name), owner in sorted(
-        places, key=lambda pair: -pair[0].stage.parameters.offsets.get(pair[0].name, 0)
-    ):
+
+    def offset(pair: tuple[User, User]) -> int:
+        stage, name = pair[0]
+        return stage.parameters.offsets.get(name, 0)
+
+    for (stage, name), owner in sorted(places, key=offset, reverse=True):
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
         if name not in stage.buffers.owners:
             if not alike or not stage.buffers.ends_with(name):

@@ -59,14 +59,18 @@ def _sendable(tree: Tree) -> list[arrays.Array]:
 def _extent(shapes: Sequence[Shape], axis: int) -> int:
     extents = {shape[axis] if len(shape) > axis else -1 for shape in shapes}
     if len(extents) != 1 or -1 in extents:
-        what, form = ("positions", "(rows, positions, ...)") if axis else ("rows", "(rows, ...)")
+        what = "rows"
+        form = "(rows, ...)"
+        remedy = None
+        if axis == 1:
+            what = "positions"
+            form = "(rows, positions, ...)"
+            remedy = "give each array an axis 1 of positions; or take a schedule without slices"
         raise ArgumentError(
             f"the arrays of a batch do not share an axis of {what}",
             found=f"shapes {[*shapes]}",
             expected=f"{form}, with as many {what} in each",
-            remedy="give each array an axis 1 of positions; or take a schedule without slices"
-            if axis
-            else None,
+            remedy=remedy,
         )
     return extents.pop()
 
@@ -145,15 +149,14 @@ def split_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> lis
         if leaf is not None and (
             not arrays.is_array(leaf) or leaf.shape[axis : axis + 1] != (edges[-1],)
         ):
-            what, other = (
-                ("position", "")
-                if axis
-                else ("row", f", or a list of {counted(len(pieces), 'micro-batch')}")
-            )
+            expected = f"arrays of {counted(edges[-1], 'position')}"
+            if axis == 0:
+                listed = counted(len(pieces), "micro-batch")
+                expected = f"arrays of {counted(edges[-1], 'row')}, or a list of {listed}"
             raise ArgumentError(
                 "the gradients do not match the outputs",
                 found=f"shape {leaf.shape}" if arrays.is_array(leaf) else type(leaf).__name__,
-                expected=f"arrays of {counted(edges[-1], what)}{other}",
+                expected=expected,
             )
     parts = []
     for start, stop in pairwise(edges):
@@ -167,10 +170,10 @@ def merge(pieces: Sequence[Tree], axis: int = 0) -> Tree:
     """Put micro-batches together along axis 0, or slices along axis 1."""
     if pieces[0] is None:  # a gradient of integers
         return None
-    flat = [flatten(piece) for piece in pieces]
-    structure = flat[0][1]
-    columns = zip(*(leaves for leaves, _ in flat))
-    whole = [None if column[0] is None else arrays.concatenate(column, axis) for column in columns]
+    structure = flatten(pieces[0])[1]
+    whole = []
+    for column in zip(*(flatten(piece)[0] for piece in pieces)):
+        whole.append(None if column[0] is None else arrays.concatenate(column, axis))
     return unflatten(whole, structure)
 
 
@@ -220,42 +223,43 @@ class Slicing:
 
     def cut_as(self, gradients: list[Tree], units: list[Tree]) -> list[Tree]:
         """Cut gradients of `whole(units)` as the units lie in it."""
-        count = self.count
-        if count == 1:
+        if self.count == 1:
             return gradients
-        cut = (
-            split_as(gradient, units[at : at + count], 1)
-            for at, gradient in zip(range(0, len(units), count), gradients)
-        )
-        return [arrays.in_c_order(part) for parts in cut for part in parts]
+        cut: list[Tree] = []
+        for gradient, slices in zip(gradients, self._by_microbatch(units)):
+            cut += split_as(gradient, slices, 1)
+        return [arrays.in_c_order(part) for part in cut]
 
     def units(self, batch: list[Tree] | AskedBatch) -> Any:
         """Return the units of a batch, by their numbers; ArgumentError if it cannot be cut."""
         if self.count == 1:
             return batch
         if isinstance(batch, list):
-            return [part for tree in batch for part in self.cut(tree)]
+            parts: list[Tree] = []
+            for tree in batch:
+                parts += self.cut(tree)
+            return parts
         for shapes in shapes_of(batch):
             self.lengths_of(shapes)
         return AskedSlices(batch, self)
 
     def counts(self, counts: Sequence[float], batch: list[Tree] | AskedBatch) -> list[float]:
         """Return what each unit counts, by its positions, from what the micro-batches count."""
-        lengths = map(self.lengths_of, shapes_of(batch))
-        return [
-            count * length / sum(slice_lengths)
-            for count, slice_lengths in zip(counts, lengths)
-            for length in slice_lengths
-        ]
+        of_units = []
+        for count, shapes in zip(counts, shapes_of(batch)):
+            lengths = self.lengths_of(shapes)
+            of_units += [count * length / sum(lengths) for length in lengths]
+        return of_units
 
     def whole(self, units: Sequence[Tree]) -> list[Tree]:
         """Put units together: return micro-batches."""
+        if self.count == 1:
+            return [*units]
+        return [merge(slices, 1) for slices in self._by_microbatch(units)]
+
+    def _by_microbatch(self, units: Sequence[Tree]) -> list[list[Tree]]:
         count = self.count
-        return (
-            [*units]
-            if count == 1
-            else [merge(units[at : at + count], 1) for at in range(0, len(units), count)]
-        )
+        return [[*units[at : at + count]] for at in range(0, len(units), count)]
 
 
 def shapes_of(batch: list[Tree] | AskedBatch) -> list[list[Shape]]:
