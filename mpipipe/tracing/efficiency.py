@@ -62,15 +62,14 @@ def efficiencies(parts: Mapping[int, Mapping[str, float]]) -> Efficiencies:
 
 def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: Costs) -> str:
     """Say in one sentence what to change first."""
-    mean = {part: fmean(each[part] for each in parts.values()) for part in PARTS}
+    mean = _mean(parts)
     whole = sum(mean.values())
     if mean["compute"] >= ENOUGH * whole:
         return f"Nothing: the ranks compute {mean['compute'] / whole:.0%} of the time."
     part = max(PARTS[1:], key=lambda name: mean[name])
     what = {
         "bubble": f"take more micro-batches than {schedule.microbatches}, or a schedule with less "
-        "bubble than "
-        f"{schedule.name}",
+        f"bubble than {schedule.name}",
         "imbalance": _slowest(schedule, costs),
         "late sender": _awaited(parts),
         "transfer": _slowest_edge(costs, schedule.stages),
@@ -84,33 +83,32 @@ def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: 
 
 
 def _slowest(schedule: Schedule, costs: Costs) -> str:
-    forward, *backward = (
-        costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad")
-    )
+    stages = schedule.stages
     again = Counter(stage for stage, _ in schedule.recomputed)
-    run = [time * (1 + again[stage] / schedule.units) for stage, time in enumerate(forward)]
-    each = [sum(column) for column in zip(run, *backward)]
-    stage = max(range(schedule.stages), key=lambda number: each[number])
-    return (
-        f"give stage {stage} less to do, which takes {each[stage] / fmean(each):.2f} x the "
-        "mean stage"
-    )
+    seconds = []
+    for stage, forward in enumerate(costs.per_stage("forward", stages)):
+        seconds.append(forward * (1 + again[stage] / schedule.units))
+    for name in ("input_grad", "weight_grad"):
+        for stage, backward in enumerate(costs.per_stage(name, stages)):
+            seconds[stage] += backward
+    most = max(seconds)
+    times = most / fmean(seconds)
+    return f"give stage {seconds.index(most)} less to do, which takes {times:.2f} x the mean stage"
 
 
 def _slowest_edge(costs: Costs, stages: int) -> str:
-    times = costs.per_stage("transfer", stages)
-    edge = max(range(stages), key=lambda number: times[number])
+    times = [*costs.per_stage("transfer", stages)]
+    edge = times.index(max(times))
     return (
         f"speed up the messages between stages {edge - 1} and {edge}, which take "
-        f"{times[edge] * 1e3:.3g} ms, or send "
-        "less in each"
+        f"{times[edge] * 1e3:.3g} ms, or send less in each"
     )
 
 
 def _awaited(parts: Mapping[int, Mapping[str, float]]) -> str:
     """Name the rank that the others wait for: it waits far less than they do."""
     late = {rank: each["late sender"] for rank, each in parts.items()}
-    rank = min(late, key=lambda number: late[number])
+    rank = min(late, key=late.__getitem__)
     if len(late) > 1 and late[rank] < 0.5 * fmean(late.values()):
         return f"find out why rank {rank} comes late, which the others wait for"
     return (
@@ -130,22 +128,22 @@ def table(parts: Mapping[int, Mapping[str, float]]) -> str:
 
     Of more than 16 ranks, those with the most and the least compute are shown.
     """
-    order = sorted(parts, key=lambda rank: parts[rank]["compute"])
-    shown = order if len(parts) <= MOST else [*order[: MOST // 2], *order[-MOST // 2 :]]
+    shown = sorted(parts, key=lambda rank: parts[rank]["compute"])
+    del shown[MOST // 2 : -MOST // 2]  # nothing, if there are few
     rows = [[str(rank), *_cells(parts[rank])] for rank in sorted(shown)]
     if len(parts) > 1:
-        rows.append(
-            [
-                "mean",
-                *_cells({part: fmean(each[part] for each in parts.values()) for part in PARTS}),
-            ]
-        )
+        rows.append(["mean", *_cells(_mean(parts))])
     return "\n".join(text_table(["rank", "step", *PARTS], rows, left=()))
+
+
+def _mean(parts: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Return the seconds of each part on the mean rank."""
+    return {part: fmean(of_rank[part] for of_rank in parts.values()) for part in PARTS}
 
 
 def _cells(parts: Mapping[str, float]) -> list[str]:
     whole = sum(parts.values())
-    return [
-        f"{whole * 1e3:.1f} ms",
-        *(f"{100 * parts[part] / whole:.1f} %" if whole else "" for part in PARTS),
-    ]
+    cells = [f"{whole * 1e3:.1f} ms"]
+    for part in PARTS:
+        cells.append(f"{100 * parts[part] / whole:.1f} %" if whole else "")
+    return cells

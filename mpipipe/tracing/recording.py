@@ -55,9 +55,8 @@ class Recording:
                     expected="one at a time",
                     remedy="end that recording first",
                 )
-        places = self._group.gather(
-            "the begin of a recording", (pipeline.ranks.replica, pipeline.rank)
-        )
+        place = pipeline.ranks.replica, pipeline.rank
+        places = self._group.gather("the begin of a recording", place)
         with self._group.raise_together("the begin of a recording"):
             check_places(places, pipeline.schedule.ranks)
         self._schedule = pipeline.plans.training.schedule
@@ -89,10 +88,9 @@ class Recording:
         key = None if replicas is None else replicas.key
         steps = steps_of(self._recorder, key, planned, self._schedule.slices)
         clock = (before.at, before.ahead), (after.at, after.ahead)
-        skips = [
-            (edge, *ends)
-            for edge, ends in enumerate(pipeline.schedule.skip_ends, pipeline.schedule.stages)
-        ]
+        skips = []
+        for edge, ends in enumerate(pipeline.schedule.skip_ends, pipeline.schedule.stages):
+            skips.append((edge, *ends))
         record = RankRecord(
             self._group.rank, pipeline.rank, pipeline.ranks.replica, clock, steps, skips
         )
@@ -180,39 +178,40 @@ def steps_of(
     """
     found = []
     for step in recorder.steps:
-        inside = [
-            (action_of(span.name, slices), span)
-            for span in recorder.spans
-            if step.start <= span.start <= step.end
-        ]
-        actions = [(action, span.start, span.end) for action, span in inside if action is not None]
-        waits = [
-            _waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end
-        ]
-        sent = [each for each in recorder.sent if step.start <= each.time <= step.end]
+        actions = []
+        spans = []
+        for span in recorder.spans:
+            if step.start <= span.start <= step.end:
+                action = action_of(span.name, slices)
+                if action is None:
+                    spans.append(span)
+                else:
+                    actions.append((action, span.start, span.end))
+        waits = []
+        for wait in recorder.waits:
+            if step.start <= wait.start <= step.end:
+                waits.append(_waited(wait, sums))
+        sent = [message for message in recorder.sent if step.start <= message.time <= step.end]
         if planned is not None:
             waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
-            ends = {
-                sent.name: end for each, (_, _, end) in zip(planned, actions) for sent in each.sends
-            }
-            sent = [each._replace(time=ends.get(each.message, each.time)) for each in sent]
-        spans = [span for action, span in inside if action is None]
+            ends = {}
+            for plan, (_, _, end) in zip(planned, actions):
+                for envelope in plan.sends:
+                    ends[envelope.name] = end
+            for number, message in enumerate(sent):
+                sent[number] = message._replace(time=ends.get(message.message, message.time))
         found.append(StepRecord(step.start, step.end, actions, waits, sent, spans))
     return found
 
 
 def _waited(wait: Wait, sums: tuple[int, ...] | None) -> Waited:
-    what = wait.what
-    message = what.name if isinstance(what, Envelope) else None
-    text = what.subject if isinstance(what, Envelope) else str(what)
-    return Waited(
-        text,
-        wait.start,
-        wait.end,
-        message,
-        wait.group,
-        wait.group is not None and wait.group == sums,
-    )
+    message = None
+    text = str(wait.what)
+    if isinstance(wait.what, Envelope):
+        message = wait.what.name
+        text = wait.what.subject
+    is_sum = wait.group is not None and wait.group == sums
+    return Waited(text, wait.start, wait.end, message, wait.group, is_sum)
 
 
 def _gaps(
@@ -259,9 +258,8 @@ def clock_offset(group: RankGroup, comm: Communicator, now: Callable[[], float])
     group.agree("comparing clocks")
     with group.failing("comparing clocks"):
         if comm.rank > 0:
-            return min(
-                (_ask(group, comm, now) for _ in range(ROUNDS)), key=lambda offset: offset.error
-            )
+            offsets = [_ask(group, comm, now) for _ in range(ROUNDS)]
+            return min(offsets, key=lambda offset: offset.error)
         for peer in range(1, comm.size):
             for _ in range(ROUNDS):
                 _answer(group, comm, now, peer)
@@ -276,13 +274,11 @@ def _ask(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offs
     group.wait(receive, WHAT, peer=0)
     after = now()
     group.wait(send, WHAT, peer=0)
-    return Offset(
-        (before + after) / 2, float(answer[0]) - (before + after) / 2, (after - before) / 2
-    )
+    middle = (before + after) / 2
+    return Offset(middle, float(answer[0]) - middle, (after - before) / 2)
 
 
 def _answer(group: RankGroup, comm: Communicator, now: Callable[[], float], peer: int) -> None:
-    group.wait(own(comm.Irecv(np.empty(1), peer, 0)), f"rank {peer}, to compare clocks", peer=peer)
-    group.wait(
-        own(comm.Isend(np.array([now()]), peer, 0)), f"rank {peer}, to compare clocks", peer=peer
-    )
+    what = f"rank {peer}, to compare clocks"
+    group.wait(own(comm.Irecv(np.empty(1), peer, 0)), what, peer=peer)
+    group.wait(own(comm.Isend(np.array([now()]), peer, 0)), what, peer=peer)

@@ -56,11 +56,10 @@ class StepRecord(NamedTuple):
 
     def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
         """Return when each message was there, by its wait or the action that takes it."""
-        times = {
-            message: start
-            for action, start, _ in self.actions
-            for message in taken_by(action, skips)
-        }
+        times = {}
+        for action, start, _ in self.actions:
+            for message in taken_by(action, skips):
+                times[message] = start
         for wait in self.waits:
             if wait.message in times:
                 times[wait.message] = min(wait.end, times[wait.message])
@@ -85,11 +84,9 @@ class RankRecord(NamedTuple):
 def action_of(text: str, slices: int = 1) -> Action | None:
     """The action whose text form this is, in a schedule that cuts sequences into `slices`."""
     match = ACTION.fullmatch(text)
-    return (
-        None
-        if match is None
-        else Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
-    )
+    if match is None:
+        return None
+    return Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
 
 
 def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
@@ -98,9 +95,9 @@ def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
     if op == "F":
         edges = [stage, *(edge for edge, _, target in skips if target == stage)]
         return [(edge, microbatch, 0) for edge in edges]
-    edges = (
-        [stage + 1, *(edge for edge, source, _ in skips if source == stage)] if op in "BI" else []
-    )
+    if op not in "BI":
+        return []
+    edges = [stage + 1, *(edge for edge, source, _ in skips if source == stage)]
     return [(edge, microbatch, 1) for edge in edges]
 
 
@@ -126,19 +123,18 @@ class Delivery(NamedTuple):
 def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
     """Return all messages whose sending and arrival were recorded."""
     index = {(record.replica, record.position): number for number, record in enumerate(records)}
-    received = [[step.received(record.skips) for step in record.steps] for record in records]
+    arrivals = {}
+    for target, record in enumerate(records):
+        for number, step in enumerate(record.steps):
+            arrivals[target, number] = step.received(record.skips)
     found = []
     for source, record in enumerate(records):
         for number, step in enumerate(record.steps):
-            for sent in step.sent:
-                target = index.get((record.replica, sent.peer))
-                there = None if target is None else received[target][number].get(sent.message)
-                if target is not None and there is not None:
-                    found.append(
-                        Delivery(
-                            number, source, target, sent.message, sent.nbytes, sent.time, there
-                        )
-                    )
+            for message, peer, nbytes, time in step.sent:
+                target = index.get((record.replica, peer), -1)
+                there = arrivals.get((target, number), {}).get(message)
+                if there is not None:
+                    found.append(Delivery(number, source, target, message, nbytes, time, there))
     return found
 
 

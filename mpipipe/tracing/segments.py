@@ -30,8 +30,7 @@ from mpipipe.tracing.records import RankRecord, StepRecord, Waited, deliveries
 LATE = "late"
 ORDER = ("compute", "reading", LATE, "transfer", "sums", "optimizer", "overhead")
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
-# what spans of a recorder went into, and their names, by the first words that the recorder has for
-# them
+# What spans of a recorder went into, and their names, by the recorder's first words for them.
 SPANS = {
     "all-reduce": ("sums", "start of sums"),
     "optimizer": ("optimizer", "optimizer"),
@@ -52,19 +51,22 @@ class Segment(NamedTuple):
 class Peers(NamedTuple):
     """What a rank has to know of the others to divide its waits."""
 
-    sent: dict[tuple, float]  # (replica, step, message) -> when it was sent
-    entries: dict[
-        tuple, float
-    ]  # (step, group, what, how many-th of these) -> when the last rank of the group had come
+    # (replica, step, message) -> when it was sent
+    sent: dict[tuple, float]
+    # (step, group, reason, number of earlier ones) -> when the last rank of the group had come
+    entries: dict[tuple, float]
 
 
 def segments(records: Sequence[RankRecord]) -> list[list[list[Segment]]]:
     """Divide all steps, on one clock: for each rank and step its pieces in order."""
     peers = _peers(records)
-    return [
-        [_divided(step, number, record.replica, peers) for number, step in enumerate(record.steps)]
-        for record in records
-    ]
+    pieces = []
+    for record in records:
+        of_rank = []
+        for number, step in enumerate(record.steps):
+            of_rank.append(_divided(step, number, record.replica, peers))
+        pieces.append(of_rank)
+    return pieces
 
 
 def _peers(records: Sequence[RankRecord]) -> Peers:
@@ -72,7 +74,8 @@ def _peers(records: Sequence[RankRecord]) -> Peers:
     entries: dict[tuple, float] = {}
     for record in records:
         for number, step in enumerate(record.steps):
-            sent.update({(record.replica, number, each.message): each.time for each in step.sent})
+            for message in step.sent:
+                sent[record.replica, number, message.message] = message.time
             for key, wait in _of_groups(step, number):
                 entries[key] = max(entries.get(key, wait.start), wait.start)
     return Peers(sent, entries)
@@ -90,12 +93,12 @@ def _of_groups(step: StepRecord, number: int) -> Iterable[tuple[tuple, Waited]]:
 
 def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[Segment]:
     keys = {wait: key for key, wait in _of_groups(step, number)}
-    found = [
-        Segment(start, end, "compute", str(action), action) for action, start, end in step.actions
-    ]
-    found += [
-        Segment(span.start, span.end, *SPANS[span.name.partition(" ")[0]]) for span in step.spans
-    ]
+    found = []
+    for action, start, end in step.actions:
+        found.append(Segment(start, end, "compute", str(action), action))
+    for span in step.spans:
+        part, name = SPANS[span.name.partition(" ")[0]]
+        found.append(Segment(span.start, span.end, part, name))
     for wait in step.waits:
         there = wait.end  # when the others were there
         if wait.message is not None:
@@ -104,19 +107,23 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
             there = peers.entries[keys[wait]]
         there = min(max(there, wait.start), wait.end)
         found.append(Segment(wait.start, there, LATE, wait.what))
-        if wait.message is not None or wait.sums:
-            found.append(
-                Segment(
-                    there, wait.end, "transfer" if wait.message is not None else "sums", wait.what
-                )
-            )
+        if wait.message is not None:
+            found.append(Segment(there, wait.end, "transfer", wait.what))
+        elif wait.sums:
+            found.append(Segment(there, wait.end, "sums", wait.what))
     return _painted(found, (step.start, step.end))
 
 
 def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
     """Give each moment to the piece whose part comes first, else to overhead."""
-    pieces = sorted([*found, Segment(*whole, "overhead", "overhead")], key=lambda piece: piece[:2])
-    moments = sorted({min(max(time, whole[0]), whole[1]) for piece in pieces for time in piece[:2]})
+    begin, stop = whole
+    overhead = Segment(begin, stop, "overhead", "overhead")
+    pieces = sorted([*found, overhead], key=lambda piece: (piece.start, piece.end))
+    times = set()
+    for piece in pieces:
+        times.add(min(max(piece.start, begin), stop))
+        times.add(min(max(piece.end, begin), stop))
+    moments = sorted(times)
     visible: list[Segment] = []
     under_way: list[tuple[int, int]] = []
     begun = 0
@@ -173,13 +180,11 @@ def parts_of_steps(
 ) -> list[list[dict[str, float]]]:
     """Return the seconds of each part, for each rank and step; `costs` are recorded ones."""
     idle = idle_times(schedule, costs)
-    return [
-        [
-            _parts(step, {name: seconds[record.position] for name, seconds in idle.items()})
-            for step in steps
-        ]
-        for record, steps in zip(records, pieces)
-    ]
+    parts = []
+    for record, steps in zip(records, pieces):
+        of_rank = {name: seconds[record.position] for name, seconds in idle.items()}
+        parts.append([_parts(step, of_rank) for step in steps])
+    return parts
 
 
 def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, float]:
@@ -229,12 +234,11 @@ def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) 
 def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
     """Return for each edge the median time of messages that a rank waited for."""
     found: dict[int, list[float]] = defaultdict(list)
-    waited = {
-        (target, number, wait.message)
-        for target, record in enumerate(records)
-        for number, step in enumerate(record.steps)
-        for wait in step.waits
-    }
+    waited = set()
+    for target, record in enumerate(records):
+        for number, step in enumerate(record.steps):
+            for wait in step.waits:
+                waited.add((target, number, wait.message))
     for each in deliveries(records):
         if (each.target, each.step, each.message) in waited:
             found[each.message[0]].append(max(0.0, each.received - each.sent))
@@ -244,15 +248,12 @@ def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
 def of_mean_stages(costs: Costs, stages: int) -> Costs:
     """Return the costs of stages that are all like the mean one, with free messages."""
 
-    def mean(values: Sequence[float]) -> float:
-        counted = [value for value in values if value > 0]
+    def mean(name: str) -> float:
+        counted = [value for value in costs.per_stage(name, stages) if value > 0]
         return fmean(counted) if counted else 0.0
 
-    names = ("forward", "input_grad", "weight_grad")
     return Costs(
-        **{name: mean(costs.per_stage(name, stages)) for name in names},
-        transfer=0.0,
-        slices=costs.slices,
+        mean("forward"), mean("input_grad"), mean("weight_grad"), transfer=0.0, slices=costs.slices
     )
 
 

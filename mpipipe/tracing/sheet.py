@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpipipe import files
 from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.schedules import Schedule
@@ -51,12 +53,9 @@ OPS = {
 
 def shade(colour: str, chunk: int, chunks: int) -> str:
     """Return the colour for a chunk: the first has it as it is, the last has the lightest shade."""
-    white = LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in _parts(colour))
-
-
-def _parts(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+    white = LIGHTEST * chunk / max(1, chunks - 1)
+    shaded = [round(part + (255 - part) * white) for part in bytes.fromhex(colour[1:])]
+    return f"#{bytes(shaded).hex()}"
 
 
 # -- A sheet: sizes in points, a title, a key, axes, and its file ----------------------------------
@@ -77,10 +76,8 @@ DOTS = 160  # dots of a PNG per inch
 FORMATS = {".png": "png", ".svg": "svg"}
 SETTINGS = {
     "font.family": "sans-serif",
-    "font.sans-serif": [
-        "DejaVu Sans",
-        "Verdana",
-    ],  # the first comes with matplotlib, the second is as wide
+    # The first comes with matplotlib, the second is as wide.
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],
     "font.size": TEXT,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -180,9 +177,10 @@ def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
         sheet = make()
         content = io.BytesIO()
         metadata: dict[str, str | None] = {"Title": sheet.name}
-        metadata |= (
-            {"Date": None, "Creator": "mpipipe"} if kind == "svg" else {"Software": "mpipipe"}
-        )
+        if kind == "svg":
+            metadata |= {"Date": None, "Creator": "mpipipe"}
+        else:
+            metadata["Software"] = "mpipipe"
         sheet.figure.savefig(content, format=kind, dpi=DOTS, metadata=metadata)
     try:
         files.write_whole(target, content.getvalue())
@@ -276,10 +274,8 @@ def add_rows(
     axes = sheet.axes(LEFT, top, WIDTH - LEFT - right, ranks * row)
     axes.set(xlim=(0, longest or 1.0), ylim=(ranks, 0))
     every = int(-(-NAMES_APART // row))
-    named = range(0, ranks, every)
-    axes.set_yticks(
-        [rank + 0.5 for rank in named], [f"rank {rank}" for rank in named], fontsize=TEXT
-    )
+    named = np.arange(0, ranks, every)
+    axes.set_yticks(named + 0.5, [f"rank {rank}" for rank in named], fontsize=TEXT)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=SMALL)
     for side in ("top", "left", "right"):

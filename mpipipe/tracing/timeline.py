@@ -65,12 +65,8 @@ def _sheet(timeline: Timeline) -> paper.Sheet:
         paper.subject(schedule),
         f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}",
     )
-    top = (
-        sheet.key(
-            TOP, [look for op, look in paper.OPS.items() if op in ops], schedule.chunks, notes
-        )
-        + 4
-    )
+    looks = [look for op, look in paper.OPS.items() if op in ops]
+    top = sheet.key(TOP, looks, schedule.chunks, notes) + 4
     axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan)
     _fill(axes, timeline, row)
     axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)
@@ -81,10 +77,13 @@ def _sheet(timeline: Timeline) -> paper.Sheet:
 def _fill(axes: Any, timeline: Timeline, row: float) -> None:
     """Draw the boxes of all ranks."""
     schedule = timeline.schedule
-    points = (paper.WIDTH - paper.LEFT - paper.RIGHT) / axes.get_xlim()[
-        1
-    ]  # length of one unit of time
-    frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
+    longest = axes.get_xlim()[1]
+    points = (paper.WIDTH - paper.LEFT - paper.RIGHT) / longest  # length of one unit of time
+    frame = 0.0
+    high = 1.0
+    if row >= FRAMED:
+        frame = 0.6
+        high = BOX
     for rank, spans in enumerate(timeline.spans):
         place = rank + (1 - high) / 2, high
         whole = [(0, timeline.makespan)]
@@ -100,9 +99,8 @@ def _fill(axes: Any, timeline: Timeline, row: float) -> None:
         groups: dict[tuple[str, int], list[tuple[str, float, float]]] = defaultdict(list)
         for action, start, end in spans:
             if end > start:
-                groups[action.op, chunks[action.stage]].append(
-                    (_number(action, schedule), start, end - start)
-                )
+                box = _number(action, schedule), start, end - start
+                groups[action.op, chunks[action.stage]].append(box)
         for (op, chunk), boxes in groups.items():
             fill = paper.shade(paper.OPS[op].colour, chunk, schedule.chunks)
             axes.broken_barh(
@@ -165,9 +163,8 @@ def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[in
     times = [0.0]
     counts = [0]
     spans = timeline.spans[rank]
-    for (begins, ends), (_, start, end) in zip(
-        activations(timeline.schedule, [span[0] for span in spans]), spans
-    ):
+    changes = activations(timeline.schedule, [action for action, _, _ in spans])
+    for (begins, ends), (_, start, end) in zip(changes, spans):
         if begins or ends:
             times.append(start if begins else end)
             counts.append(counts[-1] + begins - ends)

@@ -6,7 +6,9 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mpipipe import files
@@ -53,17 +55,15 @@ class Trace:
         check_places([(record.replica, record.position) for record in records], schedule.ranks)
         steps = min(len(record.steps) for record in records)
         if steps == 0:
+            counts = [f"{len(record.steps)} of rank {record.rank}" for record in records[:8]]
             raise ArgumentError(
                 "there is no step that all ranks have recorded",
-                found=", ".join(
-                    f"{len(record.steps)} of rank {record.rank}" for record in records[:8]
-                ),
+                found=", ".join(counts),
                 expected="at least one training step",
             )
         self.schedule = schedule
-        self.records = on_one_clock(
-            [record._replace(steps=record.steps[:steps]) for record in records]
-        )
+        same_steps = [record._replace(steps=record.steps[:steps]) for record in records]
+        self.records = on_one_clock(same_steps)
         self.costs: Costs = measured_costs(self.records, schedule.stages, schedule.slices)
         self._pieces = segments(self.records)
         self._parts = parts_of_steps(self.records, self._pieces, schedule, self.costs)
@@ -77,11 +77,10 @@ class Trace:
             For each rank the seconds of each part, which add up to the time of the mean step:
             compute, bubble, imbalance, late sender, transfer, sums, optimizer, overhead, reading.
         """
-        count = len(self.records[0].steps)
-        return {
-            rank: {part: sum(step[part] for step in steps) / count for part in PARTS}
-            for rank, steps in self.parts_of_steps().items()
-        }
+        means = {}
+        for rank, steps in self.parts_of_steps().items():
+            means[rank] = {part: fmean(step[part] for step in steps) for part in PARTS}
+        return means
 
     def parts_of_steps(self) -> dict[int, list[dict[str, float]]]:
         """Divide the time of each step.
@@ -109,8 +108,7 @@ class Trace:
         found = self.efficiencies()
         below = (
             f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x "
-            "serialisation "
-            f"{found.serialisation:.3f} x transfer {found.transfer:.3f}"
+            f"serialisation {found.serialisation:.3f} x transfer {found.transfer:.3f}"
         )
         return "\n".join([efficiency.table(self.parts()), below, self.advice()])
 
@@ -160,16 +158,15 @@ def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
 
     A place is (replica, rank in its pipeline).
     """
-    replicas = {replica for replica, _ in places}
-    if sorted(places) != [(replica, rank) for replica in sorted(replicas) for rank in range(ranks)]:
-        counts = Counter(places)
-        (replica, rank), count = counts.most_common(1)[0]
-        twice = f"rank {rank} of replica {replica} is there {count} times"
+    replicas = sorted({replica for replica, _ in places})
+    if sorted(places) != list(product(replicas, range(ranks))):
+        (replica, rank), count = Counter(places).most_common(1)[0]
+        found = f"{counted(len(places), 'rank')} of {counted(len(replicas), 'pipeline')}"
+        if count > 1:
+            found = f"rank {rank} of replica {replica} is there {count} times"
         raise ArgumentError(
             "the recorded ranks are not those of whole pipelines",
-            found=twice
-            if count > 1
-            else f"{counted(len(places), 'rank')} of {counted(len(replicas), 'pipeline')}",
+            found=found,
             expected=f"each of the {ranks} ranks of every pipeline once",
             remedy="hand in the communicator of one pipeline, or of all replicas of pipelines "
             "that were made with "
