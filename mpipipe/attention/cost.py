@@ -70,20 +70,24 @@ def sent_backward(
     N - 1 hops. That makes (2 N - 3) kv_bytes if shards are even, and none for a rank alone.
     """
     steps = len(blocks) if steps is None else steps
-    return sum(
-        _messages(blocks, blocks if gradients is None else gradients, rank, steps, backward=True)
-    )
+    gradients = blocks if gradients is None else gradients
+    return sum(_messages(blocks, gradients, rank, steps, backward=True))
 
 
 def _messages(
     blocks: Sequence[int], gradients: Sequence[int], rank: int, steps: int, backward: bool
 ) -> list[int]:
     """Bytes that a rank sends in each step."""
-    last = steps - (2 if backward else 1)  # step in which keys and values need not go on
-    return [
-        (step < last) * blocks[owner] + (backward and step > 0) * gradients[owner - 1]
-        for step, *_, owner in ring_hops(rank, len(blocks), steps, backward)
-    ]
+    last = steps - 1 - backward  # step in which keys and values need not go on
+    sizes = []
+    for step, *_, owner in ring_hops(rank, len(blocks), steps, backward):
+        size = 0
+        if step < last:
+            size += blocks[owner]
+        if backward and step > 0:
+            size += gradients[owner - 1]
+        sizes.append(size)
+    return sizes
 
 
 def sent_backward_full_circle(block: int, ranks: int) -> int:
@@ -286,31 +290,23 @@ def ring_cost(
     gradients = [kv_bytes(length, *shape, max(4, itemsize)) for length in lengths]
     costs = []
     for backward in (False, True):
-        tables = [
-            layout.table(rank, causal, window, backward=backward) for rank in range(layout.ranks)
-        ]
-        sizes = [
-            _messages(blocks, gradients, rank, len(table), backward)
-            for rank, table in enumerate(tables)
-        ]
+        tables = []
+        sizes = []
+        for rank in range(layout.ranks):
+            table = layout.table(rank, causal, window, backward=backward)
+            tables.append(table)
+            sizes.append(_messages(blocks, gradients, rank, len(table), backward))
         rate = flops / BACKWARD_WORK if backward else flops
-        times = [
-            [attention_flops(batch * row.pairs, heads, head_dim) / rate for row in table]
-            for table in tables
-        ]
+        computing = [0.0] * layout.ranks
         done = [0.0] * layout.ranks
         for step, rows in enumerate(zip(*tables)):
             there = [begin + size[step] / bandwidth for begin, size in zip(done, sizes)]
-            sources = [
-                rank if row.receive_from is None else row.receive_from
-                for rank, row in enumerate(rows)
-            ]
-            done = [
-                max(begin + time[step], there[rank], there[source])
-                for rank, (begin, time, source) in enumerate(zip(done, times, sources))
-            ]
+            for rank, row in enumerate(rows):
+                seconds = attention_flops(batch * row.pairs, heads, head_dim) / rate
+                source = rank if row.receive_from is None else row.receive_from
+                computing[rank] += seconds
+                done[rank] = max(done[rank] + seconds, there[rank], there[source])
         sent = layers * max(map(sum, sizes))
-        costs.append(
-            RingCost(sent, sent / bandwidth, layers * max(map(sum, times)), layers * max(done))
-        )
+        seconds = layers * max(computing)
+        costs.append(RingCost(sent, sent / bandwidth, seconds, layers * max(done)))
     return costs[0], costs[1]

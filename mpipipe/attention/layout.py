@@ -70,9 +70,9 @@ class Layout:
         self.kind = kind
         self.ranks = int(ranks)
         self.seq_len = int(seq_len)
-        self.slice_lengths = (
-            None if slice_lengths is None else checked_lengths(slice_lengths, self.seq_len)
-        )
+        self.slice_lengths: tuple[int, ...] | None = None
+        if slice_lengths is not None:
+            self.slice_lengths = checked_lengths(slice_lengths, self.seq_len)
 
     def part(self, first: int, stop: int) -> Layout:
         """Return the layout of slices first ... stop - 1, with positions in the whole sequence."""
@@ -90,10 +90,8 @@ class Layout:
         for length in self.slice_lengths or (self.seq_len,):
             for own, more in zip(ranges, _shards(self.kind, self.ranks, length)):
                 rows = sum(part.rows for part in own)
-                own += [
-                    PositionRange(rows + start, count, first + at, stride)
-                    for start, count, at, stride in more
-                ]
+                for start, count, at, stride in more:
+                    own.append(PositionRange(rows + start, count, first + at, stride))
             first += length
         return ranges
 
@@ -277,14 +275,14 @@ class Layout:
             slices = self.needs(rank, hop[-1], *view)
             pairs = sum(part.pairs for part in slices)
             most = self.length(rank) * (keys or self).length(hop[-1])
-            of_all = (
-                "full"
-                if pairs == most
-                else "causal"
-                if [part.kind for part in slices] == [CAUSAL]
-                else "part"
-            )
-            table.append(RingStep(*hop, of_all if pairs else "none", pairs))
+            mask = "part"
+            if pairs == 0:
+                mask = "none"
+            elif pairs == most:
+                mask = "full"
+            elif len(slices) == 1 and slices[0].kind == CAUSAL:
+                mask = "causal"
+            table.append(RingStep(*hop, mask, pairs))
         return table
 
 
@@ -298,10 +296,10 @@ def _shards(kind: str, ranks: int, seq_len: int) -> list[list[PositionRange]]:
     firsts = [PositionRange(0, len(part), part.start, 1) for part in parts[:ranks]]
     if kind == "contiguous":
         return [[first] for first in firsts]
-    return [
-        [one, PositionRange(one.rows, len(last), last.start, 1)]
-        for one, last in zip(firsts, parts[::-1])
-    ]
+    shards = []
+    for first, last in zip(firsts, reversed(parts)):
+        shards.append([first, PositionRange(first.rows, len(last), last.start, 1)])
+    return shards
 
 
 def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple[int, ...]:
@@ -309,11 +307,12 @@ def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple
     numbers = tuple(lengths)
     integers = all(isinstance(length, (int, np.integer)) and length > 0 for length in numbers)
     if not numbers or not integers or seq_len not in (None, sum(numbers)):
+        total = f", {sum(numbers)} in all" if integers else ""
+        sums_up = "" if seq_len is None else f" that add up to {seq_len}"
         raise ArgumentError(
             "lengths of the slices of a sequence",
-            found=f"{list(numbers)}" + (f", {sum(numbers)} in all" if integers else ""),
-            expected="integers of at least 1"
-            + ("" if seq_len is None else f" that add up to {seq_len}"),
+            found=f"{list(numbers)}{total}",
+            expected=f"integers of at least 1{sums_up}",
             remedy="attention.slice_lengths(seq_len, slices, ...), with no more slices than "
             "positions",
         )
@@ -354,9 +353,8 @@ class RingTable(list[RingStep]):
 
     def __str__(self) -> str:
         rows = [["-" if cell is None else str(cell) for cell in step] for step in self]
-        return "\n".join(
-            text_table([name.replace("_", " ") for name in RingStep._fields], rows, left=(4,))
-        )
+        names = [name.replace("_", " ") for name in RingStep._fields]
+        return "\n".join(text_table(names, rows, left=(4,)))
 
 
 def ring_hops(

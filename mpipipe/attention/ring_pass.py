@@ -157,17 +157,15 @@ class RingPass:
             # The next block is not our own, so its keys and values must come.
             ahead = step < plan.steps - 2
             split = packing.nbytes(owner, packing.sum_dtype)
-            incoming = packing.empty(
-                split + (packing.nbytes(owner + 1) if ahead else 0)
-            )  # the next step's message
+            # The message of the next step.
+            size = split + packing.nbytes(owner + 1) if ahead else split
+            incoming = packing.empty(size)
             if dest is not None:
                 outgoing = message if ahead else message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
-            k, v = (
-                (own.k, own.v)
-                if step == plan.steps - 1
-                else packing.unpack(message[behind:], owner)
-            )
+            k, v = own.k, own.v
+            if step < plan.steps - 1:
+                k, v = packing.unpack(message[behind:], owner)
             block = self.block(own.scale, own.q, k, v, plan.steps - 1 - step)
             parts = block_gradients(self.kernel, block, dout, result, dq)
             exchange.finish()

@@ -81,20 +81,21 @@ class RingOptions:
                 )
         if segments is not None:
             segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
-            if not isinstance(segments, tuple) or not all(
-                isinstance(number, int) for number in segments
-            ):
+            is_right = isinstance(segments, tuple)
+            if not is_right or not all(isinstance(number, int) for number in segments):
                 raise ArgumentError(
                     "segments", found=repr(segments)[:80], expected="one axis of integers"
                 )
-        window, seq_len = (
-            None if value is None else int(value) for value in (self.window, seq_len)
+        return RingOptions(
+            bool(self.causal),
+            layout,
+            None if self.window is None else int(self.window),
+            segments,
+            None if self.scale is None else float(self.scale),
+            None if seq_len is None else int(seq_len),
+            self.rotation,
+            lengths,
         )
-        scale = None if self.scale is None else float(self.scale)
-        options = RingOptions(
-            bool(self.causal), layout, window, segments, scale, seq_len, self.rotation
-        )
-        return replace(options, slice_lengths=lengths)
 
     def whole(self, ranks: int, seq_len: int) -> Layout:
         """The layout of a sequence of this length on the ranks."""
@@ -162,11 +163,10 @@ class KVMessage:
         """Return the keys and values of a rank as views of a buffer, or their gradients."""
         flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
         shape = self._shape(rank)
-        shapes = self.shapes
-        middle = prod(shape) * shapes.head_dim
-        return flat[:middle].reshape(*shape, shapes.head_dim), flat[middle:].reshape(
-            *shape, shapes.value_dim
-        )
+        middle = prod(shape) * self.shapes.head_dim
+        keys = flat[:middle].reshape(*shape, self.shapes.head_dim)
+        values = flat[middle:].reshape(*shape, self.shapes.value_dim)
+        return keys, values
 
     def _shape(self, rank: int) -> tuple[int, int, int]:
         return self.shapes.batch, self.lengths[rank % len(self.lengths)], self.shapes.kv_heads
@@ -176,9 +176,8 @@ class RingPlan(NamedTuple):
     """What one rank does in a forward or backward."""
 
     steps: int  # ring steps
-    slices: tuple[
-        list[Slice], ...
-    ]  # for each step t, what this rank's queries need of the keys of rank r - t
+    # For each step t, what this rank's queries need of the keys of rank r - t.
+    slices: tuple[list[Slice], ...]
     overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
     message: KVMessage  # how keys, values and their gradients travel
     layout: Layout  # layout of the queries
@@ -208,9 +207,9 @@ def make_plan(
     size = len(rows)
     if options.part is None:
         queries = _layout(options, rows, "queries", options.seq_len)
-        others = (
-            queries if keys == rows else _layout(replace(options, slice_lengths=None), keys, "keys")
-        )
+        others = queries
+        if keys != rows:
+            others = _layout(replace(options, slice_lengths=None), keys, "keys")
     else:
         pairs, steps = slice_layouts(replace(options, segments=None, rows=None, part=None), size)
         queries, others = pairs[options.part]
@@ -224,11 +223,8 @@ def make_plan(
         )
     whole = document_offsets(options.segments, seq_len)
     documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
-    if (
-        (whole is not None or options.rows is not None)
-        and others is not queries
-        and options.part is None
-    ):
+    has_documents = whole is not None or options.rows is not None
+    if has_documents and others is not queries and options.part is None:
         raise ArgumentError(
             "segments need queries and keys of one sequence",
             found=f"rows {[*rows]}, keys {[*keys]}",
@@ -237,10 +233,10 @@ def make_plan(
         raise ArgumentError(
             "segments of another sequence", found=options.rows[0][-1], expected=seq_len
         )
-    views = [
-        (options.causal, options.window, each, None if others is queries else others)
-        for each in documents
-    ]
+    views = []
+    for offsets in documents:
+        view = options.causal, options.window, offsets, None if others is queries else others
+        views.append(view)
     if options.part is None:
         steps = max((queries.steps(*view) for view in views), default=1)  # a batch may be empty
     slices: tuple[list[Slice], ...] = tuple([] for _ in range(steps))
@@ -254,9 +250,8 @@ def make_plan(
     dtype = arrays.dtype(shapes.dtype)
     if options.rows is not None:  # the rows of the batch are one sequence
         shapes = shapes._replace(batch=1)
-    message = KVMessage(
-        shapes, tuple(len(views) * count for count in keys), dtype, arrays.accumulator(dtype)
-    )
+    lengths = tuple(len(views) * count for count in keys)
+    message = KVMessage(shapes, lengths, dtype, arrays.accumulator(dtype))
     overwrite = each_row_once(slices[0], len(views) * rows[rank])
     return RingPlan(steps, slices, overwrite, message, queries, others, rank)
 
@@ -292,9 +287,9 @@ def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, 
     whole = options.whole(ranks, sum(lengths))
     ends = [*accumulate(lengths)]
     for part, length in enumerate(lengths):
-        first = (
-            0 if window is None else bisect_right(ends, max(0, ends[part] - length - window + 1))
-        )
+        first = 0
+        if window is not None:
+            first = bisect_right(ends, max(0, ends[part] - length - window + 1))
         pairs.append((whole.part(part, part + 1), whole.part(first, part + 1)))
     return pairs, max(queries.steps(True, window, None, keys) for queries, keys in pairs)
 
@@ -342,12 +337,9 @@ def is_view(x: Array, batch: int) -> bool:
 
 def like(dout: Array, out: Array) -> Array:
     """Return a gradient shaped as the saved output, whose batch may be one sequence."""
-    fits = (
-        len(out) == 1
-        and arrays.is_array(dout)
-        and dout.shape[2:] == out.shape[2:]
-        and dout.size == out.size
-    )
+    if len(out) != 1 or not arrays.is_array(dout):
+        return dout
+    fits = dout.shape[2:] == out.shape[2:] and dout.size == out.size
     return with_batch(dout, 1) if fits else dout
 
 
@@ -470,8 +462,6 @@ def misfit(dout: Array, out: str) -> ArgumentError | None:
 
 def described(x: Any) -> str:
     """Return the dtype, the shape and the device of an array as text."""
-    return (
-        f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}"
-        if arrays.is_array(x)
-        else type(x).__name__
-    )
+    if not arrays.is_array(x):
+        return type(x).__name__
+    return f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}"

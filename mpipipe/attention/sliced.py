@@ -165,8 +165,10 @@ class Sliced(Attend):
         self._views, _ = slice_layouts(options, size)
         self._positions = [queries.positions(rank) for queries, _ in self._views]
         self.slice_rows = tuple(map(len, self._positions))
-        rows = [[queries.length(other) for queries, _ in self._views] for other in range(size)]
-        self._starts = [[0, *accumulate(of_slices)] for of_slices in rows]
+        self._starts = []
+        for other in range(size):
+            rows = [queries.length(other) for queries, _ in self._views]
+            self._starts.append([0, *accumulate(rows)])
         self._options = [replace(options, part=part) for part in range(len(self.lengths))]
         self._rank = rank
         self._others = dict[int, Sliced]()
@@ -274,14 +276,16 @@ class Sliced(Attend):
         room : tuple of array, optional
             Arrays like q, k and v, which become the results.
         """
-        (sequence, part, own), error = saved, None
+        sequence, part, own = saved
+        error = None
         if part != sequence.due:
+            expected = "no backward, since that of slice 0 has been"
+            if sequence.due >= 0:
+                expected = f"slice {sequence.due}"
             error = ArgumentError(
                 "backwards of slices are out of order",
                 found=f"slice {part} of sequence {sequence.number}",
-                expected=f"slice {sequence.due}"
-                if sequence.due >= 0
-                else "no backward, since that of slice 0 has been",
+                expected=expected,
                 remedy="run the backwards of a sequence once each, in falling order of its slices",
             )
         dout = like(dout, own.out)
@@ -399,10 +403,9 @@ class Sliced(Attend):
         if plan.steps == 1:
             return None
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
-        k, v = (
-            with_batch(x, plan.message.shapes.batch) for x in self._seen(sequence.far, part, other)
-        )
-        return plan.message.pack(k, v, other)
+        batch = plan.message.shapes.batch
+        k, v = self._seen(sequence.far, part, other)
+        return plan.message.pack(with_batch(k, batch), with_batch(v, batch), other)
 
     def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
         of_ring = "" if isinstance(self.inner, Local) else f" on rank {self._rank}"

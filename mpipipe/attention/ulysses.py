@@ -132,17 +132,16 @@ class Ulysses(Ring):
         everything = slice(None)
         rank = self.group.rank
         rows = [slice(part.start, part.start + part.rows) for part in layout._ranges[rank]]
-        gives = [
-            [(everything, each, slice(other * heads, (other + 1) * heads)) for each in rows]
-            for other in range(layout.ranks)
-        ]
-        takes = [
-            [
-                (everything, slice(each.first, each.first + each.stride * each.rows, each.stride))
-                for each in ranges
-            ]
-            for ranges in layout._ranges
-        ]
+        gives = []
+        takes = []
+        for other, ranges in enumerate(layout._ranges):
+            of_heads = slice(other * heads, (other + 1) * heads)
+            gives.append([(everything, own_rows, of_heads) for own_rows in rows])
+            positions = []
+            for part in ranges:
+                stop = part.first + part.stride * part.rows
+                positions.append((everything, slice(part.first, stop, part.stride)))
+            takes.append(positions)
         return all_to_all(rank, gives, takes)
 
     def _transfer(

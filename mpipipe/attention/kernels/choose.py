@@ -88,8 +88,6 @@ def describe() -> str:
     if os.environ.get(VARIABLE) == "cupy":
         return f"cupy because {VARIABLE} says so"
     verdict = cudnn_graph.available()
-    return (
-        verdict.reason.replace("cuDNN", "cudnn", 1)
-        if verdict.usable
-        else f"cupy because {verdict.reason}"
-    )
+    if verdict.usable:
+        return verdict.reason.replace("cuDNN", "cudnn", 1)
+    return f"cupy because {verdict.reason}"

@@ -196,11 +196,11 @@ def _parts(given: Named, part: Slice) -> Named:
 
     CuPy takes microseconds for a cut.
     """
-    ranges = {name: part[2:4] if name in OF_KEYS else part[:2] for name in given}
-    return {
-        name: x if ranges[name] == (0, x.shape[1]) else x[:, slice(*ranges[name])]
-        for name, x in given.items()
-    }
+    parts = {}
+    for name, x in given.items():
+        start, stop = part[2:4] if name in OF_KEYS else part[:2]
+        parts[name] = x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
+    return parts
 
 
 def _empty_like(given: Named, dtype: np.dtype) -> Named:
@@ -209,10 +209,10 @@ def _empty_like(given: Named, dtype: np.dtype) -> Named:
 
 def _lengths(batch: int, seq: int, keys: int) -> Named:
     where = arrays.cupy(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
-    return {
-        name: arrays.keep_for_graph(_full(batch, n, *where))
-        for name, n in (("q_lengths", seq), ("k_lengths", keys))
-    }
+    lengths = {}
+    for name, length in (("q_lengths", seq), ("k_lengths", keys)):
+        lengths[name] = arrays.keep_for_graph(_full(batch, length, *where))
+    return lengths
 
 
 @lru_cache(maxsize=64)

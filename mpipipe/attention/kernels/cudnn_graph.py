@@ -19,9 +19,8 @@ from mpipipe.attention.mask import Slice
 from mpipipe.errors import BackendError
 
 KEPT = 256  # plans of one thread
-UIDS = {name: number for number, name in enumerate(
-    ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "q_lengths", "k_lengths"), 1
-)}  # fmt: skip
+NAMES = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "q_lengths", "k_lengths")
+UIDS = {name: number for number, name in enumerate(NAMES, 1)}
 INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
 
 
@@ -295,9 +294,8 @@ def widest_backward(capability: int) -> tuple[int, ...]:
 def fits(x: DeviceArray) -> bool:
     """Whether cuDNN takes an array as it lies in memory."""
     apart = [stride for stride, extent in zip(x.strides[:3], x.shape) if extent > 1]
-    aligned = all(
-        stride > 0 and stride % WORD == 0 for stride in (*apart, arrays.address(x) or WORD)
-    )
+    distances = (*apart, arrays.address(x) or WORD)
+    aligned = all(distance > 0 and distance % WORD == 0 for distance in distances)
     return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
 
 
@@ -384,7 +382,8 @@ def request(direction: str) -> GraphRequest:
     dims = 1, HEADS, ROWS, DIM
     strides = HEADS * ROWS * DIM, DIM, HEADS * DIM, 1
     rows = (1, HEADS, ROWS, 1), (HEADS * ROWS, ROWS, 1, 1)
-    shapes = tuple(
-        (name, *(rows if name == "lse" else (dims, strides))) for name in ALONG[direction]
-    )
-    return GraphRequest(direction, "bfloat16", shapes, DIM**-0.5, None, 0)
+    shapes = []
+    for name in ALONG[direction]:
+        shape, apart = rows if name == "lse" else (dims, strides)
+        shapes.append((name, shape, apart))
+    return GraphRequest(direction, "bfloat16", tuple(shapes), DIM**-0.5, None, 0)

@@ -50,9 +50,8 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     row_count, key_count = problem.tile(slices, dtype.itemsize)
     scores, weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
     sums = arrays.empty((problem.count, row_count, v.shape[3]), dtype, "cuda")
-    state = tuple(
-        arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2)
-    )  # maximum and sum of rows
+    # The maximum and the sum of each row.
+    state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))
     for part in slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(part, tile)
@@ -117,16 +116,18 @@ def _backward_tiles(
     dq, dk, dv = sums
     lse, delta = of_rows
     row_count, key_count = problem.tile(block.slices, 2 * dq.itemsize)
-    memory = [_tile_pair(problem.count, row_count, key_count, q.dtype) for _ in range(2)]
+    all_scores, all_weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
+    all_products, all_slopes = _tile_pair(problem.count, row_count, key_count, q.dtype)
     for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(part, tile)
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
                 size = rows.stop - rows.start, piece.stop - piece.start
-                (scores, weights), (products, slopes) = (
-                    (_front(x, *size) for x in pair) for pair in memory
-                )
+                scores = _front(all_scores, *size)
+                weights = _front(all_weights, *size)
+                products = _front(all_products, *size)
+                slopes = _front(all_slopes, *size)
                 batched_gemm(q[:, rows], k[:, at], scores, transpose_b=True)
                 batched_gemm(dout[:, rows], v[:, at], products, transpose_b=True)
                 place = problem.seq, part.q_start, tile.start, piece.start, part.low, part.high

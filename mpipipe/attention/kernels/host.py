@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -97,11 +98,12 @@ def _at_once(block: KVBlock, group: int) -> int:
 def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:
     """Cut all (batch entry, key head) into parts with at most `at_once` of them."""
     entries = max(1, at_once // kv_heads)
-    return [
-        (slice(b, min(b + entries, batch)), slice(h, min(h + at_once, kv_heads)))
-        for b in range(0, batch, entries)
-        for h in range(0, kv_heads, at_once)
-    ]
+    of_batch = _cut(batch, entries)
+    return list(product(of_batch, _cut(kv_heads, at_once)))
+
+
+def _cut(count: int, most: int) -> list[slice]:
+    return [slice(start, min(start + most, count)) for start in range(0, count, most)]
 
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
@@ -218,12 +220,12 @@ def _backward_heads(
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
     count, rows, dim = *queries.shape[:2], dq.shape[4]
     dqueries = np.empty((count, rows, dim), dq.dtype)
-    sums = [
-        x.reshape(count, -1, x.shape[4])
-        if x.flags.c_contiguous
-        else np.zeros_like(rows[..., :-1], order="C")
-        for x, rows in ((dk, keys), (dv, values))
-    ]
+    sums = []
+    for x, of_rows in ((dk, keys), (dv, values)):
+        if x.flags.c_contiguous:
+            sums.append(x.reshape(count, -1, x.shape[4]))
+        else:
+            sums.append(np.zeros_like(of_rows[..., :-1], order="C"))
     for tile in _tiles(part, dq.shape[3], dq.dtype):
         at = tile.rows
         _backward_tile(
@@ -276,12 +278,10 @@ class _Tile:
         keys = part.k_stop - part.k_start
         self.first = 0 if part.low is None else max(0, start + part.low)
         self.end = keys if part.high is None else min(keys, stop + part.high)
-        bounds = ((part.high, True), (part.low, False))
-        self.corners = [
-            (start + bound, _corner(group, dtype, upper))
-            for bound, upper in bounds
-            if bound is not None
-        ]
+        self.corners = []
+        for bound, upper in ((part.high, True), (part.low, False)):
+            if bound is not None:
+                self.corners.append((start + bound, _corner(group, dtype, upper)))
 
     def pieces(self) -> Iterator[slice]:
         """The keys, in pieces whose scores stay in cache."""

@@ -157,8 +157,7 @@ def block_gradients(
     kernel: AttentionKernel, block: KVBlock, dout: Array, result: OutLse, dq: Array
 ) -> tuple[Array, Array]:
     """Add the part of one block to `dq`; return its (dk, dv), in the dtype of `lse`."""
-    dk, dv = (
-        arrays.zeros(x.shape, result.lse.dtype, arrays.device_of(x)) for x in (block.k, block.v)
-    )
+    dk = arrays.zeros(block.k.shape, result.lse.dtype, arrays.device_of(block.k))
+    dv = arrays.zeros(block.v.shape, result.lse.dtype, arrays.device_of(block.v))
     kernel.backward(block, dout, result, Gradients(dq, dk, dv))
     return dk, dv
