@@ -30,9 +30,8 @@ if not TYPE_CHECKING:  # a checker of types would take each wrong name for an ob
     def __getattr__(name: str) -> object:
         """Import a name of `__all__`, or a room such as `mpipipe.optim`."""
         if name in __all__:
-            import_module(
-                f"{__name__}.pipeline"
-            )  # for each name: threads that ask at once wait for one import
+            # For each name: threads that ask at once wait for one import.
+            import_module(f"{__name__}.pipeline")
             value = _named(name)
             globals()[name] = value
             return value

@@ -97,15 +97,17 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     first = everyone[0]
     promise = launcher_size(os.environ)
     shares = fair_shares([(place["host"]["host"], place["single_cores"]) for place in everyone])
-    binding = [
-        {
+    binding = []
+    single = []
+    for rank, (place, share) in enumerate(zip(everyone, shares)):
+        bound = {
             "rank": rank,
             "host": place["host"]["host"],
             "cores": place["cores"],
             "threads": place["chosen_threads"] or share,
         }
-        for rank, (place, share) in enumerate(zip(everyone, shares))
-    ]
+        binding.append(bound)
+        single.append({**bound, "cores": cores_text(place["single_cores"])})
     return {
         "mpipipe": first["mpipipe"],
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -122,12 +124,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "hosts": _hosts(everyone),
         "binding": binding,
         "oversubscribed": oversubscribed(binding),
-        "oversubscribed_threads": oversubscribed_threads(
-            [
-                {**bound, "cores": cores_text(place["single_cores"])}
-                for bound, place in zip(binding, everyone)
-            ]
-        ),
+        "oversubscribed_threads": oversubscribed_threads(single),
         "blas": first["blas"],
         "variables": first["variables"],
         "different": _different(everyone),
@@ -178,6 +175,10 @@ def _here(gpus: bool) -> dict[str, Any]:
     """Return what this rank has to tell."""
     packages = versions()
     python = {"version": packages.pop("python"), "executable": sys.executable}
+    variables = {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(PREFIXES) and name not in NO_CHOICE:
+            variables[name] = value
     return {
         "mpipipe": packages.pop("mpipipe"),
         "python": python,
@@ -194,11 +195,7 @@ def _here(gpus: bool) -> dict[str, Any]:
         "single_cores": single_cores(),
         "chosen_threads": processor.chosen_threads(),
         "blas": blas(),
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(PREFIXES) and name not in NO_CHOICE
-        },
+        "variables": variables,
     }
 
 
@@ -206,16 +203,17 @@ def blas() -> list[dict[str, Any]]:
     """Return the BLAS libraries of this process: version, threads, and processor."""
     from threadpoolctl import threadpool_info
 
-    return [
-        {
-            "library": pool["internal_api"],
-            "version": pool["version"],
-            "kernels": pool.get("architecture"),
-            "threads": pool["num_threads"],
-        }
-        for pool in threadpool_info()
-        if pool["user_api"] == "blas"
-    ]
+    libraries = []
+    for pool in threadpool_info():
+        if pool["user_api"] == "blas":
+            library = {
+                "library": pool["internal_api"],
+                "version": pool["version"],
+                "kernels": pool.get("architecture"),
+                "threads": pool["num_threads"],
+            }
+            libraries.append(library)
+    return libraries
 
 
 def _mpi() -> dict[str, Any]:

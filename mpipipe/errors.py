@@ -65,22 +65,25 @@ class MpipipeError(Exception):
         self.agreed: frozenset[int] = frozenset()
         super().__init__(message)
 
-    def __reduce__(
-        self,
-    ) -> tuple[Callable[..., MpipipeError], tuple[Any, ...]]:  # errors travel between ranks
+    def __reduce__(self) -> tuple[Callable[..., MpipipeError], tuple[()]]:
+        # Errors travel between ranks.
         fields: dict[str, Any] = {name: _sendable(getattr(self, name)) for name in _FIELDS}
         return partial(type(self), self.message, **fields), ()
 
     def __str__(self) -> str:
+        places = []
+        if self.rank is not None:
+            places.append(_named(str(self.rank)))
         names = (("stage", self.stage), ("micro-batch", self.microbatch), ("slice", self.slice))
-        parts = [] if self.rank is None else [_named(str(self.rank))]
-        place = ", ".join(
-            [*parts, *(f"{name} {value}" for name, value in names if value is not None)]
-        )
-        lines = [f"{place}: {self.message}" if place else self.message]
-        details = (("found", self.found), ("expected", self.expected), ("remedy", self.remedy))
-        lines += [f"  {name}: {value}" for name, value in details if value is not None]
-        return "\n".join(lines)
+        places += [f"{name} {number}" for name, number in names if number is not None]
+        text = self.message
+        if places:
+            text = f"{', '.join(places)}: {text}"
+        for name in ("found", "expected", "remedy"):
+            detail = getattr(self, name)
+            if detail is not None:
+                text += f"\n  {name}: {detail}"
+        return text
 
 
 class ArgumentError(MpipipeError, ValueError):

@@ -42,16 +42,18 @@ class _OverRanks(Layer):
         """Agree on the options of a new layer; those called axis are to be axes of x."""
         self._comm = runtime.resolve(comm)
         self._group = group_of(self._comm)
-        self._options, self._kind = tuple(options.items()), type(self).__name__
+        self._options = tuple(options.items())
+        self._kind = type(self).__name__
         error: MpipipeError | None = None
         axes = [value for name, value in self._options if name.endswith("axis")]
         try:
-            if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(
-                set(axes)
-            ):
-                message = f"{self._kind}: axes of x"
-                expected = "integers from 1; 0 is the batch"
-                raise ArgumentError(message, found=repr(axes), expected=expected)
+            are_axes = all(isinstance(axis, int) and axis > 0 for axis in axes)
+            if not are_axes or len(axes) != len(set(axes)):
+                raise ArgumentError(
+                    f"{self._kind}: axes of x",
+                    found=repr(axes),
+                    expected="integers from 1; 0 is the batch",
+                )
             self._axes = 1 + max(axes)
             self._check()
         except MpipipeError as caught:
@@ -178,21 +180,18 @@ class HaloExchange(_OverRanks):
     def _check(self) -> None:
         layout = self.layout
         ranks = self._group.size
-        if len(self.width) != 2 or not all(
-            isinstance(extent, int) and extent >= 0 for extent in self.width
-        ):
+        are_extents = all(isinstance(extent, int) and extent >= 0 for extent in self.width)
+        if len(self.width) != 2 or not are_extents:
             raise ArgumentError(
                 "width of a halo", found=repr(self.width), expected="two integers of at least 0"
             )
-        if layout is not None and (layout.kind, layout.ranks, layout.slice_lengths) != (
-            "contiguous",
-            ranks,
-            None,
-        ):
+        if layout is None:
+            return
+        if layout.kind != "contiguous" or layout.ranks != ranks or layout.slice_lengths:
+            slices = " with slices" if layout.slice_lengths else ""
             raise ArgumentError(
                 "a halo needs shards that follow each other in the order of the ranks",
-                found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}"
-                + " with slices" * bool(layout.slice_lengths),
+                found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}{slices}",
                 expected=f"a contiguous one of {counted(ranks, 'rank')}, as in the communicator",
                 remedy="cut the field by such a Layout",
             )
@@ -308,9 +307,10 @@ class HaloConv(HaloExchange):
     def _check_lengths(self, lengths: tuple[int, ...]) -> None:
         total = sum(lengths)
         step = self.conv.stride
-        if np.any(np.cumsum(lengths[:-1]) % step) or (
-            self.periodic and (total % step or total < self._size)
-        ):
+        fits = not np.any(np.cumsum(lengths[:-1]) % step)
+        if self.periodic and (total % step or total < self._size):
+            fits = False
+        if not fits:
             raise ArgumentError(
                 f"layer {self.name} (HaloConv): the window or the stride does not fit the shards "
                 "of the field",
@@ -325,16 +325,16 @@ class HaloConv(HaloExchange):
         is_empty = x.shape[self.axis : self.axis + 1] == (0,)
         try:
             # A shard without points is checked as one of a single point.
-            more = (sum(self.width) + is_empty if at == self.axis else 0 for at in range(x.ndim))
-            sizes = self.conv._sizes(
-                np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)])
-            )
+            shape = list(x.shape)
+            shape[self.axis] += sum(self.width) + is_empty
+            sizes = self.conv._sizes(np.broadcast_to(0.0, shape))
         except ArgumentError as problem:
             error = problem
         wider, of_halo = self._exchange(x, error)
         if is_empty:
-            places = (points if at != self.axis else 0 for at, points in enumerate(sizes, 1))
-            y = arrays.empty((len(x), *places, self.conv.outputs), x.dtype, arrays.device_of(x))
+            shape = [len(x), *sizes, self.conv.outputs]
+            shape[self.axis] = 0
+            y = arrays.empty(tuple(shape), x.dtype, arrays.device_of(x))
             return y, (None, of_halo, y.shape)
         with self._group.failing("the forward of a HaloConv"):
             y, saved = self.conv.forward(wider)

@@ -33,11 +33,12 @@ PARTIAL = ".partial"  # after the name of a file that is being written
 # From <fcntl.h>: begin to write dirty pages, without waiting for them.
 SYNC_FILE_RANGE_WRITE = 2
 BLOCK = 1 << 20  # bytes of a text that are read together
-# without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
+# Without O_NONBLOCK the open of a FIFO that has just taken the place of the file would wait for a
+# writer.
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 # False for a name that no file can have, as one of 5000 letters: before Python 3.14 those of Path
-# raise OSError for it
+# raise OSError for it.
 exists = os.path.exists
 is_folder = os.path.isdir
 
@@ -79,10 +80,10 @@ def writing(
 def reason(error: Exception, path: str | Path = "") -> str:
     """Return what an exception says, without its number, and with a file besides `path`."""
     text = getattr(error, "strerror", None) or str(error)
-    name = getattr(error, "filename", None)
-    return (
-        text if name is None or str(name) in (str(path), f"{path}{PARTIAL}") else f"{text}: {name}"
-    )
+    name = str(getattr(error, "filename", None) or path)
+    if name in (str(path), f"{path}{PARTIAL}"):
+        return text
+    return f"{text}: {name}"
 
 
 def check_new(what: str, path: str | Path) -> None:
@@ -102,9 +103,8 @@ def check_regular(path: str | Path) -> os.stat_result:
     """Return the status of `path`; raises OSError unless it is a regular file, or a link to one."""
     try:
         status = os.stat(path)
-    except (
-        ValueError
-    ) as error:  # a zero byte, or a character that the file system's encoding does not have
+    except ValueError as error:
+        # A zero byte, or a character that the file system's encoding does not have.
         raise OSError(errno.EINVAL, f"no file has such a name: {error}", str(path)) from error
     return _checked(status, path)
 

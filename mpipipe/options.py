@@ -68,17 +68,17 @@ class Option:
         limits = {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
         if limits.keys() == {"least", "most"}:
             return f"{self.least:g} to {self.most:g}"
-        return " and ".join(
-            "finite" if limit == math.inf else f"{LIMITS[name][0]} {_shown(limit)}"
-            for name, limit in limits.items()
-        )
+        words = []
+        for name, limit in limits.items():
+            words.append("finite" if limit == math.inf else f"{LIMITS[name][0]} {_shown(limit)}")
+        return " and ".join(words)
 
     def has(self, value: float) -> bool:
-        return all(
-            holds(value, getattr(self, name))
-            for name, (_, holds) in LIMITS.items()
-            if getattr(self, name) is not None
-        )
+        for name, (_, holds) in LIMITS.items():
+            limit = getattr(self, name)
+            if limit is not None and not holds(value, limit):
+                return False
+        return True
 
 
 def _shown(limit: float) -> str:
@@ -104,11 +104,12 @@ def kinds_of(config: type) -> dict[str, type]:
 def _kind(entry: dataclasses.Field, hint: Any) -> type:
     if option_of(entry).parse is not None:
         return str
-    return (
-        tuple
-        if get_origin(hint) is tuple
-        else next((part for part in get_args(hint) if part in NOUNS), hint)
-    )
+    if get_origin(hint) is tuple:
+        return tuple
+    for part in get_args(hint):
+        if part in NOUNS:
+            return part
+    return hint
 
 
 def option_of(entry: dataclasses.Field) -> Option:
@@ -181,15 +182,13 @@ def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
             found=f"{value!r:.80}",
             expected="a text without one",
         )
-    if (
-        kind is tuple
-        and isinstance(value, (list, tuple))
-        and all(isinstance(item, str) for item in value)
-    ):
-        return tuple(value)
-    if kind is float and type(value) is int:
+    if kind is tuple:
+        is_list = isinstance(value, (list, tuple))
+        if is_list and all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif kind is float and type(value) is int:
         return float(value)
-    if kind is not tuple and type(value) is kind:
+    elif type(value) is kind:
         return value
     raise _wrong_type(entry, value, kind)
 
@@ -206,9 +205,9 @@ def written(config: Any) -> dict[str, Any]:
     for entry in fields(config):
         value = getattr(config, entry.name)
         described = option_of(entry)
-        values[entry.name] = (
-            value if described.parse is None or value is None else described.show(value)
-        )
+        if described.parse is not None and value is not None:
+            value = described.show(value)
+        values[entry.name] = value
     return values
 
 

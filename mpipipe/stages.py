@@ -155,9 +155,11 @@ class PipelineStage(Runner, Protocol):
 
 def as_stages(stages: Iterable[Any]) -> list[PipelineStage]:
     """Return stages as other rooms see them; what is one already stays as it is."""
-    return [
-        stage if isinstance(stage, (nn.Stage, UserStage)) else UserStage(stage) for stage in stages
-    ]
+    known: list[PipelineStage] = []
+    for stage in stages:
+        is_known = isinstance(stage, (nn.Stage, UserStage))
+        known.append(stage if is_known else UserStage(stage))
+    return known
 
 
 def gradient_arrays(stage: PipelineStage) -> list[Array]:
@@ -349,13 +351,11 @@ class UserStage:
         take = getattr(self.user_stage, "load_state_dict", None)
         if take is None:
             return
-        # Complex arrays were read as pairs of real numbers.
-        take(
-            {
-                name: values(name).view(array.dtype).reshape(array.shape)
-                for name, array in self.contents.items()
-            }
-        )
+        read = {}
+        for name, array in self.contents.items():
+            # Complex arrays were read as pairs of real numbers.
+            read[name] = values(name).view(array.dtype).reshape(array.shape)
+        take(read)
 
     def sync_compute(self) -> None:
         renew = getattr(self.user_stage, "sync_compute", None)
@@ -526,15 +526,12 @@ class FlatView(Mapping[str, Array]):
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decay) ranges: matrices decay, vectors do not; without names all does."""
-        decays = {
-            name: array.ndim > self.parts or name == WHOLE
-            for name, array in self.items()
-            if array.size
-        }
-        starts = {
-            name: self.offsets[name]
-            for name in sorted(decays, key=lambda name: (self.offsets[name], decays[name]))
-        }
+        decays = {}
+        for name, array in self.items():
+            if array.size:
+                decays[name] = array.ndim > self.parts or name == WHOLE
+        names = sorted(decays, key=lambda name: (self.offsets[name], decays[name]))
+        starts = {name: self.offsets[name] for name in names}
         return nn.decay_ranges(starts, decays, self.flat.size)
 
     def __getitem__(self, name: str) -> Array:
@@ -575,11 +572,12 @@ def _offset(name: str, array: Any, flat: Array) -> int:
             return 0
         if rest == 0 and 0 <= start and start + array.size <= flat.size:
             return start
+    found = type(array).__name__
+    if arrays.is_array(array):
+        found = f"{array.dtype}{list(array.shape)} elsewhere"
     raise ArgumentError(
         f"the parameter {name} does not lie in parameters.flat",
-        found=f"{array.dtype}{list(array.shape)} elsewhere"
-        if arrays.is_array(array)
-        else type(array).__name__,
+        found=found,
         expected=f"a contiguous view of parameters.flat, {flat.dtype}[{flat.size}]",
         remedy="make the named arrays views of one array, as nn.FlatBuffer does",
     )

@@ -80,11 +80,9 @@ def near(
     names = {as_word(word): word for word in known}
     word = as_word(name)
     meant = (other_names or {}).get(word)
-    return (
-        [names[meant]]
-        if meant in names
-        else [names[word] for word in difflib.get_close_matches(word, names, n=3)]
-    )
+    if meant in names:
+        return [names[meant]]
+    return [names[word] for word in difflib.get_close_matches(word, names, n=3)]
 
 
 def as_word(name: str) -> str:
@@ -120,7 +118,7 @@ def text_table(
     """Yield the lines of a table: heads, a rule, and rows; `left` columns are to the left."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     for row in (heads, ["-" * width for width in widths], *rows):
-        cells = enumerate(zip(row, widths))
-        yield "  ".join(
-            c.ljust(width) if place in left else c.rjust(width) for place, (c, width) in cells
-        ).rstrip()
+        cells = []
+        for place, (cell, width) in enumerate(zip(row, widths)):
+            cells.append(cell.ljust(width) if place in left else cell.rjust(width))
+        yield "  ".join(cells).rstrip()

@@ -23,9 +23,8 @@ class Wait(NamedTuple):
     what: object  # the Envelope of a message, or a text
     start: float
     end: float
-    group: (
-        tuple[int, ...] | None
-    )  # the key of the group whose ranks all had to come; None if one rank had to
+    # The key of the group whose ranks all had to come; None if one rank had to.
+    group: tuple[int, ...] | None
 
 
 class Sent(NamedTuple):
@@ -46,9 +45,8 @@ class Recorder:
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self.now = now
-        self.spans: list[
-            Span
-        ] = []  # actions, starts of sums over replicas, and the optimizer, as they ended
+        # Actions, starts of sums over replicas, and the optimizer, as they ended.
+        self.spans: list[Span] = []
         self.waits: list[Wait] = []  # within steps, and within `optimizer`
         self.sent: list[Sent] = []
         self.steps: list[Span] = []  # training steps that have ended, with the optimizer after them
