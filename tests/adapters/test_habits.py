@@ -1047,3 +1047,43 @@ def test_parameters_of_a_loss_that_returns_weights_have_the_gradients_of_the_wei
         [*module.parameters(), temperature.temperature], [*judge.parameters(), alone.temperature]
     ):
         np.testing.assert_allclose(found.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def valid_mean(output, target):
+    return functional.cross_entropy(output, target), (target != -100).sum()
+
+
+def sum_of_valid(output, target):
+    count = (target != -100).sum()
+    return functional.cross_entropy(output, target, reduction="sum") / count, count
+
+
+@pytest.mark.parametrize("loss", [functional.cross_entropy, valid_mean, sum_of_valid])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mean_over_some_entries_counts_by_rows_or_by_what_comes_with_it(ranks, loss):
+    """Without a number of its own each micro-batch counts by its rows, as in a loop of PyTorch that adds gradients."""
+    counts = loss is not functional.cross_entropy
+    x = np.random.default_rng(0).normal(size=(8, 4))
+    goal = np.array([0, -100, 2, 3, -100, -100 if counts else 2, 1, 0])  # a micro-batch in which nothing counts
+    modules = [torch.nn.Linear(4, 4).double() for _ in range(2)]
+    judges = copy.deepcopy(modules)
+    output, goals = judges[1](judges[0](torch.from_numpy(x))), torch.from_numpy(goal)
+    value = functional.cross_entropy(output, goals)
+    if not counts:
+        value = sum(map(functional.cross_entropy, output.split(2), goals.split(2))) / 4
+    value.backward()
+    schedule = schedules.one_f_one_b(ranks, 4)
+
+    def job(comm):
+        stages = cut(copy.deepcopy(modules), schedule, comm.rank, dtype="float64")
+        with Pipeline(stages, schedule, comm, loss=adapters.torch_loss(loss)) as pipeline:
+            for _ in range(2):  # the first step presumes other weights
+                result = pipeline.step(x if stages.is_first else None, goal if stages.is_last else None)
+        return result.loss, {name: array for stage in stages for name, array in stage.gradients.items()}
+
+    results = inprocess.run(ranks, job)
+    gradients = {name: array for _, part in results for name, array in part.items()}
+    for place, judge in enumerate(judges):
+        for name, parameter in judge.named_parameters():
+            np.testing.assert_allclose(gradients[f"{place}.{name}"], parameter.grad, rtol=1e-12, atol=1e-14)
+    assert all(found == pytest.approx(float(value), rel=1e-12) for found, _ in results)
