@@ -1,7 +1,8 @@
 """Stages as pipelines, optimizers and checkpoints see them.
 
     nn.Stage       layers of this package: has all of `PipelineStage` by itself
-    UserStage      an object of the user's, with what it leaves out filled in
+    UserStage      an object of the user's, with what it leaves out filled in; its parameters and
+                   gradients are those of UserArrays
 
 A user's stage is an object with `forward` and `backward`; docs/stages.md lists what else it may
 have. Its arrays are looked up each time, since it may exchange them.
@@ -215,8 +216,8 @@ def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
     return named
 
 
-class UserStage:
-    """A stage of the user's own, with what it leaves out filled in."""
+class UserArrays:
+    """Parameters and gradients of a user's stage, as optimizers and checkpoints see them."""
 
     kept_copy = None
     originals = None
@@ -225,7 +226,6 @@ class UserStage:
 
     def __init__(self, user_stage: Any):
         self.user_stage = user_stage
-        self.position = Position()
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
         strange = [type(x).__name__ for x in self.inner_stages if not isinstance(x, nn.Stage)]
         if strange:
@@ -234,8 +234,6 @@ class UserStage:
             )
         # The view of the parameters, with their place in memory.
         self._view: tuple[tuple[int, int], FlatView] | None = None
-        # The last forward that was called, and whether it takes a position.
-        self._forward: tuple[Any, bool] = (None, False)
 
     @property
     def name(self) -> str:
@@ -263,8 +261,6 @@ class UserStage:
     @property
     def kernels(self) -> Kernels:
         return kernels.of_array(self.parameters.flat)
-
-    # -- for optimizers and checkpoints
 
     @property
     def parameters(self) -> FlatView:
@@ -362,7 +358,15 @@ class UserStage:
         if renew is not None:
             renew()
 
-    # -- for pipelines
+
+class UserStage(UserArrays):
+    """A stage of the user's own, with what it leaves out filled in."""
+
+    def __init__(self, user_stage: Any):
+        super().__init__(user_stage)
+        self.position = Position()
+        # The last forward that was called, and whether it takes a position.
+        self._forward: tuple[Any, bool] = (None, False)
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError if it lacks what these actions, or the replicas, need."""

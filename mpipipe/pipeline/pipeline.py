@@ -90,8 +90,8 @@ class Pipeline:
 
     Attributes
     ----------
-    stages, schedule, rank : list, Schedule, int
-        This rank's stages, the schedule, and this rank in the communicator.
+    stages, schedule : list, Schedule
+        This rank's stages, and the schedule.
 
     Raises
     ------
@@ -160,7 +160,6 @@ class Pipeline:
         self.ranks = agree_on_construction(comm, arguments)
         self.stages = list(stages)
         self.schedule = schedule
-        self.rank = self.ranks.pipe.rank
         try:
             self._build(arguments)
         except BaseException as error:
@@ -428,6 +427,11 @@ class Pipeline:
         return outputs
 
     # -- What is known of the calls so far
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the pipeline."""
+        return self.ranks.pipe.rank
 
     def durations(self) -> Costs:
         """Return mean seconds of forward, input and weight gradient of each stage so far.
