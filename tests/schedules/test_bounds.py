@@ -101,3 +101,9 @@ def test_a_forward_that_is_run_again_counts_with_its_own_time(recompute):
     costs = Costs(forward=1, input_grad=2, weight_grad=3, recompute=recompute)
     expected = 3 * 6 + len(schedule.recomputed) * recompute
     assert simulate(schedule, costs).makespan == lower_bound(schedule, costs) == expected > 18
+
+
+def test_activations_live_for_a_round_trip_and_no_more_at_once_than_the_memory_allows():
+    """On rank 0 those of stages 0 and 2 live from 0 to 9 and from 2 to 7, until their W's: 14 for each micro-batch."""
+    schedule = schedules.interleaved_1f1b(2, 2, 8)
+    assert lower_bound(schedule, memory_limit=2) == 8 * 14 / 2 > lower_bound(schedule)
