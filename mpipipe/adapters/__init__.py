@@ -92,7 +92,8 @@ def torch_stage(
         A loss that is a module: its parameters are trained with this stage, the last one.
     """
     room = _room("pytorch.layer", "torch", "PyTorch")
-    made: TorchStage = room.TorchStage(module, prefix, seed, gives, takes, ties, loss)
+    layer = room.TorchLayer(module, gives, takes, ties)
+    made: TorchStage = room.TorchStage(layer, prefix, seed, loss)
     return made
 
 
@@ -149,7 +150,9 @@ def jax_stage(
         PyTorch does, and has no gradient.
     """
     room = _room("jax.layer", "jax", "JAX")
-    made: JaxStage = room.JaxStage(function, parameters, prefix, seed, gives, takes, ties, state)
+    entry = (function, parameters) if state is None else (function, parameters, state)
+    layer = room.JaxLayer(entry, gives, takes, ties)
+    made: JaxStage = room.JaxStage(layer, prefix, seed)
     return made
 
 

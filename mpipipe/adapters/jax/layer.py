@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,7 +69,7 @@ class JaxLayer(ForeignLayer):
         first = next(iter(state), None)
         self._state_tree = jax.tree_util.tree_structure(first)
         self._state = {name: leaf.copy() for name, leaf in named_leaves(first).items()}
-        self._before: StatesBefore[list[Array]] = StatesBefore()
+        self._before = StatesBefore()
         self._tree = jax.tree_util.tree_structure(parameters)
         leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
@@ -102,8 +102,8 @@ class JaxLayer(ForeignLayer):
         self._values = [put(self._of(name)) for name in self.declared]
 
     def _follow_ties(self) -> None:
-        """Compute with the arrays that a pipeline has given to tied parameters."""
-        self._read_parameters()
+        if self._tied:
+            self._read_parameters()
 
     def begin_call(self) -> None:
         """Let JAX see the parameters as they are now, where it has not taken their memory."""
@@ -138,7 +138,8 @@ class JaxLayer(ForeignLayer):
 
     _computing: Callable[[], AbstractContextManager[object]] = staticmethod(waiting_for_jax)
 
-    def _forward(self, leaves: Leaves, structures: Structures, position: Position) -> Forwarded:
+    def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
+        position = self.stage.position
         floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
         key = structures, floating
         if key not in self._functions:
@@ -165,11 +166,9 @@ class JaxLayer(ForeignLayer):
         kinds = [(array.shape, array.dtype) for array in results]
         return y, output, Tape((pull, kinds), structures, floating, output, differentiable)
 
-    def _counted(
-        self, leaves: Leaves, structures: Structures, position: Position
-    ) -> tuple[Forwarded, dict[int, int]]:
+    def _counted(self, leaves: Leaves, structures: Structures) -> tuple[Forwarded, dict[int, int]]:
         """Return what `_forward` does, and bytes that JAX keeps for the backward, by address."""
-        result = self._forward(leaves, structures, position)
+        result = self._forward(leaves, structures)
         tape = result[2]
         sizes = {}
         for array in jax.tree.leaves(tape and tape.of_library[0]):
@@ -179,19 +178,16 @@ class JaxLayer(ForeignLayer):
             sizes.pop(arrays.address(getattr(self, name)), None)
         return result, sizes
 
-    def _backward(self, slopes: Leaves, tape: Tape) -> Leaves:
-        of_inputs, weights = self._backward_input(slopes, tape)
-        self._backward_weight(weights)
-        return of_inputs
-
-    def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, list[Array]]:
+    def _backward(self, slopes: Leaves, tape: Tape, whole: bool) -> tuple[Leaves, list[Array]]:
         """Compute both gradients, as one function; the other half adds those of parameters."""
         pull, kinds = tape.of_library
         dy = []
         for slope, kind in zip(slopes, kinds):
             dy.append(jax.numpy.zeros(*kind) if slope is None else put(slope))
-        weights, inputs = functions.both(pull, dy)
-        return taken(inputs), taken(weights)
+        weights, inputs = map(taken, functions.both(pull, dy))
+        if whole:
+            self._backward_weight(weights)
+        return inputs, weights
 
     def _backward_weight(self, pending: list[Array]) -> None:
         for name, part in zip(self.declared, pending):
@@ -204,20 +200,9 @@ class JaxLayer(ForeignLayer):
 class JaxStage(ForeignStage):
     """See `mpipipe.adapters.jax_stage`, which makes it."""
 
-    def __init__(
-        self,
-        function: Callable[..., JaxTree],
-        parameters: JaxTree,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        ties: Mapping[str, str] | None = None,
-        state: JaxTree = None,
-    ) -> None:
-        self.function = function
-        entry = (function, parameters) if state is None else (function, parameters, state)
-        self.layer = JaxLayer(entry, gives, takes, ties)
+    def __init__(self, layer: JaxLayer, prefix: str = "", seed: int = 0) -> None:
+        self.layer = layer
+        self.function, parameters, *_ = layer.entry
         kinds = {}
         for name, leaf in named_leaves(parameters).items():
             empty = np.empty(0, leaf.dtype)
@@ -227,7 +212,7 @@ class JaxStage(ForeignStage):
             "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the "
             "function"
         )
-        super().__init__({prefix: self.layer}, one_dtype(kinds, remedy), seed, "cpu")
+        super().__init__({prefix: layer}, one_dtype(kinds, remedy), seed, "cpu")
 
     @property
     def tree(self) -> JaxTree:

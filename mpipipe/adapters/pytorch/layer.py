@@ -11,11 +11,11 @@ gradient of zeros here: a call of a pipeline finds it so, and finds `.grad` on i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import compress
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -58,11 +58,10 @@ from mpipipe.adapters.pytorch.tensors import (
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, Tree, array_of, tensor_of
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Parameter, Position
+from mpipipe.nn import Parameter
 
 # Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
 BETWEEN_POLLS = 1e-3
-Walked = TypeVar("Walked")
 
 
 class PlacedParameter(NamedTuple):
@@ -125,11 +124,8 @@ class TorchLayer(ForeignLayer):
             slope = self._place(name, parameters[name])
             if before is not None and slope is not None:
                 slope.copy_(before)
-        self._trained = {}
-        for name, piece in self._pieces.items():
-            if piece.gradient is not None:
-                self._trained[name] = piece.parameter
-        self._parameters = list(self._trained.values())
+        trained = filter(lambda piece: piece.gradient is not None, self._pieces.values())
+        self._parameters = [piece.parameter for piece in trained]
         self._state = ModuleState(module)
         self._shared = {name: module.get_buffer(name).clone() for name in shared}
         for part in modules_for_hooks(module):
@@ -188,17 +184,15 @@ class TorchLayer(ForeignLayer):
     def _check_parameters(self) -> None:
         """Raise ArgumentError for parameters that are not those of the stage, or lie elsewhere."""
         now = dict(self.entry.named_parameters())
-        changed = set()
+        changed = []
         for name, parameter in now.items():
-            if parameter.requires_grad != (name in self._trained):
-                changed.add(name)
-        changed.update(self._trained.keys() - now.keys())
-        for name, piece in self._pieces.items():
-            parameter = piece.parameter
+            if parameter.requires_grad and name not in self._pieces:
+                changed.append(name)
+        for name, (parameter, address, gradient) in self._pieces.items():
             is_new = now.get(name) is not parameter
-            if is_new:
-                changed.add(name)
-            elif parameter.data_ptr() != piece.address:
+            if is_new or parameter.requires_grad != (gradient is not None):
+                changed.append(name)
+            elif parameter.data_ptr() != address:
                 raise ArgumentError(
                     f"the parameter {name} of a module lies elsewhere than in the stage's flat "
                     "array",
@@ -245,7 +239,8 @@ class TorchLayer(ForeignLayer):
     def _computing(self) -> AbstractContextManager[object]:
         return on_stream(self.stage.device)
 
-    def _forward(self, leaves: Leaves, structures: Structures, position: Position) -> Forwarded:
+    def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
+        position = self.stage.position
         trains = position.training
         hooks = HOOKS.value
         with (
@@ -275,9 +270,7 @@ class TorchLayer(ForeignLayer):
         graph = taking, giving, HOOKS.value > hooks
         return results, shapes, Tape(graph, structures, floating, shapes, differentiable)
 
-    def _counted(
-        self, leaves: Leaves, structures: Structures, position: Position
-    ) -> tuple[Forwarded, dict[int, int]]:
+    def _counted(self, leaves: Leaves, structures: Structures) -> tuple[Forwarded, dict[int, int]]:
         """Return what `_forward` does, and bytes that PyTorch keeps for it, by their address."""
         sizes: dict[int, int] = {}
 
@@ -287,7 +280,7 @@ class TorchLayer(ForeignLayer):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = self._forward(leaves, structures, position)
+            result = self._forward(leaves, structures)
         tape = result[2]
         if tape is not None:
             inputs, outputs, _ = tape.of_library
@@ -297,42 +290,30 @@ class TorchLayer(ForeignLayer):
             sizes.pop(piece.address, None)
         return result, sizes
 
-    def _backward(self, slopes: Leaves, tape: Tape) -> Leaves:
-        inputs, outputs, gradients = self._taking_part(slopes, tape)
-        if outputs:
-            _unwritten(gradients, lambda: torch.autograd.backward(outputs, gradients))
-        return list(map(slope_of, inputs))
-
-    def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, SplitBackward | None]:
-        inputs, outputs, gradients = self._taking_part(slopes, tape)
-        split = None
-        if outputs:
-            parameters = self._parameters
-            hooked = tape.of_library[2]
-            split = _unwritten(
-                gradients, lambda: SplitBackward(outputs, gradients, inputs, parameters, hooked)
-            )
-            self.in_one_walk = bool(parameters) and not split.parts
-        return list(map(slope_of, inputs)), split
-
-    def _backward_weight(self, pending: SplitBackward | None) -> None:
+    def _backward(
+        self, slopes: Leaves, tape: Tape, whole: bool
+    ) -> tuple[Leaves, SplitBackward | None]:
         self._check_gradients()
-        if pending is not None:
-            pending.finish()
-
-    def _taking_part(
-        self, slopes: Leaves, tape: Tape
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the inputs that take gradients, outputs that have some, and these gradients."""
-        self._check_gradients()
-        inputs, giving, _ = tape.of_library
+        inputs, giving, hooked = tape.of_library
         outputs = []
         gradients = []
         for output, slope in zip(giving, slopes):
             if slope is not None:
                 outputs.append(output)
                 gradients.append(tensor_of(slope))
-        return inputs, outputs, gradients
+        split = None
+        if outputs:
+            parameters = self._parameters
+            with _unwritten(gradients):
+                split = SplitBackward(outputs, gradients, inputs, parameters, whole or hooked)
+            if not whole:
+                self.in_one_walk = bool(parameters) and not split.parts
+        return list(map(slope_of, inputs)), split
+
+    def _backward_weight(self, pending: SplitBackward | None) -> None:
+        self._check_gradients()
+        if pending is not None:
+            pending.finish()
 
     def _move_messages(self, output: object) -> None:
         """Poll after the forward of a module, and before its backward; but not all the time."""
@@ -397,17 +378,10 @@ class TorchStage(ForeignStage):
     """See `mpipipe.adapters.torch_stage`, which makes it."""
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        ties: Mapping[str, str] | None = None,
-        loss: TorchLoss | None = None,
+        self, layer: TorchLayer, prefix: str = "", seed: int = 0, loss: TorchLoss | None = None
     ) -> None:
-        self.module = module
-        layers: dict[str, ForeignLayer] = {prefix: TorchLayer(module, gives, takes, ties)}
+        module = self.module = layer.entry
+        layers: dict[str, ForeignLayer] = {prefix: layer}
         tensors = [*module.parameters(), *module.buffers()]
         if loss is not None and loss.module is not None:
             layers[f"{prefix}loss."] = LossLayer(loss)
@@ -458,10 +432,10 @@ def _stored(name: str, value: object) -> Tensor:
     return value
 
 
-def _unwritten(gradients: Sequence[Tensor], walk: Callable[[], Walked]) -> Walked:
-    """Walk backward. Raises ArgumentError if that writes to the gradients that it begins with."""
+@contextmanager
+def _unwritten(gradients: Sequence[Tensor]) -> Iterator[None]:
+    """Raise ArgumentError if a backward within writes to the gradients that it begins with."""
     versions = [gradient._version for gradient in gradients]
-    result = walk()
+    yield
     if versions != [gradient._version for gradient in gradients]:
         raise written_error("the backward of a module", "the gradient that it is given")
-    return result

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from mpipipe.adapters.foreign import StatesBefore, drawing_turn
+from mpipipe.adapters.foreign import THREAD, StatesBefore
 from mpipipe.nn import Position
 
 Holder: TypeAlias = "MutableMapping[str, Any]"
@@ -33,13 +33,13 @@ class ModuleState:
 
     def __init__(self, module: torch.nn.Module):
         self._module = module
-        self._before: StatesBefore[ModuleSnapshot] = StatesBefore()
+        self._before = StatesBefore()
 
     @contextmanager
     def drawing(self, gpu: int | None, seed: int, position: Position) -> Iterator[None]:
         """Within, a forward of this position draws its own random numbers, and finds its state."""
         generator = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
-        with drawing_turn():
+        with THREAD.turn:
             before = generator.get_state()
             generator.manual_seed(seed)
             try:
