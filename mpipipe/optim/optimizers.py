@@ -27,6 +27,9 @@ State: TypeAlias = dict[str, Array]  # arrays of a stage by kind
 class FlatOptimizer:
     """State buffers that are laid out as the parameters, and steps piece by piece."""
 
+    # It updates a piece: kernels, parameters, gradients, state, learning rate, weight decay, how.
+    _update: Callable[[Kernels, Array, Array, State, float, float, Update], None]
+
     def __init__(
         self,
         stages: Sequence[Any],
@@ -126,19 +129,6 @@ class FlatOptimizer:
             self._update(
                 kernels, parameters[place], gradients[at], state, rate * factor, decay, update
             )
-
-    def _update(
-        self,
-        kernels: Kernels,
-        p: Array,
-        g: Array,
-        state: State,
-        rate: float,
-        decay: float,
-        how: Update,
-    ) -> None:
-        """Update a piece."""
-        raise NotImplementedError
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Make `stage.parameters` whole within this context; collective.
