@@ -25,7 +25,8 @@ from mpipipe.job import inprocess
 from mpipipe.options import Option
 from mpipipe.text import counted
 
-LINE = re.compile(r"(?P<what>.+?): (?P<measured>.+); ratio (?P<ratio>[\d.]+) \((?P<goal>.*)\)")
+# What a bench prints: name, measurement, ratio, goal.
+LINE = re.compile(r"(.+?): (.+); ratio ([\d.]+) \((.*)\)")
 LIMIT = 600  # seconds that one bench may take
 
 
@@ -42,9 +43,8 @@ class Bench(NamedTuple):
     @property
     def command(self) -> str:
         """What a reader types."""
-        return (
-            f"mpiexec -n {self.ranks} " if self.ranks > 1 else ""
-        ) + f"python -m mpipipe bench {self.words}"
+        command = f"python -m mpipipe bench {self.words}"
+        return f"mpiexec -n {self.ranks} {command}" if self.ranks > 1 else command
 
 
 BENCHES = (
@@ -104,16 +104,11 @@ def _lacking(need: str) -> str:
 
 def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
     """Run a bench, and return (ratio, goal, measurement) of each line, by its name."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = [str(beside) if beside.exists() else "mpiexec", "-n", str(bench.ranks)]
-    command = [
-        *(launcher if bench.ranks > 1 else []),
-        sys.executable,
-        "-m",
-        "mpipipe",
-        "bench",
-        *bench.words.split(),
-    ]
+    command = [sys.executable, "-m", "mpipipe", "bench", *bench.words.split()]
+    if bench.ranks > 1:
+        beside = Path(sys.executable).with_name("mpiexec")
+        launcher = str(beside) if beside.exists() else "mpiexec"
+        command = [launcher, "-n", str(bench.ranks), *command]
     variables = environment_of_own_job(os.environ)
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
@@ -123,13 +118,13 @@ def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
         raise BackendError(
             f"{bench.command} did not end well", found=f"exit code {done.returncode}\n{done.stderr}"
         )
-    lines = (LINE.fullmatch(line) for line in done.stdout.splitlines())
-    words = (
-        {name: " ".join(text.split()) for name, text in line.groupdict().items()}
-        for line in lines
-        if line
-    )
-    return {each["what"]: (float(each["ratio"]), each["goal"], each["measured"]) for each in words}
+    results = {}
+    for text in done.stdout.splitlines():
+        line = LINE.fullmatch(text)
+        if line:
+            what, measured, ratio, goal = (" ".join(part.split()) for part in line.groups())
+            results[what] = float(ratio), goal, measured
+    return results
 
 
 def _rows(bench: Bench, found: Sequence[dict[str, tuple[float, str, str]]]) -> Iterable[Ratio]:
@@ -194,13 +189,12 @@ ONE_HOST = {
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def environment_of_own_job(
-    environment: Mapping[str, str], prefixes: tuple[str, ...] = ()
-) -> dict[str, str]:
-    """Return the variables for a new job on this host, without those of launchers.
-
-    `prefixes` are more to leave out.
-    """
-    left_out = (*LAUNCHER_PREFIXES, *prefixes)
-    kept = {name: value for name, value in environment.items() if not name.startswith(left_out)}
-    return {**ONE_HOST, **kept, **(AS_ROOT if os.geteuid() == 0 else {})}
+def environment_of_own_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a new job on this host, without those of launchers."""
+    variables = dict(ONE_HOST)
+    for name, value in environment.items():
+        if not name.startswith(LAUNCHER_PREFIXES):
+            variables[name] = value
+    if os.geteuid() == 0:
+        variables |= AS_ROOT
+    return variables

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -64,9 +64,8 @@ def step(
     plans = [schedules.one_f_one_b(comm.size, 1), *in_slices]
     whole, *sliced = _measure(comm, [(long, schedule) for schedule in plans], 1, repeats)
     for schedule, (seconds, predicted) in zip(in_slices, sliced):
-        even = (
-            schedules.simulate(plans[0]).makespan * slices / schedules.simulate(schedule).makespan
-        )
+        span = schedules.simulate(schedule).makespan
+        even = schedules.simulate(plans[0]).makespan * slices / span
         report(
             comm,
             f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, "
@@ -109,35 +108,30 @@ def _measure(
     comm: Communicator, plans: Sequence[tuple[GPT, schedules.Schedule]], rows: int, repeats: int
 ) -> list[tuple[float, float]]:
     """Return the median seconds of a step of each plan on the slowest rank, and simulated."""
-    group = group_of(comm)
     with ExitStack() as pipelines:
         made = [_pipeline(comm, model, schedule, rows, pipelines) for model, schedule in plans]
-        times: list[list[float]] = [[] for _ in made]
-        for turn in range(WARMUP + repeats):
-            for (pipeline, batch), own in zip(made, times):
-                if turn == WARMUP:
-                    pipeline.executor.clock.settle()
-                    pipeline.executor.clock.totals.clear()
-                group.agree("bench: the start of a step")
-                pipeline.step(*batch)
-                own.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
-        simulated = [
-            schedules.simulate(pipeline.schedule, pipeline.durations()).makespan
-            for pipeline, _ in made
-        ]
-    return [(median(own[WARMUP:]), span) for own, span in zip(times, simulated)]
+        steps = [partial(pipeline.step, *batch) for pipeline, batch in made]
+        compare(comm, steps, WARMUP, warmup=0)
+        for pipeline, _ in made:
+            pipeline.executor.clock.settle()
+            pipeline.executor.clock.totals.clear()
+        times = compare(comm, steps, repeats, warmup=0)
+        results = []
+        for seconds, (pipeline, _) in zip(times, made):
+            simulated = schedules.simulate(pipeline.schedule, pipeline.durations())
+            results.append((seconds, simulated.makespan))
+    return results
 
 
 def _pipeline(
     comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, pipelines: ExitStack
 ) -> tuple[Pipeline, tuple[Any, Any]]:
     """Return a pipeline, and its batch on this rank."""
-    lengths = (
-        slice_lengths(model.seq, schedule.slices, model.dim, unit=32)
-        if schedule.slices > 1
-        else None
-    )
-    attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
+    lengths = None
+    attend: Local | Sliced = Local(causal=True)
+    if schedule.slices > 1:
+        lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32)
+        attend = Sliced(Local(causal=True), lengths)
     stages = cut(model.build(attend), schedule, comm.rank, costs=model.costs())
     inputs, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
     pipeline = Pipeline(
