@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -77,6 +77,17 @@ class StatesBefore:
         return self._states.pop(position[:3], None)
 
 
+@dataclass(frozen=True)
+class WithSkips:
+    """See `mpipipe.adapters.with_skips`, which makes it."""
+
+    entry: Any
+    gives: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    # Keys by names of parameters within the entry.
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+
 class ForeignLayer(nn.Layer):
     """A module or function as a layer; a library has its own methods of lists of arrays.
 
@@ -99,20 +110,13 @@ class ForeignLayer(nn.Layer):
     # It computes with the arrays that a pipeline has given to tied parameters.
     _follow_ties: Callable[[], None]
 
-    def __init__(
-        self,
-        entry: Any,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        ties: Mapping[str, str] | None = None,
-        place: int | None = None,
-    ) -> None:
-        self.entry = entry
+    def __init__(self, skips: WithSkips, place: int | None = None) -> None:
+        self.entry = skips.entry
         self.place = place
-        self.gives = skip_names(gives, "gives")
-        self.takes = skip_names(takes, "takes")
+        self.gives = skips.gives
+        self.takes = skips.takes
         self.declared = self._declare()
-        for name, key in (ties or {}).items():
+        for name, key in skips.ties.items():
             if name not in self.declared:
                 raise ArgumentError(
                     f"a tie names no parameter: {name!r}",
@@ -248,7 +252,9 @@ def skip_names(names: Sequence[str], what: str) -> tuple[str, ...]:
     """Return names of skips as a tuple. ArgumentError for one text, and for what is no text."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ArgumentError(
-            what, found=repr(names), expected='a tuple of names of skips, such as ("far",)'
+            f"{what} of with_skips or of a stage",
+            found=repr(names),
+            expected='a tuple of names of skips, such as ("far",)',
         )
     return tuple(names)
 

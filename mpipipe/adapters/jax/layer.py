@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,9 +28,7 @@ from mpipipe.adapters.jax.functions import (
     Functions,
     JaxArray,
     JaxTree,
-    divided,
     floating_of,
-    joined,
     put,
     taken,
     waiting_for_jax,
@@ -73,9 +72,12 @@ class JaxLayer(ForeignLayer):
         self._tree = jax.tree_util.tree_structure(parameters)
         leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
-        self._functions: dict[tuple, Functions] = {}
         self._values: list[JaxArray] = []
         return {name: _declared(name, leaf) for name, leaf in leaves.items()}
+
+    @cached_property
+    def _functions(self) -> Functions:
+        return Functions(self.entry[0], self._tree, self.gives)
 
     def bound(self) -> None:
         super().bound()
@@ -141,26 +143,19 @@ class JaxLayer(ForeignLayer):
     def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
         position = self.stage.position
         floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
-        key = structures, floating
-        if key not in self._functions:
-            self._functions[key] = Functions(
-                self.entry[0], self._tree, structures, floating, self.gives
-            )
-        compiled = self._functions[key]
-        some, others = divided([*map(put, leaves)], floating)
-        draw = key_of(self.random_seed("jax"))
-        arguments = self._values, some, others, draw, self._state_for(position)
+        key = key_of(self.random_seed("jax"))
+        arguments = self._values, [*map(put, leaves)], key, self._state_for(position), structures
         pull = None
         if position.training:
-            results, pull, (rest, state) = compiled.with_gradients(*arguments)
+            results, pull, (rest, state) = self._functions.with_gradients(*arguments, floating)
         else:
-            results, (rest, state) = compiled.forward(*arguments)
+            results, (rest, state) = self._functions.forward(*arguments)
         self._keep_state(state, position)
         # Without the floating arrays, in whose places None stands.
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
-        integers = filter(lambda leaf: leaf is not None, without)
-        y = joined(taken(results), taken(list(integers)), differentiable)
+        floats = iter(taken(results))
+        y = [next(floats) if leaf is None else np.asarray(leaf) for leaf in without]
         if not position.training:
             return y, output, None
         kinds = [(array.shape, array.dtype) for array in results]
@@ -222,16 +217,15 @@ class JaxStage(ForeignStage):
 
 def _declared(name: str, leaf: Array) -> Parameter:
     """Declare a parameter with its value: complex numbers as pairs of real ones."""
-    array = np.asarray(leaf)
-    if not arrays.is_floating(array.dtype):
+    if not arrays.is_floating(leaf.dtype):
         raise ArgumentError(
             f"the parameter {name} of a function",
-            found=array.dtype,
+            found=leaf.dtype,
             expected="floating or complex numbers, of one dtype",
             remedy="constants, such as integers, belong into the function",
         )
-    wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-    reals = arrays.as_reals(np.ascontiguousarray(wide).reshape(wide.shape))
+    wide = np.complex128 if leaf.dtype.kind == "c" else np.float64
+    reals = arrays.as_reals(leaf.astype(wide, order="C"))
     return Parameter(reals.shape, lambda *_: reals, decay=leaf.ndim > 1)
 
 
@@ -265,7 +259,7 @@ class JaxLoss:
         self.function = function
         self.seed = seed
         self._draws = "key" in functions.options_of(function)
-        self._functions: dict[tuple, Functions] = {}
+        self._functions = Functions(self._called, NOTHING, ())
 
     def _called(
         self, _nothing: object, output: JaxTree, target: JaxTree, *, key: JaxArray
@@ -287,13 +281,10 @@ class JaxLoss:
         outputs, structure = flatten(output)
         floating = floating_of(outputs)
         taking = floating + (False,) * (len(leaves) - len(outputs))
-        kind = structures, taking
-        if kind not in self._functions:
-            self._functions[kind] = Functions(self._called, NOTHING, structures, taking, ())
-        some, others = divided([*map(put, leaves)], taking)
-        step, microbatch, replica, *_ = position or Position()
-        key = key_of(random_seed("jax loss", self.seed, step, microbatch, replica))
-        results, pull, _ = self._functions[kind].with_gradients([], some, others, key, None)
+        key = key_of(random_seed("jax loss", self.seed, *(position or Position())[:3]))
+        results, pull, _ = self._functions.with_gradients(
+            [], [*map(put, leaves)], key, None, structures, taking
+        )
         value, *weight = results
         slopes = [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)]
         gradients = spread(taken(functions.both(pull, slopes)[1]), floating)

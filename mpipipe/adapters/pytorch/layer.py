@@ -11,8 +11,8 @@ gradient of zeros here: a call of a pipeline finds it so, and finds `.grad` on i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import compress
 from time import perf_counter
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from mpipipe.adapters.foreign import (
     Leaves,
     Structures,
     Tape,
+    WithSkips,
     applied,
     flatten_parts,
     one_dtype,
@@ -53,7 +54,6 @@ from mpipipe.adapters.pytorch.tensors import (
     real_dtype,
     real_shape,
     slope_of,
-    written_error,
 )
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, Tree, array_of, tensor_of
@@ -107,11 +107,9 @@ class TorchLayer(ForeignLayer):
             return
         super().bound()
         module = self.entry
-        self._gpu = None
-        device = "cpu"
-        if self.stage.device == "cuda":
-            self._gpu = arrays.current_gpu()
-            device = f"cuda:{self._gpu}"
+        device = self.stage.device
+        if device == "cuda":
+            device = f"cuda:{arrays.current_gpu()}"
         shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
         dtype = None
         for name in self.declared:
@@ -230,8 +228,17 @@ class TorchLayer(ForeignLayer):
         second = dict(self.entry.named_parameters(remove_duplicate=False)).keys() - named.keys()
         state = {}
         for name, value in self.entry.state_dict().items():
-            if name not in self.declared and name not in second:
-                state[name] = array_of(_stored(name, value))
+            if name in self.declared or name in second:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentError(
+                    f"the state of a module is no tensor: {name}",
+                    found=type(value).__name__,
+                    expected="tensors alone: nothing else is written to checkpoints",
+                    remedy="leave out get_extra_state, and keep such facts in the state of the "
+                    "checkpoint",
+                )
+            state[name] = array_of(value)
         return state
 
     # -- forward and backward
@@ -244,7 +251,7 @@ class TorchLayer(ForeignLayer):
         trains = position.training
         hooks = HOOKS.value
         with (
-            self._state.drawing(self._gpu, self.random_seed("torch"), position),
+            self._state.drawing(self.stage.device, self.random_seed("torch"), position),
             torch.set_grad_enabled(trains),
         ):
             inputs = list(map(tensor_of, leaves))
@@ -304,8 +311,16 @@ class TorchLayer(ForeignLayer):
         split = None
         if outputs:
             parameters = self._parameters
-            with _unwritten(gradients):
-                split = SplitBackward(outputs, gradients, inputs, parameters, whole or hooked)
+            versions = [gradient._version for gradient in gradients]
+            split = SplitBackward(outputs, gradients, inputs, parameters, whole or hooked)
+            if versions != [gradient._version for gradient in gradients]:
+                raise ArgumentError(
+                    "the backward of a module writes to the gradient that it is given in place",
+                    expected="arrays that stay as they are: the memory belongs to another stage, "
+                    "or to you",
+                    remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or "
+                    "x = x.clone() first",
+                )
             if not whole:
                 self.in_one_walk = bool(parameters) and not split.parts
         return list(map(slope_of, inputs)), split
@@ -354,7 +369,7 @@ class LossLayer(TorchLayer):
                 remedy="give it to the pipeline, or to the task, alone",
             )
         self.loss = loss
-        super().__init__(loss.module, place=place)
+        super().__init__(WithSkips(loss.module), place)
 
     def bound(self) -> None:
         super().bound()
@@ -419,23 +434,3 @@ def _declared(parameter: Tensor) -> Parameter:
         tie=getattr(parameter, TIE, None),
         frozen=not parameter.requires_grad,
     )
-
-
-def _stored(name: str, value: object) -> Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentError(
-            f"the state of a module is no tensor: {name}",
-            found=type(value).__name__,
-            expected="tensors alone: nothing else is written to checkpoints",
-            remedy="leave out get_extra_state, and keep such facts in the state of the checkpoint",
-        )
-    return value
-
-
-@contextmanager
-def _unwritten(gradients: Sequence[Tensor]) -> Iterator[None]:
-    """Raise ArgumentError if a backward within writes to the gradients that it begins with."""
-    versions = [gradient._version for gradient in gradients]
-    yield
-    if versions != [gradient._version for gradient in gradients]:
-        raise written_error("the backward of a module", "the gradient that it is given")

@@ -13,12 +13,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from mpipipe import arrays
 from mpipipe.adapters.foreign import THREAD, StatesBefore
 from mpipipe.nn import Position
 
@@ -36,51 +37,31 @@ class ModuleState:
         self._before = StatesBefore()
 
     @contextmanager
-    def drawing(self, gpu: int | None, seed: int, position: Position) -> Iterator[None]:
-        """Within, a forward of this position draws its own random numbers, and finds its state."""
-        generator = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
-        with THREAD.turn:
-            before = generator.get_state()
+    def drawing(self, device: str, seed: int, position: Position) -> Iterator[None]:
+        """Within, a forward of this position draws its own random numbers, and finds its state.
+
+        In an evaluation no part is in training; after it each is as its owner had set it.
+        """
+        generator = torch.default_generator
+        if device != "cpu":
+            generator = torch.cuda.default_generators[arrays.current_gpu()]
+        with THREAD.turn, ExitStack() as after:
+            after.callback(generator.set_state, generator.get_state())
             generator.manual_seed(seed)
-            try:
-                with self._at(position):
-                    yield
-            finally:
-                generator.set_state(before)
-
-    def _at(self, position: Position) -> AbstractContextManager[None]:
-        if not position.training:
-            return _evaluating(self._module)
-        if position.recompute == "later":
-            snapshot = ModuleSnapshot.of(self._module, self._before.latest)
-            self._before.note(position, snapshot)
-        if position.recompute == "now":
-            before = self._before.take(position)
-            if before is not None:
-                return self._put_back(before)
-        return nullcontext()
-
-    @contextmanager
-    def _put_back(self, before: ModuleSnapshot) -> Iterator[None]:
-        now = ModuleSnapshot.of(self._module, before)
-        before.restore()
-        try:
+            if not position.training:
+                for part in self._module.modules():
+                    if part.training:
+                        after.callback(setattr, part, "training", True)
+                        part.training = False
+            elif position.recompute == "later":
+                snapshot = ModuleSnapshot.of(self._module, self._before.latest)
+                self._before.note(position, snapshot)
+            elif position.recompute == "now":
+                before = self._before.take(position)
+                if before is not None:
+                    after.callback(ModuleSnapshot.of(self._module, before).restore)
+                    before.restore()
             yield
-        finally:
-            now.restore()
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Within, no part is in training; after it each is as its owner had set it."""
-    trained = [part for part in module.modules() if part.training]
-    for part in trained:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in trained:
-            part.training = True
 
 
 # -- A copy of the state ---------------------------------------------------------------------------
