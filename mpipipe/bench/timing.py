@@ -88,9 +88,9 @@ WARMUP = 2
 BLOCK = 1 << 20
 
 
-def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
-    """Return the median device time of `call()`, after `warmup` calls."""
-    for _ in range(warmup):
+def seconds(call: Call, repeats: int) -> float:
+    """Return the median device time of `call()`, after some calls that are not counted."""
+    for _ in range(WARMUP):
         call()
     marks = []
     for _ in range(repeats):
