@@ -83,11 +83,10 @@ def make_room_for_calls_back() -> None:
     if has_two:
         return
     # It may be set until JAX has begun.
-    name = "jax_num_cpu_devices"
     try:
-        before = getattr(jax.config, name)
+        before = jax.config.jax_num_cpu_devices
         for count in (before + 1, before):
-            jax.config.update(name, count)
+            jax.config.update("jax_num_cpu_devices", count)
     except (AttributeError, RuntimeError):
         raise ArgumentError(
             "a call from JAX to attention would wait for ever: JAX has begun, with one thread on "
