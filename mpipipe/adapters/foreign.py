@@ -330,11 +330,7 @@ def _leaves_like(tree: Tree | None, structure: Structure, count: int) -> Leaves:
     return leaves
 
 
-# -- Random numbers of PyTorch, which has one generator for all of a process -----------------------
-
-
-# Ranks that are threads share it.
-DRAWING = threading.Lock()
+# -- Facts of a thread -----------------------------------------------------------------------------
 
 
 class OfThread(threading.local):
@@ -343,13 +339,24 @@ class OfThread(threading.local):
     turn : the lock of the task whose batches another thread reads ahead. Modules draw random
         numbers only while they hold it, so that no reader draws from the same generators.
     counts : True where layers say what PyTorch and JAX keep
+    hooks : how many hooks of tensors of PyTorch the thread has registered
+    is_called_back : True within a call that JAX makes back to the host
     """
 
     turn: AbstractContextManager[object] = nullcontext()
     counts = False
+    hooks = 0
+    is_called_back = False
 
 
 THREAD = OfThread()
+
+
+# -- Random numbers of PyTorch, which has one generator for all of a process -----------------------
+
+
+# Ranks that are threads share it.
+DRAWING = threading.Lock()
 
 
 def let_draw_in_turn(lock: AbstractContextManager[object]) -> None:

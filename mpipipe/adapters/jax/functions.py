@@ -18,7 +18,14 @@ import jax
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.adapters.foreign import Structures, applied, flatten_parts, returned, unflatten_parts
+from mpipipe.adapters.foreign import (
+    THREAD,
+    Structures,
+    applied,
+    flatten_parts,
+    returned,
+    unflatten_parts,
+)
 from mpipipe.arrays import Array, Structure, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.job import in_place_of
@@ -193,7 +200,6 @@ def taken(results: Sequence[JaxArray]) -> list[Array]:
 # Threads of stages that wait for JAX, and errors of calls back since one has begun to wait.
 _waiting: list[int] = []
 _errors: list[BaseException] = []
-_called = threading.local()
 
 
 @contextmanager
@@ -217,19 +223,19 @@ def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def called(self: object, *inputs: JaxArray) -> Any:
         with in_place_of(_waiting[-1] if _waiting else None):
-            _called.back = True
+            THREAD.is_called_back = True
             try:
                 return function(self, *map(np.asarray, inputs))
             except BaseException as error:
                 _errors.append(error)
                 raise
             finally:
-                _called.back = False
+                THREAD.is_called_back = False
 
     return called
 
 
 def wait_for_calls_back() -> None:
     """Let JAX, which runs ahead, make all calls back that are due, unless this is one of them."""
-    if not getattr(_called, "back", False):
+    if not THREAD.is_called_back:
         jax.effects_barrier()

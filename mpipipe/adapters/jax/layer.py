@@ -259,7 +259,7 @@ class JaxLoss:
         self.function = function
         self.seed = seed
         self._draws = "key" in functions.options_of(function)
-        self._functions = Functions(self._called, NOTHING, ())
+        self._functions = Functions(self._called, jax.tree_util.tree_structure([]), ())
 
     def _called(
         self, _nothing: object, output: JaxTree, target: JaxTree, *, key: JaxArray
@@ -289,9 +289,6 @@ class JaxLoss:
         slopes = [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)]
         gradients = spread(taken(functions.both(pull, slopes)[1]), floating)
         return (value.item(), unflatten(gradients, structure), *map(float, weight))
-
-
-NOTHING = jax.tree_util.tree_structure([])
 
 
 def key_of(seed: int) -> JaxArray:

@@ -21,7 +21,6 @@ stage_backward_input and stage_backward_weight).
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +31,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mpipipe.adapters.foreign import THREAD
 
 # torch.Tensor: PyTorch may be missing where types are checked.
 Tensor: TypeAlias = Any
@@ -46,18 +47,11 @@ REENTRANT_NODE = "CheckpointFunctionBackward"
 # -- Hooks of tensors, which a graph does not show -------------------------------------------------
 
 
-class HookCount(threading.local):
-    """How many hooks of tensors this thread has registered."""
-
-    value = 0
-
-
-HOOKS = HookCount()
 register_hook = torch.Tensor.register_hook
 
 
 def _counted_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> object:
-    HOOKS.value += 1
+    THREAD.hooks += 1
     return register_hook(tensor, hook)
 
 

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mpipipe import arrays
 from mpipipe.adapters.foreign import (
+    THREAD,
     ForeignLayer,
     ForeignStage,
     Forwarded,
-    Held,
     Leaves,
     Structures,
     Tape,
@@ -36,7 +36,7 @@ from mpipipe.adapters.foreign import (
     unflatten_parts,
 )
 from mpipipe.adapters.pytorch.attend import TorchAttend
-from mpipipe.adapters.pytorch.backward import HOOKS, AutogradGraph, SplitBackward, register_hook
+from mpipipe.adapters.pytorch.backward import AutogradGraph, SplitBackward, register_hook
 from mpipipe.adapters.pytorch.loss import TorchLoss
 from mpipipe.adapters.pytorch.state import ModuleState
 from mpipipe.adapters.pytorch.tensors import (
@@ -51,14 +51,13 @@ from mpipipe.adapters.pytorch.tensors import (
     move_state,
     on_stream,
     own_dtypes,
-    real_dtype,
     real_shape,
     slope_of,
 )
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, Tree, array_of, tensor_of
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Parameter
+from mpipipe.nn import Layer, Parameter
 
 # Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
 BETWEEN_POLLS = 1e-3
@@ -93,10 +92,11 @@ class TorchLayer(ForeignLayer):
     def _declare(self) -> dict[str, Parameter]:
         check_module(self.entry)
         self._pieces = {}
+        self._shared: dict[str, Tensor] = {}
         dtypes = own_dtypes(self.entry)
         declared = {}
         for name, parameter in self.entry.named_parameters():
-            if parameter.requires_grad or real_dtype(parameter) in dtypes:
+            if parameter.requires_grad or parameter.dtype.to_real() in dtypes:
                 declared[name] = _declared(parameter)
         return declared
 
@@ -114,7 +114,7 @@ class TorchLayer(ForeignLayer):
         dtype = None
         for name in self.declared:
             dtype = tensor_of(getattr(self, name)).dtype
-        move_state(module, {*self.declared}, dtype, device)
+        move_state(module, self.declared, dtype, device)
         parameters = dict(module.named_parameters())
         for name in self.declared:
             before = parameters[name].grad
@@ -155,10 +155,10 @@ class TorchLayer(ForeignLayer):
 
     def begin_call(self) -> None:
         """Let each `.grad` be where the stage has it: another one is copied there, None is zero."""
-        if not self._pieces:
-            return
-        self._follow_ties()
-        self._check_parameters()
+        # Without any, it may not be bound yet.
+        if self._pieces:
+            self._follow_ties()
+            self._check_parameters()
         for parameter, _, gradient in self._pieces.values():
             other = parameter.grad
             if gradient is None or other is gradient:
@@ -249,7 +249,7 @@ class TorchLayer(ForeignLayer):
     def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
         position = self.stage.position
         trains = position.training
-        hooks = HOOKS.value
+        hooks = THREAD.hooks
         with (
             self._state.drawing(self.stage.device, self.random_seed("torch"), position),
             torch.set_grad_enabled(trains),
@@ -274,7 +274,7 @@ class TorchLayer(ForeignLayer):
         giving = list(compress(outputs, differentiable))
         if not self._looked:
             self._look(taking, giving)
-        graph = taking, giving, HOOKS.value > hooks
+        graph = taking, giving, THREAD.hooks > hooks
         return results, shapes, Tape(graph, structures, floating, shapes, differentiable)
 
     def _counted(self, leaves: Leaves, structures: Structures) -> tuple[Forwarded, dict[int, int]]:
@@ -376,17 +376,15 @@ class LossLayer(TorchLayer):
         self.loss.is_trained = True
         self.loss.seed = self.stage.seed
 
-    def forward(self, x: Tree) -> tuple[Tree, Held]:
-        return x, Held(None, {})
+    def forward(self, x: Tree) -> tuple[Tree, Any]:
+        return x, None
 
-    def backward_input(self, dy: Tree, saved: Held) -> tuple[Tree, Held]:
-        return dy, saved
+    def backward_input(self, dy: Tree, saved: Any) -> tuple[Tree, Any]:
+        return dy, None
 
-    def backward_weight(self, pending: Held) -> None:
-        """The loss has added to its gradients."""
-
-    def backward(self, dy: Tree, saved: Held) -> Tree:
-        return dy
+    # The loss itself adds to its gradients.
+    backward_weight = Layer.backward_weight
+    backward = Layer.backward
 
 
 class TorchStage(ForeignStage):
@@ -412,7 +410,7 @@ class TorchStage(ForeignStage):
         kinds = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                kinds[str(real_dtype(parameter)).removeprefix("torch.")] = name
+                kinds[str(parameter.dtype.to_real()).removeprefix("torch.")] = name
         remedy = (
             "module.to(dtype); for mixed precision float32 parameters and torch.autocast "
             "within forward"

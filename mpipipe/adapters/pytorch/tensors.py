@@ -132,15 +132,6 @@ def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 # -- Dtypes of parameters, and the state of a module -----------------------------------------------
 
 
-# Dtype of the parts of a complex number.
-REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def real_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the real numbers that a tensor consists of."""
-    return REAL.get(tensor.dtype, tensor.dtype)
-
-
 def real_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor in a flat array of real numbers."""
     if tensor.is_complex():
@@ -150,9 +141,7 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
     """Return real numbers as complex ones, where the tensor that they stand for is complex."""
-    if tensor.is_complex() and not real.is_complex():
-        return torch.view_as_complex(real)
-    return real
+    return torch.view_as_complex(real) if tensor.is_complex() else real
 
 
 def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
@@ -162,7 +151,7 @@ def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
     quantized model, stays as it is.
     """
     parameters = module.parameters()
-    trained = {real_dtype(parameter) for parameter in parameters if parameter.requires_grad}
+    trained = {parameter.dtype.to_real() for parameter in parameters if parameter.requires_grad}
     return trained or {torch.float32, torch.float64}
 
 
@@ -183,7 +172,7 @@ def move_state(
             if buffer is None:
                 continue
             kind = buffer.dtype
-            if dtype is not None and real_dtype(buffer) in before:
+            if dtype is not None and buffer.dtype.to_real() in before:
                 narrows = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
                 if not narrows or [*part.parameters(recurse=False)]:
                     kind = dtype.to_complex() if buffer.is_complex() else dtype
