@@ -133,11 +133,6 @@ class JaxLayer(ForeignLayer):
             self._before.note(position, copies)
         return jax.tree_util.tree_unflatten(self._state_tree, [*map(put, copies)])
 
-    def _keep_state(self, state: JaxTree, position: Position) -> None:
-        if self._state and position.training and position.recompute != "now":
-            for array, new in zip(self._state.values(), taken(jax.tree.leaves(state))):
-                array[...] = new
-
     _computing: Callable[[], AbstractContextManager[object]] = staticmethod(waiting_for_jax)
 
     def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
@@ -150,7 +145,9 @@ class JaxLayer(ForeignLayer):
             results, pull, (rest, state) = self._functions.with_gradients(*arguments, floating)
         else:
             results, (rest, state) = self._functions.forward(*arguments)
-        self._keep_state(state, position)
+        if self._state and position.training and position.recompute != "now":
+            for array, new in zip(self._state.values(), taken(jax.tree.leaves(state))):
+                array[...] = new
         # Without the floating arrays, in whose places None stands.
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
