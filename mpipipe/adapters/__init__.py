@@ -18,19 +18,13 @@ from mpipipe import processor
 from mpipipe.adapters.foreign import (
     ForeignLayer,
     Held,
+    WithSkips,
     counting,
     let_draw_in_turn,
     seeded,
     skip_names,
 )
-from mpipipe.adapters.layers import (
-    WithSkips,
-    as_layer,
-    check_distinct,
-    names_of_entry,
-    tie_shared,
-    with_loss,
-)
+from mpipipe.adapters.layers import as_layer, check_distinct, names_of_entry, tie_shared, with_loss
 from mpipipe.nn import ForwardAndBackward
 from mpipipe.text import optional_library
 
@@ -92,7 +86,8 @@ def torch_stage(
         A loss that is a module: its parameters are trained with this stage, the last one.
     """
     room = _room("pytorch.layer", "torch", "PyTorch")
-    made: TorchStage = room.TorchStage(module, prefix, seed, gives, takes, ties, loss)
+    layer = room.TorchLayer(with_skips(module, gives=gives, takes=takes, ties=ties))
+    made: TorchStage = room.TorchStage(layer, prefix, seed, loss)
     return made
 
 
@@ -149,7 +144,9 @@ def jax_stage(
         PyTorch does, and has no gradient.
     """
     room = _room("jax.layer", "jax", "JAX")
-    made: JaxStage = room.JaxStage(function, parameters, prefix, seed, gives, takes, ties, state)
+    entry = (function, parameters) if state is None else (function, parameters, state)
+    layer = room.JaxLayer(with_skips(entry, gives=gives, takes=takes, ties=ties))
+    made: JaxStage = room.JaxStage(layer, prefix, seed)
     return made
 
 
@@ -203,7 +200,7 @@ def with_skips(
     >>> entry.takes, entry.gives
     (('lead_time',), ('before',))
     """
-    names = skip_names(gives, "gives of with_skips"), skip_names(takes, "takes of with_skips")
+    names = skip_names(gives, "gives"), skip_names(takes, "takes")
     return WithSkips(entry, *names, dict(ties or {}))
 
 

@@ -14,10 +14,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from itertools import compress, islice
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,10 +26,9 @@ from mpipipe.arrays import Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position, random_seed
 
-# Structures of parts; arrays, with None for a gradient that is none.
-Structures: TypeAlias = "tuple[Structure, ...]"
+# Structures of parts with their numbers of arrays; arrays, with None for a gradient that is none.
+Structures: TypeAlias = "tuple[tuple[Structure, int], ...]"
 Leaves: TypeAlias = "list[Any]"
-State = TypeVar("State")
 
 
 class Tape(NamedTuple):
@@ -57,25 +56,36 @@ class Held(NamedTuple):
     bytes: dict[int, int]
 
 
-class StatesBefore(Generic[State]):
+class StatesBefore:
     """States that forwards found which will be run again, by step, micro-batch and replica."""
 
     def __init__(self) -> None:
-        self._states: dict[tuple[int, int, int], State] = {}
+        self._states: dict[tuple, Any] = {}
 
     @property
-    def latest(self) -> State | None:
+    def latest(self) -> Any:
         return next(reversed(self._states.values()), None)
 
-    def note(self, position: Position, state: State) -> None:
+    def note(self, position: Position, state: object) -> None:
         """Remember a state. Those of another step are left by one that has failed."""
-        if any(step != position.step for step, _, _ in self._states):
+        if any(step != position.step for step, *_ in self._states):
             self._states = {}
-        self._states[position.step, position.microbatch, position.replica] = state
+        self._states[position[:3]] = state
 
-    def take(self, position: Position) -> State | None:
+    def take(self, position: Position) -> Any:
         """Return the state of a forward that is run again, and forget it."""
-        return self._states.pop((position.step, position.microbatch, position.replica), None)
+        return self._states.pop(position[:3], None)
+
+
+@dataclass(frozen=True)
+class WithSkips:
+    """See `mpipipe.adapters.with_skips`, which makes it."""
+
+    entry: Any
+    gives: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    # Keys by names of parameters within the entry.
+    ties: Mapping[str, str] = field(default_factory=dict)
 
 
 class ForeignLayer(nn.Layer):
@@ -91,28 +101,22 @@ class ForeignLayer(nn.Layer):
 
     _declare: Callable[[], dict[str, Parameter]]
     _computing: Callable[[], AbstractContextManager[object]]
-    _forward: Callable[[Leaves, Structures, Position], Forwarded]
+    _forward: Callable[[Leaves, Structures], Forwarded]
     # It counts what the library keeps for the backward: bytes by their address.
-    _counted: Callable[[Leaves, Structures, Position], tuple[Forwarded, dict[int, int]]]
-    _backward: Callable[[Leaves, Tape], Leaves]
-    _backward_input: Callable[[Leaves, Tape], tuple[Leaves, Any]]
+    _counted: Callable[[Leaves, Structures], tuple[Forwarded, dict[int, int]]]
+    # The last argument is True for a backward that is not divided: it leaves nothing pending.
+    _backward: Callable[[Leaves, Tape, bool], tuple[Leaves, Any]]
     _backward_weight: Callable[[Any], None]
+    # It computes with the arrays that a pipeline has given to tied parameters.
     _follow_ties: Callable[[], None]
 
-    def __init__(
-        self,
-        entry: Any,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        ties: Mapping[str, str] | None = None,
-        place: int | None = None,
-    ) -> None:
-        self.entry = entry
+    def __init__(self, skips: WithSkips, place: int | None = None) -> None:
+        self.entry = skips.entry
         self.place = place
-        self.gives = skip_names(gives, "gives")
-        self.takes = skip_names(takes, "takes")
+        self.gives = skips.gives
+        self.takes = skips.takes
         self.declared = self._declare()
-        for name, key in (ties or {}).items():
+        for name, key in skips.ties.items():
             if name not in self.declared:
                 raise ArgumentError(
                     f"a tie names no parameter: {name!r}",
@@ -149,8 +153,7 @@ class ForeignLayer(nn.Layer):
         """Return a seed for random numbers: the same again in a recomputation, others elsewhere."""
         stage: Any = self.stage
         place = stage.index if self.place is None else self.place
-        step, microbatch, replica, *_ = stage.position
-        return random_seed(library, stage.seed, place, step, microbatch, replica)
+        return random_seed(library, stage.seed, place, *stage.position[:3])
 
     def poll(self) -> None:
         """Let messages move."""
@@ -159,16 +162,14 @@ class ForeignLayer(nn.Layer):
 
     def forward(self, x: Tree) -> tuple[Tree, Held]:
         stage = self.stage
-        if self._tied:
-            self._follow_ties()
-        parts = [x, *map(stage.taken, self.takes)]
-        leaves, structures = flatten_parts(parts)
+        self._follow_ties()
+        leaves, structures = flatten_parts([x, *map(stage.taken, self.takes)])
         sizes: dict[int, int] = {}
         with self._computing():
-            if getattr(COUNTED, "on", False):
-                result, sizes = self._counted(leaves, structures, stage.position)
+            if THREAD.counts:
+                result, sizes = self._counted(leaves, structures)
             else:
-                result = self._forward(leaves, structures, stage.position)
+                result = self._forward(leaves, structures)
         outputs, output, tape = result
         y, *named = unflatten_parts(outputs, output)
         for name, tree in zip(self.gives, named):
@@ -176,36 +177,30 @@ class ForeignLayer(nn.Layer):
         return y, Held(tape, sizes)
 
     def backward_input(self, dy: Tree, saved: Held) -> tuple[Tree, Held]:
-        with self._computing():
-            slopes, pending = self._backward_input(self._slopes(dy, saved.saved), saved.saved)
-        return self._of_input(slopes, saved.saved), Held(pending, saved.bytes)
+        return self._walk(dy, saved, whole=False)
 
     def backward_weight(self, pending: Held) -> None:
-        if self._tied:
-            self._follow_ties()
+        self._follow_ties()
         with self._computing():
             self._backward_weight(pending.saved)
 
     def backward(self, dy: Tree, saved: Held) -> Tree:
-        with self._computing():
-            slopes = self._backward(self._slopes(dy, saved.saved), saved.saved)
-        return self._of_input(slopes, saved.saved)
+        return self._walk(dy, saved, whole=True)[0]
 
-    def _slopes(self, dy: Tree, tape: Tape) -> Leaves:
-        """Return the gradients of arrays of the output; None where no layer has added one."""
-        if self._tied:
-            self._follow_ties()
-        leaves: Leaves = []
-        for part, structure in zip([dy, *map(self.stage.gradient_of, self.gives)], tape.output):
-            leaves += _leaves_like(part, structure)
-        return list(compress(leaves, tape.differentiable))
-
-    def _of_input(self, slopes: Leaves, tape: Tape) -> Tree:
+    def _walk(self, dy: Tree, saved: Held, whole: bool) -> tuple[Tree, Held]:
         """Return the gradient of the input, with None for an array that has none."""
+        stage = self.stage
+        tape = saved.saved
+        self._follow_ties()
+        leaves: Leaves = []
+        for part, (structure, count) in zip([dy, *map(stage.gradient_of, self.gives)], tape.output):
+            leaves += _leaves_like(part, structure, count)
+        with self._computing():
+            slopes, pending = self._backward([*compress(leaves, tape.differentiable)], tape, whole)
         dx, *taken = unflatten_parts(spread(slopes, tape.floating), tape.structures)
         for name, gradient in zip(self.takes, taken):
-            self.stage.add_gradient(name, gradient)
-        return dx
+            stage.add_gradient(name, gradient)
+        return dx, Held(pending, saved.bytes)
 
 
 class ForeignStage(nn.Stage):
@@ -257,7 +252,9 @@ def skip_names(names: Sequence[str], what: str) -> tuple[str, ...]:
     """Return names of skips as a tuple. ArgumentError for one text, and for what is no text."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ArgumentError(
-            what, found=repr(names), expected='a tuple of names of skips, such as ("far",)'
+            f"{what} of with_skips or of a stage",
+            found=repr(names),
+            expected='a tuple of names of skips, such as ("far",)',
         )
     return tuple(names)
 
@@ -292,22 +289,21 @@ def flatten_parts(
 ) -> tuple[list, Structures]:
     """Return the arrays of all parts, one after the other, and the structure of each."""
     leaves: list = []
-    structures: list[Structure] = []
+    structures = []
     for part in parts:
         more, structure = of(part)
         leaves += more
-        structures.append(structure)
+        structures.append((structure, len(more)))
     return leaves, tuple(structures)
 
 
 def unflatten_parts(leaves: Leaves, structures: Structures) -> list[Tree]:
     """Return the parts with these arrays."""
-    if structures == (None,):
-        return [leaves[0]]
-    source = iter(leaves)
     parts = []
-    for structure in structures:
-        parts.append(unflatten(list(islice(source, _count(structure))), structure))
+    start = 0
+    for structure, count in structures:
+        parts.append(unflatten(leaves[start : start + count], structure))
+        start += count
     return parts
 
 
@@ -317,19 +313,10 @@ def spread(leaves: Leaves, places: Sequence[bool]) -> Leaves:
     return [next(source) if place else None for place in places]
 
 
-def _count(structure: Structure) -> int:
-    """Return the number of arrays in a part."""
-    if isinstance(structure, tuple):
-        return len(structure)
-    if isinstance(structure, int):
-        return structure
-    return 1
-
-
-def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
+def _leaves_like(tree: Tree | None, structure: Structure, count: int) -> Leaves:
     """Return the gradients for arrays of a structure, in their order; None where there is none."""
     if tree is None:
-        return [None] * _count(structure)
+        return [None] * count
     leaves, other = flatten(tree)
     if isinstance(structure, tuple) and isinstance(other, tuple) and {*structure} == {*other}:
         by_name = dict(zip(other, leaves))
@@ -343,23 +330,38 @@ def _leaves_like(tree: Tree | None, structure: Structure) -> Leaves:
     return leaves
 
 
+# -- Facts of a thread -----------------------------------------------------------------------------
+
+
+class OfThread(threading.local):
+    """Facts of a thread for all of its layers.
+
+    turn : the lock of the task whose batches another thread reads ahead. Modules draw random
+        numbers only while they hold it, so that no reader draws from the same generators.
+    counts : True where layers say what PyTorch and JAX keep
+    hooks : how many hooks of tensors of PyTorch the thread has registered
+    is_called_back : True within a call that JAX makes back to the host
+    """
+
+    turn: AbstractContextManager[object] = nullcontext()
+    counts = False
+    hooks = 0
+    is_called_back = False
+
+
+THREAD = OfThread()
+
+
 # -- Random numbers of PyTorch, which has one generator for all of a process -----------------------
 
 
 # Ranks that are threads share it.
 DRAWING = threading.Lock()
-# `lock` is that of the task whose batches another thread reads ahead.
-TURN = threading.local()
 
 
 def let_draw_in_turn(lock: AbstractContextManager[object]) -> None:
     """Let modules of this thread draw random numbers only while they hold this lock."""
-    TURN.lock = lock
-
-
-def drawing_turn() -> AbstractContextManager[object]:
-    """Within, no reader of batches draws from the generators of PyTorch."""
-    return getattr(TURN, "lock", None) or nullcontext()
+    THREAD.turn = lock
 
 
 @contextmanager
@@ -380,15 +382,11 @@ def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
 # -- Memory of PyTorch and JAX, for measurements of what a forward saved ---------------------------
 
 
-# Where `on` is true, layers say what PyTorch and JAX keep.
-COUNTED = threading.local()
-
-
 @contextmanager
 def counting() -> Iterator[None]:
     """Let forwards of this thread say with what they save how much of it PyTorch and JAX keep."""
-    COUNTED.on = True
+    THREAD.counts = True
     try:
         yield
     finally:
-        COUNTED.on = False
+        THREAD.counts = False

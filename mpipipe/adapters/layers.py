@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from mpipipe import nn
-from mpipipe.adapters.foreign import seeded
+from mpipipe.adapters.foreign import WithSkips, seeded
 from mpipipe.errors import ArgumentError
 
 
@@ -46,14 +46,14 @@ def as_layer(entry: Any, place: int, seed: int = 0) -> nn.Layer:
                 "layer of nn are those of its parameters",
             )
         return thing
-    options = skips.gives, skips.takes, skips.ties, place
+    skips = replace(skips, entry=thing)
     layer: nn.Layer
     if _is_loss(thing):
-        layer = import_module("mpipipe.adapters.pytorch.layer").LossLayer(thing, place=place)
+        layer = import_module("mpipipe.adapters.pytorch.layer").LossLayer(thing, place)
     elif is_module(thing):
-        layer = import_module("mpipipe.adapters.pytorch.layer").TorchLayer(thing, *options)
+        layer = import_module("mpipipe.adapters.pytorch.layer").TorchLayer(skips, place)
     elif isinstance(thing, tuple) and len(thing) in (2, 3) and callable(thing[0]):
-        layer = import_module("mpipipe.adapters.jax.layer").JaxLayer(thing, *options)
+        layer = import_module("mpipipe.adapters.jax.layer").JaxLayer(skips, place)
     else:
         raise ArgumentError(
             f"layers[{place}] is not a layer",
@@ -63,17 +63,6 @@ def as_layer(entry: Any, place: int, seed: int = 0) -> nn.Layer:
             "state, or a function without arguments that makes one of them",
         )
     return layer
-
-
-@dataclass(frozen=True)
-class WithSkips:
-    """See `mpipipe.adapters.with_skips`, which makes it."""
-
-    entry: Any
-    gives: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
-    # Keys by names of parameters within the entry.
-    ties: Mapping[str, str] = field(default_factory=dict)
 
 
 def skips_of(entry: Any) -> WithSkips:

@@ -88,15 +88,11 @@ def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
 
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    q, k, v, dout = (
-        torch.from_numpy(x).transpose(1, 2).contiguous()
-        for x in _random_arrays(seq_len, heads, dim)
-    )
-    out, lse = flash(q, k, v, 0.0, True)
-    block = q, k, v
-    return partial(flash, *block, 0.0, True), partial(
-        flash_backward, dout, *block, out, lse, 0.0, True
-    )
+    tensors = map(torch.from_numpy, _random_arrays(seq_len, heads, dim))
+    *block, dout = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
+    out, lse = flash(*block, 0.0, True)
+    forward = partial(flash, *block, 0.0, True)
+    return forward, partial(flash_backward, dout, *block, out, lse, 0.0, True)
 
 
 def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:

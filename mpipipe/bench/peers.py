@@ -75,10 +75,9 @@ def _gloo(comm: Communicator) -> Iterator[None]:
         free.bind(("", 0))
         mine = socket.gethostname(), free.getsockname()[1]
     everyone = group.gather("bench: the hosts", mine)
-    alone = len({host for host, _ in everyone}) == 1
-    host = "127.0.0.1" if alone else everyone[0][0]
-    port = everyone[0][1]
-    if alone:
+    host, port = everyone[0]
+    if len({name for name, _ in everyone}) == 1:
+        host = "127.0.0.1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size
@@ -113,19 +112,18 @@ def _same_modules(
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     start, stop = schedules.partition([1] * model.layers, comm.size)[comm.rank]
-    blocks = _llama_blocks(model, start, stop)
-    ours = blocks
-    theirs = copy.deepcopy(blocks)
-    first = comm.rank == 0
-    last = comm.rank == comm.size - 1
+    ours = _llama_blocks(model, start, stop)
+    theirs = copy.deepcopy(ours)
+    is_first = comm.rank == 0
+    is_last = comm.rank == comm.size - 1
     batch = np.random.default_rng(0).standard_normal(
         (2, microbatches * rows, model.seq, model.dim), dtype=np.float32
     )
     peer = Schedule1F1B(
         PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, F.mse_loss
     )
-    inputs = [torch.from_numpy(batch[0])] if first else []
-    target = {"target": torch.from_numpy(batch[1])} if last else {}
+    inputs = [torch.from_numpy(batch[0])] if is_first else []
+    target = {"target": torch.from_numpy(batch[1])} if is_last else {}
 
     def their_step() -> None:
         theirs.zero_grad()
@@ -136,7 +134,7 @@ def _same_modules(
     with Pipeline(
         [stage], schedules.one_f_one_b(comm.size, microbatches), comm, loss=loss
     ) as pipeline:
-        step = partial(pipeline.step, batch[0] if first else None, batch[1] if last else None)
+        step = partial(pipeline.step, batch[0] if is_first else None, batch[1] if is_last else None)
         step()
         their_step()
         computed = [array_of(parameter.grad).copy() for parameter in ours.parameters()]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import Pipeline, adapters, nn, schedules
-from mpipipe.bench.timing import Repeats, compare, on_ranks, report
+from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
 from mpipipe.comm import Envelope, HostTransport, Mailbox
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
@@ -37,20 +37,38 @@ def pipeline(repeats: Repeats = 100) -> None:
         schedules.one_f_one_b(2, MICROBATCHES),
         schedules.interleaved_1f1b(2, 2, MICROBATCHES),
     ):
-        linear = _Linears(comm, schedule)
-        hand = _HandWrittenStep(comm, schedule, linear.batch)
-        scale = 1e6 / MICROBATCHES
-        ours, by_hand = compare(comm, [linear.step, hand], repeats)
-        linear.pipeline.close()
-        report(
-            comm,
-            f"pipeline {schedule.name} x {schedule.chunks}",
-            f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
-            ours / by_hand,
-            "at most 3",
-        )
+        stages = []
+        for number in schedule.stages_of(comm.rank):
+            stages.append(nn.Stage([nn.Linear(WIDTH, WIDTH)], first=number))
+        with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            hand = _hand_written(comm, schedule)
+            _compare(comm, repeats, f"{schedule.name} x {schedule.chunks}", pipeline, hand, 3)
     if torch is not None:
         _torch_stage(comm, repeats)
+
+
+def _batch() -> np.ndarray:
+    shape = (ROWS * MICROBATCHES, WIDTH)
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def _compare(
+    comm: Communicator, repeats: int, what: str, pipeline: Pipeline, hand: Call, goal: float
+) -> None:
+    """Report a step of a pipeline, without an optimizer, next to one by hand."""
+    batch = _batch()
+    placement = pipeline.schedule.placement
+    inputs = batch if placement[0] == comm.rank else None
+    targets = batch if placement[-1] == comm.rank else None
+    ours, by_hand = compare(comm, [lambda: pipeline.step(inputs, targets), hand], repeats)
+    scale = 1e6 / MICROBATCHES
+    report(
+        comm,
+        f"pipeline {what}",
+        f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
+        ours / by_hand,
+        f"at most {goal}",
+    )
 
 
 def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
@@ -59,53 +77,35 @@ def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
     torch.set_num_threads(1)
     modules = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     loss = adapters.torch_loss(torch.nn.functional.mse_loss)
-    batch = np.random.default_rng(0).standard_normal((ROWS * MICROBATCHES, WIDTH), dtype=np.float32)
-    inputs, targets = (batch if rank == comm.rank else None for rank in range(2))
     with Pipeline([adapters.torch_stage(modules[0])], schedule, comm, loss=loss) as pipeline:
-        hand = _HandWrittenTorch(comm, schedule, modules[1], batch)
-        ours, by_hand = compare(comm, [lambda: pipeline.step(inputs, targets), hand], repeats)
-    scale = 1e6 / MICROBATCHES
-    report(
-        comm,
-        "pipeline of torch_stage",
-        f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
-        ours / by_hand,
-        "at most 1.6",
-    )
+        hand = _hand_written_torch(comm, schedule, modules[1])
+        _compare(comm, repeats, "of torch_stage", pipeline, hand, 1.6)
 
 
-class _HandWrittenTorch:
-    """The actions of 1F1B on two ranks with a bare module, autograd and mpi4py."""
+def _hand_written_torch(comm: MpiCommunicator, schedule: schedules.Schedule, module: Any) -> Call:
+    """Return the actions of 1F1B on two ranks with a bare module, autograd and mpi4py."""
+    parts = [torch.from_numpy(part) for part in np.split(_batch(), MICROBATCHES)]
+    activations, gradients = np.empty((2, MICROBATCHES, ROWS, WIDTH), np.float32)
 
-    def __init__(
-        self, comm: MpiCommunicator, schedule: schedules.Schedule, module: Any, batch: np.ndarray
-    ) -> None:
-        self.comm = comm
-        self.module = module
-        self.parts = [torch.from_numpy(part) for part in np.split(batch, MICROBATCHES)]
-        self.activations, self.gradients = np.empty((2, MICROBATCHES, ROWS, WIDTH), np.float32)
-        self.actions = [(op, m) for _, op, m in schedule.orders[comm.rank]]
-
-    def __call__(self) -> None:
-        comm = self.comm
+    def step() -> None:
         forward = {}
         sends: list[tuple[Any, np.ndarray]] = []
-        for parameter in self.module.parameters():
+        for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        for op, m in self.actions:
+        for _, op, m in schedule.orders[comm.rank]:
             if op == "F" and comm.rank == 0:
-                y = forward[m] = self.module(self.parts[m])
+                y = forward[m] = module(parts[m])
                 sent = y.detach().numpy()
                 sends.append((comm.Isend(sent, 1, m), sent))
             elif op == "F":
-                comm.Recv(self.activations[m], 0, m)
-                x = torch.from_numpy(self.activations[m]).requires_grad_()
-                loss = torch.nn.functional.mse_loss(self.module(x), self.parts[m]) / MICROBATCHES
+                comm.Recv(activations[m], 0, m)
+                x = torch.from_numpy(activations[m]).requires_grad_()
+                loss = torch.nn.functional.mse_loss(module(x), parts[m]) / MICROBATCHES
                 loss.item()
                 forward[m] = x, loss
             elif comm.rank == 0:
-                comm.Recv(self.gradients[m], 1, MICROBATCHES + m)
-                forward.pop(m).backward(torch.from_numpy(self.gradients[m]))
+                comm.Recv(gradients[m], 1, MICROBATCHES + m)
+                forward.pop(m).backward(torch.from_numpy(gradients[m]))
             else:
                 x, loss = forward.pop(m)
                 loss.backward()
@@ -113,6 +113,8 @@ class _HandWrittenTorch:
                 sends.append((comm.Isend(sent, 0, MICROBATCHES + m), sent))
         for request, _ in sends:
             request.Wait()
+
+    return step
 
 
 def _two_ranks(name: str) -> MpiCommunicator:
@@ -122,92 +124,62 @@ def _two_ranks(name: str) -> MpiCommunicator:
     return comm
 
 
-class _Linears:
-    """A pipeline in which each chunk is one linear stage."""
+def _hand_written(comm: MpiCommunicator, schedule: schedules.Schedule) -> Call:
+    """Return the same actions with bare mpi4py, with buffers and tags laid out before."""
+    chunks = schedule.chunks
+    peer = 1 - comm.rank
+    normal = np.random.default_rng(comm.rank).standard_normal
+    weights = list(normal((chunks, WIDTH, WIDTH), dtype=np.float32) / 8)
+    dweights = list(map(np.zeros_like, weights))
+    biases, dbiases = np.zeros((2, chunks, WIDTH), np.float32)
+    batch = np.split(_batch(), MICROBATCHES)
+    activations, gradients = np.empty((2, chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
+    last = schedule.stages - 1
+    shift = schedule.stages * MICROBATCHES
+    actions = []
+    for stage, op, m in schedule.orders[comm.rank]:
+        tag = stage * MICROBATCHES + m
+        actions.append((op == "F", stage // 2, m, stage == 0, stage == last, tag))
 
-    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
-        stages = [
-            nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)
-        ]
-        self.pipeline = Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
-        self.batch = np.random.default_rng(0).standard_normal(
-            (ROWS * schedule.microbatches, WIDTH), dtype=np.float32
-        )
-        ends = schedule.placement[0], schedule.placement[-1]
-        self.inputs, self.targets = (self.batch if rank == comm.rank else None for rank in ends)
-
-    def step(self) -> None:
-        """Run a step without an optimizer."""
-        self.pipeline.step(self.inputs, self.targets)
-
-
-class _HandWrittenStep:
-    """The same actions with bare mpi4py, with buffers and tags laid out before."""
-
-    def __init__(
-        self, comm: MpiCommunicator, schedule: schedules.Schedule, batch: np.ndarray
-    ) -> None:
-        self.comm = comm
-        chunks = schedule.chunks
-        weights = (
-            np.random.default_rng(comm.rank).standard_normal(
-                (chunks, WIDTH, WIDTH), dtype=np.float32
-            )
-            / 8
-        )
-        self.weights = list(weights)
-        self.dweights = list(np.zeros_like(weights))
-        self.biases, self.dbiases = (list(np.zeros((chunks, WIDTH), np.float32)) for _ in range(2))
-        self.inputs = self.targets = np.split(batch, MICROBATCHES)
-        self.activations, self.gradients = np.empty(
-            (2, chunks, MICROBATCHES, ROWS, WIDTH), np.float32
-        )
-        last = schedule.stages - 1
-        self.actions = [
-            (op == "F", stage // 2, m, stage == 0, stage == last, stage * MICROBATCHES + m)
-            for stage, op, m in schedule.orders[comm.rank]
-        ]
-        self.tag_shift = schedule.stages * MICROBATCHES
-
-    def __call__(self) -> None:
-        comm = self.comm
-        peer = 1 - self.comm.rank
+    def step() -> None:
         sends: list[tuple[Any, np.ndarray]] = []
         loss_gradients: dict[int, np.ndarray] = {}
         arrived: dict[tuple[int, int], np.ndarray] = {}
-        for gradient in (*self.dweights, *self.dbiases):
+        for gradient in (*dweights, dbiases):
             gradient.fill(0)
-        for forward, chunk, m, first, last, tag in self.actions:
-            weight = self.weights[chunk]
+        for forward, chunk, m, is_first, is_last, tag in actions:
+            weight = weights[chunk]
             if forward:
-                x = self.inputs[m]
-                if not first:
-                    x = self.activations[chunk, m]
+                x = batch[m]
+                if not is_first:
+                    x = activations[chunk, m]
                     comm.Recv(x, peer, tag)
                 arrived[chunk, m] = x
                 y = x @ weight.T
-                y += self.biases[chunk]
-                if last:
-                    difference = y - self.targets[m]
+                y += biases[chunk]
+                if is_last:
+                    difference = y - batch[m]
                     np.vdot(difference, difference) / difference.size
                     difference *= 2 / difference.size / MICROBATCHES
                     loss_gradients[m] = difference
                 else:
                     sends.append((comm.Isend(y, peer, tag + MICROBATCHES), y))
             else:
-                if last:
+                if is_last:
                     dy = loss_gradients.pop(m)
                 else:
-                    dy = self.gradients[chunk, m]
-                    comm.Recv(dy, peer, tag + self.tag_shift)
+                    dy = gradients[chunk, m]
+                    comm.Recv(dy, peer, tag + shift)
                 x = arrived.pop((chunk, m))
-                self.dweights[chunk] += dy.T @ x
-                self.dbiases[chunk] += dy.sum(0)
-                if not first:
+                dweights[chunk] += dy.T @ x
+                dbiases[chunk] += dy.sum(0)
+                if not is_first:
                     dx = dy @ weight
-                    sends.append((comm.Isend(dx, peer, tag - MICROBATCHES + self.tag_shift), dx))
+                    sends.append((comm.Isend(dx, peer, tag - MICROBATCHES + shift), dx))
         for request, _ in sends:
             request.Wait()
+
+    return step
 
 
 # -- `bench transport`: messages through the mailbox, against bare Isend and Irecv -----------------
@@ -227,66 +199,53 @@ def transport(repeats: Repeats = 50) -> None:
     host = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
-        ours = _PingPong(comm, host, np.ones(size // 8), count)
-        bare = _Bare(comm, size, count)
-        ours_took, bare_took = (
-            seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats)
-        )
-        rates = (
-            f"{took * 1e6:9.2f} us {size / took / 1e9:6.2f} GB/s" for took in (ours_took, bare_took)
-        )
+        turns = [_through_mailbox(comm, host, size, count), _bare(comm, size, count)]
+        took, bare = (seconds / (2 * count) for seconds in compare(comm, turns, repeats))
         report(
             comm,
             f"transport {size:>9} B",
-            f"{', bare '.join(rates)}, difference {1e6 * (ours_took - bare_took):6.2f} us",
-            bare_took / ours_took,
+            f"{_rate(size, took)}, bare {_rate(size, bare)}, difference "
+            f"{1e6 * (took - bare):6.2f} us",
+            bare / took,
             "bandwidth; at least 0.95 from 1 MiB on, at most 6 us more at 8 B",
         )
     host.close()
 
 
-class _PingPong:
-    """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox."""
+def _rate(size: int, seconds: float) -> str:
+    return f"{seconds * 1e6:9.2f} us {size / seconds / 1e9:6.2f} GB/s"
 
-    def __init__(
-        self, comm: Communicator, transport: HostTransport, array: np.ndarray, count: int
-    ) -> None:
-        self.rank = comm.rank
-        self.mailbox = Mailbox(transport)
-        self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
-        self.array = array
-        self.schedule = self.mailbox.receive_schedule(
-            self.envelopes, [[(array.shape, array.dtype)]] * count
-        )
 
-    def __call__(self) -> None:
-        mailbox = self.mailbox
-        array = self.array
-        mailbox.begin_call(self.schedule, 1)
-        for envelope in self.envelopes:
-            if self.rank == 0:
+def _through_mailbox(comm: Communicator, transport: HostTransport, size: int, count: int) -> Call:
+    """Return `count` turns of an array from rank 0 to rank 1 and back, through a mailbox."""
+    rank = comm.rank
+    mailbox = Mailbox(transport)
+    array = np.ones(size // 8)
+    envelopes = [Envelope(1 - rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
+    specs = [[(array.shape, array.dtype)]] * count
+    schedule = mailbox.receive_schedule(envelopes, specs)
+
+    def turns() -> None:
+        mailbox.begin_call(schedule, 1)
+        for envelope in envelopes:
+            if rank == 0:
                 mailbox.put(envelope, [array])
             mailbox.release([mailbox.take()])
-            if self.rank == 1:
+            if rank == 1:
                 mailbox.put(envelope, [array])
         mailbox.flush()
 
+    return turns
 
-class _Bare:
-    """The same turns with bare mpi4py."""
 
-    def __init__(self, comm: MpiCommunicator, size: int, count: int) -> None:
-        self.comm = comm
-        self.count = count
-        self.sent = np.ones(size // 8)
-        self.received = [np.empty(size // 8), np.empty(size // 8)]
+def _bare(comm: MpiCommunicator, size: int, count: int) -> Call:
+    """Return the same turns with bare mpi4py."""
+    peer = 1 - comm.rank
+    sent = np.ones(size // 8)
+    received = [np.empty_like(sent), np.empty_like(sent)]
 
-    def __call__(self) -> None:
-        comm = self.comm
-        peer = 1 - self.comm.rank
-        sent = self.sent
-        received = self.received
-        for turn in range(self.count):
+    def turns() -> None:
+        for turn in range(count):
             arriving = comm.Irecv(received[turn % 2], peer, 1)
             if comm.rank == 0:
                 leaving = comm.Isend(sent, peer, 1)
@@ -295,3 +254,5 @@ class _Bare:
                 arriving.Wait()
                 leaving = comm.Isend(sent, peer, 1)
             leaving.Wait()
+
+    return turns

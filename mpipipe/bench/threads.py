@@ -6,9 +6,10 @@ what kernels can gain that do little with each number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from mpipipe.text import counted
 
 MICROBATCHES = 4
 WARMUP = 1
+# It reports what a call gains by threads, and returns the ratio: of its name, the call and a goal.
+Gain: TypeAlias = "Callable[[str, Call, str], float]"
 NUMBERS = AdamWNumbers(0.9, 0.99, 1e-8, 1e-3, 0.1, 0.01, 0.999)
 
 
@@ -46,14 +49,13 @@ def run(
         raise ArgumentError("bench threads", found=counted(comm.size, "rank"), expected="1 rank")
     most = share_of_cores() if threads is None else threads
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
-    _kernels(comm, repeats, most, megabytes)
-    _steps(
-        comm, repeats, most, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8"
-    )
+    gain = partial(_gain, comm, repeats, most)
+    _kernels(gain, megabytes)
+    _step(comm, gain, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8")
     if find_spec("torch"):
         beside_torch(comm, model, rows, repeats, most)
     small = GPT(dim=64, layers=4, heads=4, seq=64)
-    _steps(comm, repeats, most, "small GPT, whose arrays are not cut", small, rows, "at least 0.98")
+    _step(comm, gain, "small GPT, whose arrays are not cut", small, rows, "at least 0.98")
 
 
 def _with(threads: int, call: Call) -> Call:
@@ -79,7 +81,7 @@ def _gain(
     return one / many
 
 
-def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> None:
+def _kernels(gain: Gain, megabytes: int) -> None:
     host = kernels.of("cpu", np.dtype(np.float32))
     size = megabytes * 1_000_000 // 4
     draw = np.random.default_rng(0).standard_normal
@@ -87,30 +89,21 @@ def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> 
     width = 1000
     x = p.reshape(-1, width)
     y = g.reshape(-1, width)
-    gain = m[:width]
+    scale = m[:width]
     ids = np.arange(size // width) % width
-    limit = _gain(
-        comm,
-        repeats,
-        threads,
-        f"copy of {megabytes} MB",
-        partial(host.copy, x, y),
-        "the memory's rate",
-    )
+    limit = gain(f"copy of {megabytes} MB", partial(host.copy, x, y), "the memory's rate")
     goal = f"at least 1.7, or {limit:.2f} of the copy"
     calls: dict[str, Call] = {
         "AdamW": partial(host.adamw, p, g, m, v, NUMBERS),
-        "LayerNorm": partial(host.norm, x, gain, gain, 1e-5),
+        "LayerNorm": partial(host.norm, x, scale, scale, 1e-5),
         "GELU": partial(host.gelu, x),
         "softmax and cross-entropy": partial(host.softmax_cross_entropy, x, ids, 1.0, y),
     }
     for what, call in calls.items():
-        _gain(comm, repeats, threads, f"{what} of {megabytes} MB", call, goal)
+        gain(f"{what} of {megabytes} MB", call, goal)
 
 
-def _steps(
-    comm: Communicator, repeats: int, threads: int, what: str, model: GPT, rows: int, goal: str
-) -> None:
+def _step(comm: Communicator, gain: Gain, what: str, model: GPT, rows: int, goal: str) -> None:
     """Report a step of a GPT with its optimizer."""
     stage = nn.Stage(model.build(Local(causal=True)))
     tokens, targets = np.random.default_rng(0).integers(
@@ -125,4 +118,4 @@ def _steps(
             optim.clip_by_global_norm([stage], 1.0)
             optimizer.step()
 
-        _gain(comm, repeats, threads, f"step of a {what}", step, goal)
+        gain(f"step of a {what}", step, goal)

@@ -26,19 +26,13 @@ def on_ranks(measure: Callable[..., None]) -> Callable[..., int]:
 
 
 def compare(
-    comm: Communicator,
-    candidates: Sequence[Call],
-    repeats: int,
-    warmup: int = 3,
-    before: Call | None = None,
+    comm: Communicator, candidates: Sequence[Call], repeats: int, warmup: int = 3
 ) -> list[float]:
     """Return the median seconds of each candidate on the slowest rank, in turns."""
     group = group_of(comm)
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(warmup + repeats):
         for candidate, measured in zip(candidates, times):
-            if before is not None:
-                before()
             group.agree("bench: the start of a turn")
             start = perf_counter()
             candidate()
@@ -79,16 +73,12 @@ class Row:
         return {**asdict(self), "ratio": self.ratio}
 
     def __str__(self) -> str:
-        beside = (
-            ""
-            if self.ratio is None
-            else f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
-        )
-        return (
-            f"{self.what}: {self.value:.4g} {self.unit}".rstrip()
-            + beside
-            + (f" ({self.goal})" if self.goal else "")
-        )
+        text = f"{self.what}: {self.value:.4g} {self.unit}".rstrip()
+        if self.ratio is not None:
+            text += f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
+        if self.goal:
+            text += f" ({self.goal})"
+        return text
 
 
 # -- Times on the device, between events -----------------------------------------------------------
@@ -98,9 +88,9 @@ WARMUP = 2
 BLOCK = 1 << 20
 
 
-def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
-    """Return the median device time of `call()`, after `warmup` calls."""
-    for _ in range(warmup):
+def seconds(call: Call, repeats: int) -> float:
+    """Return the median device time of `call()`, after some calls that are not counted."""
+    for _ in range(WARMUP):
         call()
     marks = []
     for _ in range(repeats):

@@ -57,14 +57,13 @@ def training_step(
     weights = list(gpt.parameters())
     trained = [w.detach().float().requires_grad_() for w in weights] if masters else weights
     optimizer = torch.optim.AdamW(trained, 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    batches = [
-        (inputs.to(device), targets.reshape(-1).to(device))
-        for inputs, targets in zip(*(torch.from_numpy(part).chunk(microbatches) for part in tokens))
-    ]
+    inputs_and_targets = [torch.from_numpy(part).to(device).chunk(microbatches) for part in tokens]
+    batches = [*zip(*inputs_and_targets)]
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, dtype, enabled=not masters):
-            return F.cross_entropy(gpt(inputs).view(-1, model.vocab).float(), targets)
+            logits = gpt(inputs).view(-1, model.vocab).float()
+            return F.cross_entropy(logits, targets.reshape(-1))
 
     loss_of = torch.compile(loss) if compiled else loss
 

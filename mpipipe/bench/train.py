@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -58,15 +58,14 @@ def step(
             "at most 1.05",
         )
     long = replace(model, seq=2 * tokens // rows, layers=-(-layers // 2))
-    in_slices = [
-        schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices) for name in SLICED
-    ]
-    plans = [schedules.one_f_one_b(comm.size, 1), *in_slices]
-    whole, *sliced = _measure(comm, [(long, schedule) for schedule in plans], 1, repeats)
-    for schedule, (seconds, predicted) in zip(in_slices, sliced):
-        even = (
-            schedules.simulate(plans[0]).makespan * slices / schedules.simulate(schedule).makespan
-        )
+    plans = [(long, schedules.one_f_one_b(comm.size, 1))]
+    for name in SLICED:
+        schedule = schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices)
+        plans.append((long, schedule))
+    whole, *sliced = _measure(comm, plans, 1, repeats)
+    spans = [schedules.simulate(schedule).makespan for _, schedule in plans]
+    for (_, schedule), span, (seconds, predicted) in zip(plans[1:], spans[1:], sliced):
+        even = spans[0] * slices / span
         report(
             comm,
             f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, "
@@ -109,39 +108,32 @@ def _measure(
     comm: Communicator, plans: Sequence[tuple[GPT, schedules.Schedule]], rows: int, repeats: int
 ) -> list[tuple[float, float]]:
     """Return the median seconds of a step of each plan on the slowest rank, and simulated."""
-    group = group_of(comm)
-    with ExitStack() as pipelines:
-        made = [_pipeline(comm, model, schedule, rows, pipelines) for model, schedule in plans]
-        times: list[list[float]] = [[] for _ in made]
-        for turn in range(WARMUP + repeats):
-            for (pipeline, batch), own in zip(made, times):
-                if turn == WARMUP:
-                    pipeline.executor.clock.settle()
-                    pipeline.executor.clock.totals.clear()
-                group.agree("bench: the start of a step")
-                pipeline.step(*batch)
-                own.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
-        simulated = [
-            schedules.simulate(pipeline.schedule, pipeline.durations()).makespan
-            for pipeline, _ in made
-        ]
-    return [(median(own[WARMUP:]), span) for own, span in zip(times, simulated)]
-
-
-def _pipeline(
-    comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, pipelines: ExitStack
-) -> tuple[Pipeline, tuple[Any, Any]]:
-    """Return a pipeline, and its batch on this rank."""
-    lengths = (
-        slice_lengths(model.seq, schedule.slices, model.dim, unit=32)
-        if schedule.slices > 1
-        else None
-    )
-    attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
-    stages = cut(model.build(attend), schedule, comm.rank, costs=model.costs())
-    inputs, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
-    pipeline = Pipeline(
-        stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths
-    )
-    batch = inputs if stages.is_first else None, targets if stages.is_last else None
-    return pipelines.enter_context(pipeline), batch
+    pipelines = []
+    steps = []
+    with ExitStack() as stack:
+        for model, schedule in plans:
+            lengths = None
+            attend: Local | Sliced = Local(causal=True)
+            if schedule.slices > 1:
+                lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32)
+                attend = Sliced(Local(causal=True), lengths)
+            stages = cut(model.build(attend), schedule, comm.rank, costs=model.costs())
+            pipeline = Pipeline(
+                stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths
+            )
+            pipelines.append(stack.enter_context(pipeline))
+            inputs, targets = np.random.default_rng(0).integers(
+                0, model.vocab, size=(2, rows, model.seq)
+            )
+            batch = inputs if stages.is_first else None, targets if stages.is_last else None
+            steps.append(partial(pipeline.step, *batch))
+        compare(comm, steps, WARMUP, warmup=0)
+        for pipeline in pipelines:
+            pipeline.executor.clock.settle()
+            pipeline.executor.clock.totals.clear()
+        times = compare(comm, steps, repeats, warmup=0)
+        results = []
+        for seconds, pipeline in zip(times, pipelines):
+            simulated = schedules.simulate(pipeline.schedule, pipeline.durations())
+            results.append((seconds, simulated.makespan))
+    return results

@@ -19,9 +19,17 @@ then renamed, and the manifest comes last.
 """
 
 from mpipipe.checkpoint.contents import PARAMETERS
-from mpipipe.checkpoint.folders import MANIFEST, Checkpoint, find, newest, prune, set_aside, step_of
-from mpipipe.checkpoint.folders import checksum_of as checksum_of
-from mpipipe.checkpoint.folders import write_facts as write_facts
+from mpipipe.checkpoint.folders import (
+    MANIFEST,
+    Checkpoint,
+    checksum_of,
+    find,
+    newest,
+    prune,
+    set_aside,
+    step_of,
+    write_facts,
+)
 from mpipipe.checkpoint.loading import load, read, read_arrays
 from mpipipe.checkpoint.owner import Owner, check_owned, is_owner_file, released_at_end, take_folder
 from mpipipe.checkpoint.replicas import check_replicas

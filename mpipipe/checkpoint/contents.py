@@ -128,17 +128,14 @@ def announcements_of(stages: Sequence[Any], optimizer: Any) -> tuple[list[Announ
     Stages with something to train that the optimizer does not have are stepped by something else:
     an optimizer of PyTorch, for example, which announces nothing.
     """
-    lists = []
-    announced = optimizer is not None
-    known = getattr(optimizer, "stages", stages)
-    for thing in stages if optimizer is None else [*stages, optimizer]:
-        if getattr(thing, "before_write", None) is None:
-            announced = False
-        else:
-            lists.append(thing.before_write)
+    known = [*map(id, getattr(optimizer, "stages", stages))]
+    things = list(stages)
+    if optimizer is not None:
+        things.append(optimizer)
+    lists = [getattr(thing, "before_write", None) for thing in things]
+    announced = optimizer is not None and None not in lists
     for stage in stages:
         gradients = getattr(stage, "gradients", None)
-        trained = gradients is not None and gradients.flat.size > 0
-        if trained and not any(stage is other for other in known):
+        if gradients is not None and gradients.flat.size and id(stage) not in known:
             announced = False
-    return lists, announced
+    return [functions for functions in lists if functions is not None], announced

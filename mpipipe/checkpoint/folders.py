@@ -49,12 +49,13 @@ def clear(folder: Path) -> bool:
 
     Returns whether there was anything to remove.
     """
-    names = {path.name: path.name.removesuffix(files.PARTIAL) for path in folder.iterdir()}
-    ours = sorted(
-        name for name, whole in names.items() if whole == MANIFEST or FILE.fullmatch(whole)
-    )
-    for name in [MANIFEST, *ours]:
-        (folder / name).unlink(missing_ok=True)
+    ours = []
+    for path in sorted(folder.iterdir()):
+        name = path.name.removesuffix(files.PARTIAL)
+        if name == MANIFEST or FILE.fullmatch(name):
+            ours.append(path)
+    for path in [folder / MANIFEST, *ours]:
+        path.unlink(missing_ok=True)
     return bool(ours)
 
 

@@ -13,7 +13,7 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, check_shards, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, MANIFEST, Checkpoint
-from mpipipe.checkpoint.tensor_files import DTYPES, TensorFile, open_tensors
+from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
@@ -158,16 +158,13 @@ def read_arrays(saved: Checkpoint, targets: Mapping[str, Array | StateShard]) ->
     for file, names in names_in.items():
         with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
             for name in names:
-                _read_array(reader, name, targets[name])
-
-
-def _read_array(reader: TensorFile, name: str, target: Array | StateShard) -> None:
-    values: Array = target
-    if isinstance(target, StateShard):
-        values = np.empty(target.shape, target.dtype)
-    checksum = reader.read_summed(name, values)
-    expected = reader.arrays[name].checksum
-    if checksum != expected:
-        raise ValueError(f"{name} has the checksum {checksum} and not {expected}")
-    if isinstance(target, StateShard):
-        target.take(values)
+                target = targets[name]
+                values: Array = target
+                if isinstance(target, StateShard):
+                    values = np.empty(target.shape, target.dtype)
+                checksum = reader.read_summed(name, values)
+                expected = reader.arrays[name].checksum
+                if checksum != expected:
+                    raise ValueError(f"{name} has the checksum {checksum} and not {expected}")
+                if isinstance(target, StateShard):
+                    target.take(values)

@@ -131,9 +131,9 @@ def header_of(
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {
-        name: replace(entry, start=len(header) + entry.start) for name, entry in entries.items()
-    }
+    for name, entry in entries.items():
+        entries[name] = replace(entry, start=len(header) + entry.start)
+    return header, entries
 
 
 def write_tensors(

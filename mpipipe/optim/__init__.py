@@ -9,10 +9,7 @@ step         clipping, the scale of the loss, and steps with a norm and a scale
 from __future__ import annotations
 
 from mpipipe.optim.norm import GlobalNorm, gradient_norm
-from mpipipe.optim.optimizers import SGD, AdamW, Group, warmup_cosine
-from mpipipe.optim.optimizers import (
-    duplicate_name_error as duplicate_name_error,
-)  # for other rooms of the package
+from mpipipe.optim.optimizers import SGD, AdamW, Group, duplicate_name_error, warmup_cosine
 from mpipipe.optim.shards import StateShard
 from mpipipe.optim.step import LossScaler, NormOfStep, clip_by_global_norm, scaled_step
 
@@ -28,4 +25,4 @@ __all__ = [
     "gradient_norm",
     "scaled_step",
     "warmup_cosine",
-]
+]  # the rest is internal

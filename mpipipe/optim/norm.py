@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -29,10 +30,6 @@ from mpipipe.stages import PipelineStage, as_stages
 WHAT = "the norm of the gradients"
 PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
 UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
-
-
-# squares of each parameter, and its (stage, name)
-Report: TypeAlias = "tuple[list[float], list[tuple[int | None, str]]]"
 
 
 class NonFiniteParameter(NamedTuple):
@@ -63,8 +60,12 @@ class Counted(NamedTuple):
     """The parameters of a stage that count, and where each starts and stops in the flat buffer."""
 
     stage: PipelineStage
-    names: list[str]
+    owners: list[NonFiniteParameter]
     ranges: list[tuple[int, int]]
+
+
+# Squares of each parameter of a rank, and whose they are.
+Report: TypeAlias = "tuple[list[float], list[NonFiniteParameter]]"
 
 
 class Norm:
@@ -78,6 +79,7 @@ class Norm:
         self.skip = frozenset(skip)
         # None where no rank is asked.
         self._group = None if comm is None or comm.size == 1 else group_of(comm)
+        self._rank = None if comm is None else comm.rank
         self._row: NcclRow | None = None  # set if GPUs put the norm together
         self._owners: list[NonFiniteParameter] = []  # one for each number of the row
         self._here = slice(0, 0)  # numbers of this rank
@@ -98,56 +100,54 @@ class Norm:
         The ranks exchange one row of numbers of fixed length. If a gradient is not finite, or a sum
         too long, all squares are gathered, so that an error can name the parameter.
         """
-        if self.comm is None:
-            reports = [self._report()]
-        else:
-            group = group_of(self.comm)
-            report = None
-            error = None
-            try:
-                report = self._report()
-            except Exception as caught:
-                error = caught
-            rows = group.agree(WHAT, values=_exact_sum(report), error=error)
-            counts = rows[:, 0].tolist()
-            if UNKNOWN not in counts:
-                parts = []
-                for count, numbers in zip(counts, rows[:, 1:].view(np.float64).tolist()):
-                    parts += numbers[:count]
-                return MeasuredNorm(math.sqrt(math.fsum(parts)) / scale, None)
-            reports = group.gather(f"{WHAT}: the squares of all parameters", report)
+        group = self._group
+        if group is None:
+            return _measured(*self._report(), scale)
+        report = None
+        error = None
+        try:
+            report = self._report()
+        except Exception as caught:
+            error = caught
+        rows = group.agree(WHAT, values=_exact_sum(report), error=error)
+        counts = rows[:, 0].tolist()
+        if UNKNOWN not in counts:
+            parts = []
+            for count, numbers in zip(counts, rows[:, 1:].view(np.float64).tolist()):
+                parts += numbers[:count]
+            return MeasuredNorm(math.sqrt(math.fsum(parts)) / scale, None)
         squares = []
         owners = []
-        for rank, (numbers, names) in enumerate(reports):
-            squares += numbers
-            for stage, name in names:
-                owners.append(NonFiniteParameter(None if self.comm is None else rank, stage, name))
+        for more, their_owners in group.gather(f"{WHAT}: the squares of all parameters", report):
+            squares += more
+            owners += their_owners
         return _measured(squares, owners, scale)
 
     def _report(self) -> Report:
         """Measure the squares of the parameters of this rank."""
+        counted = self._counted()
         rows = []
-        names = []
-        for stage, some, ranges in self._counted():
+        for stage, _, ranges in counted:
             rows.append(stage.kernels.sums_of_squares(stage.gradients.flat, ranges))
-            names += [(stage.index, name) for name in some]
         squares = []
         for row in arrays.download_all(rows):
             squares += row.tolist()
-        return squares, names
+        return squares, _owners(counted)
 
     def _counted(self) -> list[Counted]:
         counted = []
         for stage in as_stages(self.stages):
             gradients = stage.gradients
             left_out = self.skip | set(stage.tied_copies)
-            names = [name for name in gradients if name not in left_out]
+            owners = []
             ranges = []
-            for name in names:
-                start = gradients.offsets[name]
-                ranges.append((start, start + gradients[name].size))
-            if names:
-                counted.append(Counted(stage, names, ranges))
+            for name in gradients:
+                if name not in left_out:
+                    start = gradients.offsets[name]
+                    owners.append(NonFiniteParameter(self._rank, stage.index, name))
+                    ranges.append((start, start + gradients[name].size))
+            if owners:
+                counted.append(Counted(stage, owners, ranges))
         return counted
 
 
@@ -157,12 +157,9 @@ def gpu_of(stages: Sequence[Any]) -> int | None:
     return gpus.pop() if len(gpus) == 1 else None
 
 
-def _owners(counted: Sequence[Counted], rank: int | None) -> list[NonFiniteParameter]:
+def _owners(counted: Sequence[Counted]) -> list[NonFiniteParameter]:
     """Rank, stage and name of each number that a rank has a part with."""
-    owners = []
-    for stage, names, _ in counted:
-        owners += [NonFiniteParameter(rank, stage.index, name) for name in names]
-    return owners
+    return list(chain.from_iterable(part.owners for part in counted))
 
 
 def _measured(
@@ -260,7 +257,7 @@ class GlobalNorm(Norm):
         device = "cpu" if gpu_of(self.stages) is None else "cuda"
         if not agree_on_nccl(groups, device).sums:
             return
-        everyone = group.gather(WHAT, _owners(self._counted(), group.rank))
+        everyone = group.gather(WHAT, _owners(self._counted()))
         start = sum(map(len, everyone[: group.rank]))
         self._here = slice(start, start + len(everyone[group.rank]))
         for owners in everyone:
@@ -296,7 +293,7 @@ class GlobalNorm(Norm):
                 )
             if self._row is None:
                 return
-            now = _owners(self._counted(), self._row.group.rank)
+            now = _owners(self._counted())
             before = self._owners[self._here]
             if now != before:
                 raise ArgumentError(
@@ -318,19 +315,17 @@ class NormOnDevice:
     def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
         counted = norm._counted()
         row = norm._row
-        self._owners = norm._owners
-        if row is None:
-            self._owners = _owners(counted, None if norm.comm is None else norm.comm.rank)
+        self._owners = _owners(counted) if row is None else norm._owners
         self._row = row
         self._scale = scale
         with nullcontext() if row is None else row.failing():
             make = arrays.empty if row is None else arrays.zeros
             squares = make((len(self._owners),), np.dtype(np.float64), "cuda")
             start = norm._here.start
-            for stage, names, ranges in counted:
-                part = squares[start : start + len(names)]
+            for stage, owners, ranges in counted:
+                part = squares[start : start + len(owners)]
                 stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=part)
-                start += len(names)
+                start += len(owners)
             if row is not None:
                 row.share(squares)
         self.factor = clip_factor(squares, max_norm, scale, divisor)

@@ -27,6 +27,9 @@ State: TypeAlias = dict[str, Array]  # arrays of a stage by kind
 class FlatOptimizer:
     """State buffers that are laid out as the parameters, and steps piece by piece."""
 
+    # It updates a piece: kernels, parameters, gradients, state, learning rate, weight decay, how.
+    _update: Callable[[Kernels, Array, Array, State, float, float, Update], None]
+
     def __init__(
         self,
         stages: Sequence[Any],
@@ -126,19 +129,6 @@ class FlatOptimizer:
             self._update(
                 kernels, parameters[place], gradients[at], state, rate * factor, decay, update
             )
-
-    def _update(
-        self,
-        kernels: Kernels,
-        p: Array,
-        g: Array,
-        state: State,
-        rate: float,
-        decay: float,
-        how: Update,
-    ) -> None:
-        """Update a piece."""
-        raise NotImplementedError
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Make `stage.parameters` whole within this context; collective.
@@ -432,15 +422,13 @@ def pieces(
 
     A gap goes with the parameter before it.
     """
-    size = stage.gradients.flat.size
-    if not groups and share == (0, size):
-        return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
     # Complex parameters have one more axis here, of real and imaginary parts.
     pair = getattr(stage.gradients, "parts", 1) - 1
     default = Group("*")
     cuts = [(0, default)]
-    for name, start in sorted(stage.gradients.offsets.items(), key=itemgetter(1)):
+    places = stage.gradients.offsets if groups else {}
+    for name, start in sorted(places.items(), key=itemgetter(1)):
         shape = stage.gradients[name].shape
         matching = (g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair]))
         group = next(matching, default)
@@ -449,7 +437,7 @@ def pieces(
         if cuts[-1][0] == start:
             cuts.pop()
         cuts.append((start, group))
-    ends = [start for start, _ in cuts[1:]] + [size]
+    ends = [start for start, _ in cuts[1:]] + [stage.gradients.flat.size]
     parts = []
     for (begin, group), end in zip(cuts, ends):
         start = max(begin, share[0])

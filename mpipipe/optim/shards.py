@@ -219,11 +219,7 @@ class Shards:
         self, number: int, start: int, like: Array, state: Array, copy: Array | None = None
     ) -> StateShard:
         """Return this replica's part of the state of a parameter that starts here in its stage."""
-        parts = []
-        for low, high in self.ranges[number]:
-            parts.append(
-                (min(max(low - start, 0), like.size), min(max(high - start, 0), like.size))
-            )
+        parts = np.clip(np.subtract(self.ranges[number], start), 0, like.size).tolist()
         first, last = parts[self.group.rank]
         begin = start - self.share_of(number)[0]
         part = state[begin + first : begin + last] if first < last else state[:0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import total_ordering
-from typing import Any, Protocol
+from typing import Any
 
-from mpipipe.arrays import DeviceArray
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, NormOnDevice, norm_of
+from mpipipe.optim.optimizers import FlatOptimizer
 from mpipipe.stages import as_stages
 
 
@@ -185,19 +185,8 @@ def check_max_norm(max_norm: float) -> None:
         raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
 
 
-class Stepping(Protocol):
-    """What a scaled step asks of an optimizer; AdamW and SGD have it."""
-
-    steps: int
-
-    @property
-    def stages(self) -> Sequence[Any]: ...
-
-    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None: ...
-
-
 def scaled_step(
-    optimizer: Stepping,
+    optimizer: FlatOptimizer,
     scaler: LossScaler,
     max_norm: float = math.inf,
     lr: float | None = None,
@@ -263,7 +252,7 @@ def _is_good(measured: MeasuredNorm, scaler: LossScaler, norm: Norm) -> bool:
 
 
 def _step_on_device(
-    optimizer: Stepping, scaler: LossScaler, max_norm: float, lr: float | None, norm: Norm
+    optimizer: FlatOptimizer, scaler: LossScaler, max_norm: float, lr: float | None, norm: Norm
 ) -> float | NormOfStep | None:
     """On the GPU: compute the norm, then step or skip, without waiting for the host."""
     scaler.read_norms(wait=False)
@@ -298,7 +287,7 @@ class NormOfStep:
         Which has asked for the step; its count is put right where the device has left the step out.
     """
 
-    def __init__(self, begun: NormOnDevice, norm: Norm, optimizer: Stepping) -> None:
+    def __init__(self, begun: NormOnDevice, norm: Norm, optimizer: FlatOptimizer) -> None:
         self._begun: NormOnDevice | None = begun
         self._norm = norm
         self._optimizer = optimizer

@@ -950,11 +950,12 @@ def test_an_evaluation_puts_all_parts_into_eval_and_back():
 
 
 def test_a_buffer_that_entries_share_must_stay_as_it_is():
-    """On one rank it is one tensor, on two there are two of them."""
-    for changes in (False, True):
+    """On one rank it is one tensor, on two there are two of them; also where entries have no parameters."""
+    for changes, bare in ((False, False), (True, False), (False, True), (True, True)):
         first, last = (Running(lambda self, mean: self.mean.add_(mean) if changes else None) for _ in range(2))  # noqa: B023
-        last.mean = first.mean
-        entries = [part.double() for part in (first, last)]
+        if bare:
+            first.linear, last.linear = torch.nn.Identity(), torch.nn.Identity()
+        entries = [part.double() for part in (first, last, *([linear()] if bare else []))]
         last.mean = first.mean
 
         def job(comm):

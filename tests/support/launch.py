@@ -29,7 +29,8 @@ class JobTimeoutError(AssertionError):
 
 def job_environment(extra=None) -> dict:
     """This process's environment without its launcher's variables, plus what each MPI needs on a small machine."""
-    env = environment_of_own_job(os.environ, SETTINGS) | FAST_START
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    env = environment_of_own_job(variables) | FAST_START
     env.pop("PYTHONUNBUFFERED", None)  # whole lines: the launcher mixes what the ranks write
     env.pop("MPIPIPE_TEST_DURATIONS", None)  # a session of pytest within a test keeps no times
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))

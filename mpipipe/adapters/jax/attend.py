@@ -83,11 +83,10 @@ def make_room_for_calls_back() -> None:
     if has_two:
         return
     # It may be set until JAX has begun.
-    name = "jax_num_cpu_devices"
     try:
-        before = getattr(jax.config, name)
+        before = jax.config.jax_num_cpu_devices
         for count in (before + 1, before):
-            jax.config.update(name, count)
+            jax.config.update("jax_num_cpu_devices", count)
     except (AttributeError, RuntimeError):
         raise ArgumentError(
             "a call from JAX to attention would wait for ever: JAX has begun, with one thread on "
@@ -108,15 +107,16 @@ class HostAttend:
             expected = "an attention.Local or an attention.Ring"
             raise ArgumentError("jax_attend", found=type(attend).__name__, expected=expected)
         self.attend: Any = attend
-        self.ranks = attend.group.size if isinstance(attend, Ring) else 1
-        if isinstance(attend, Ring) and self.ranks > 1 and attend.group.context.is_thread:
-            raise ArgumentError(
-                "a ring of threads within JAX, whose own threads would wait for each other",
-                found="a communicator of job.inprocess",
-                expected="ranks that are processes",
-                remedy="start the job with mpiexec",
-            )
+        self.ranks = 1
         if isinstance(attend, Ring):
+            self.ranks = attend.group.size
+            if self.ranks > 1 and attend.group.context.is_thread:
+                raise ArgumentError(
+                    "a ring of threads within JAX, whose own threads would wait for each other",
+                    found="a communicator of job.inprocess",
+                    expected="ranks that are processes",
+                    remedy="start the job with mpiexec",
+                )
             attend.agreement.settle = wait_for_calls_back
         # What forwards have saved besides arrays, by shapes, dtype and lengths.
         self._saved: dict[tuple, Any] = {}

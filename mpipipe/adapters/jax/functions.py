@@ -9,17 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from itertools import compress
-from operator import not_
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.adapters.foreign import Structures, applied, flatten_parts, returned, unflatten_parts
+from mpipipe.adapters.foreign import (
+    THREAD,
+    Structures,
+    applied,
+    flatten_parts,
+    returned,
+    unflatten_parts,
+)
 from mpipipe.arrays import Array, Structure, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.job import in_place_of
@@ -30,7 +36,6 @@ OPTIONS = ("key", "training", "state")
 # jax.Array: JAX may be missing where types are checked.
 JaxArray: TypeAlias = Any
 JaxTree: TypeAlias = Any
-Results = TypeVar("Results")
 # Gradients of parameters and of inputs, and a function that makes them of those of outputs.
 Gradients: TypeAlias = "tuple[list[JaxArray], list[JaxArray]]"
 Pull: TypeAlias = "Callable[[list[JaxArray]], Gradients]"
@@ -38,38 +43,34 @@ Pull: TypeAlias = "Callable[[list[JaxArray]], Gradients]"
 
 @jax.jit
 def both(pull: Pull, dy: list[JaxArray]) -> Gradients:
-    """Return (gradients of the parameters, gradients of the inputs)."""
-    return pulled(pull, dy)
+    """Return (gradients of the parameters, gradients of the inputs).
 
-
-def pulled(pull: Pull, dy: list[JaxArray]) -> Gradients:
-    """Pull gradients dRe + i dIm back, in that convention too: JAX's own are the conjugates."""
+    All of them are dRe + i dIm: JAX's own are the conjugates.
+    """
     return jax.tree.map(jax.numpy.conj, pull(jax.tree.map(jax.numpy.conj, dy)))
 
 
 class Functions:
-    """The compiled forms of a function for inputs of one structure.
+    """The compiled forms of a function.
 
-    Arrays that are `floating` take gradients. `forward` takes (parameters, floating inputs, others,
-    key, state), and gives (floating outputs, (the output without them, the new state)).
-    `with_gradients` of the same arguments gives (floating outputs, pull, the same pair).
+    `forward` takes (parameters, inputs, key, state, structures), and gives (floating outputs, (the
+    output without them, the new state)). `with_gradients` takes which inputs get gradients as well,
+    and gives (floating outputs, pull, the same pair).
     """
 
-    def __init__(
-        self,
-        function: Callable[..., JaxTree],
-        tree: JaxTree,
-        structures: Structures,
-        floating: tuple[bool, ...],
-        gives: Sequence[str],
-    ):
+    def __init__(self, function: Callable[..., JaxTree], tree: JaxTree, gives: Sequence[str]):
         takes = options_of(function)
 
         def call(
-            values: list, some: list, others: list, key: JaxArray, state: JaxTree, training: bool
+            values: list,
+            inputs: list,
+            key: JaxArray,
+            state: JaxTree,
+            structures: Structures,
+            training: bool = False,
         ) -> JaxTree:
             parameters = jax.tree_util.tree_unflatten(tree, values)
-            parts = unflatten_parts(joined(some, others, floating), structures)
+            parts = unflatten_parts(inputs, structures)
             options = {"key": key, "training": training, "state": state}
             chosen = {name: options[name] for name in takes}
             output = applied(function, (parameters,), parts, **chosen)
@@ -78,16 +79,25 @@ class Functions:
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
             kinds = floating_of(leaves)
             rest = [None if is_floating else leaf for leaf, is_floating in zip(leaves, kinds)]
-            return divided(leaves, kinds)[0], (unflatten_parts(rest, shapes), state)
+            return list(compress(leaves, kinds)), (unflatten_parts(rest, shapes), state)
 
         def with_gradients(
-            values: list, some: list, others: list, key: JaxArray, state: JaxTree
+            values: list,
+            inputs: list,
+            key: JaxArray,
+            state: JaxTree,
+            structures: Structures,
+            floating: tuple[bool, ...],
         ) -> JaxTree:
-            train = partial(call, others=others, key=key, state=state, training=True)
-            return jax.vjp(train, values, some, has_aux=True)
+            def train(values: list, some: list) -> JaxTree:
+                source = iter(some)
+                every = [next(source) if has else leaf for leaf, has in zip(inputs, floating)]
+                return call(values, every, key, state, structures, training=True)
 
-        self.forward = jax.jit(partial(call, training=False))
-        self.with_gradients = jax.jit(with_gradients)
+            return jax.vjp(train, values, list(compress(inputs, floating)), has_aux=True)
+
+        self.forward = jax.jit(call, static_argnums=4)
+        self.with_gradients = jax.jit(with_gradients, static_argnums=(4, 5))
 
 
 def options_of(function: Callable[..., JaxTree]) -> set[str]:
@@ -129,17 +139,6 @@ def with_state(output: JaxTree, before: JaxTree) -> tuple[JaxTree, JaxTree]:
 def floating_of(leaves: Sequence[Array]) -> tuple[bool, ...]:
     """Tell for each array whether gradients exist for its dtype."""
     return tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
-
-
-def divided(leaves: Sequence[JaxArray], floating: Sequence[bool]) -> tuple[list, list]:
-    """Return (the floating ones, the others)."""
-    return list(compress(leaves, floating)), list(compress(leaves, map(not_, floating)))
-
-
-def joined(some: Sequence[JaxArray], others: Sequence[JaxArray], floating: Sequence[bool]) -> list:
-    """Return what `divided` has divided."""
-    sources = iter(others), iter(some)
-    return [next(sources[has]) for has in floating]
 
 
 def flatten_output(output: JaxTree) -> tuple[list, Structure]:
@@ -201,7 +200,6 @@ def taken(results: Sequence[JaxArray]) -> list[Array]:
 # Threads of stages that wait for JAX, and errors of calls back since one has begun to wait.
 _waiting: list[int] = []
 _errors: list[BaseException] = []
-_called = threading.local()
 
 
 @contextmanager
@@ -219,25 +217,25 @@ def waiting_for_jax() -> Iterator[None]:
         _waiting.remove(threading.get_ident())
 
 
-def called_back(function: Callable[..., Results]) -> Callable[..., Results]:
+def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method for JAX to call, of a method of numpy arrays."""
 
     @wraps(function)
-    def called(self: object, *inputs: JaxArray) -> Results:
+    def called(self: object, *inputs: JaxArray) -> Any:
         with in_place_of(_waiting[-1] if _waiting else None):
-            _called.back = True
+            THREAD.is_called_back = True
             try:
                 return function(self, *map(np.asarray, inputs))
             except BaseException as error:
                 _errors.append(error)
                 raise
             finally:
-                _called.back = False
+                THREAD.is_called_back = False
 
     return called
 
 
 def wait_for_calls_back() -> None:
     """Let JAX, which runs ahead, make all calls back that are due, unless this is one of them."""
-    if not getattr(_called, "back", False):
+    if not THREAD.is_called_back:
         jax.effects_barrier()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,9 +28,7 @@ from mpipipe.adapters.jax.functions import (
     Functions,
     JaxArray,
     JaxTree,
-    divided,
     floating_of,
-    joined,
     put,
     taken,
     waiting_for_jax,
@@ -69,13 +68,16 @@ class JaxLayer(ForeignLayer):
         first = next(iter(state), None)
         self._state_tree = jax.tree_util.tree_structure(first)
         self._state = {name: leaf.copy() for name, leaf in named_leaves(first).items()}
-        self._before: StatesBefore[list[Array]] = StatesBefore()
+        self._before = StatesBefore()
         self._tree = jax.tree_util.tree_structure(parameters)
         leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
-        self._functions: dict[tuple, Functions] = {}
         self._values: list[JaxArray] = []
         return {name: _declared(name, leaf) for name, leaf in leaves.items()}
+
+    @cached_property
+    def _functions(self) -> Functions:
+        return Functions(self.entry[0], self._tree, self.gives)
 
     def bound(self) -> None:
         super().bound()
@@ -102,8 +104,8 @@ class JaxLayer(ForeignLayer):
         self._values = [put(self._of(name)) for name in self.declared]
 
     def _follow_ties(self) -> None:
-        """Compute with the arrays that a pipeline has given to tied parameters."""
-        self._read_parameters()
+        if self._tied:
+            self._read_parameters()
 
     def begin_call(self) -> None:
         """Let JAX see the parameters as they are now, where it has not taken their memory."""
@@ -131,45 +133,34 @@ class JaxLayer(ForeignLayer):
             self._before.note(position, copies)
         return jax.tree_util.tree_unflatten(self._state_tree, [*map(put, copies)])
 
-    def _keep_state(self, state: JaxTree, position: Position) -> None:
+    _computing: Callable[[], AbstractContextManager[object]] = staticmethod(waiting_for_jax)
+
+    def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
+        position = self.stage.position
+        floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
+        key = key_of(self.random_seed("jax"))
+        arguments = self._values, [*map(put, leaves)], key, self._state_for(position), structures
+        pull = None
+        if position.training:
+            results, pull, (rest, state) = self._functions.with_gradients(*arguments, floating)
+        else:
+            results, (rest, state) = self._functions.forward(*arguments)
         if self._state and position.training and position.recompute != "now":
             for array, new in zip(self._state.values(), taken(jax.tree.leaves(state))):
                 array[...] = new
-
-    _computing: Callable[[], AbstractContextManager[object]] = staticmethod(waiting_for_jax)
-
-    def _forward(self, leaves: Leaves, structures: Structures, position: Position) -> Forwarded:
-        floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
-        key = structures, floating
-        if key not in self._functions:
-            self._functions[key] = Functions(
-                self.entry[0], self._tree, structures, floating, self.gives
-            )
-        compiled = self._functions[key]
-        some, others = divided([*map(put, leaves)], floating)
-        draw = key_of(self.random_seed("jax"))
-        arguments = self._values, some, others, draw, self._state_for(position)
-        pull = None
-        if position.training:
-            results, pull, (rest, state) = compiled.with_gradients(*arguments)
-        else:
-            results, (rest, state) = compiled.forward(*arguments)
-        self._keep_state(state, position)
         # Without the floating arrays, in whose places None stands.
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
-        integers = filter(lambda leaf: leaf is not None, without)
-        y = joined(taken(results), taken(list(integers)), differentiable)
+        floats = iter(taken(results))
+        y = [next(floats) if leaf is None else np.asarray(leaf) for leaf in without]
         if not position.training:
             return y, output, None
         kinds = [(array.shape, array.dtype) for array in results]
         return y, output, Tape((pull, kinds), structures, floating, output, differentiable)
 
-    def _counted(
-        self, leaves: Leaves, structures: Structures, position: Position
-    ) -> tuple[Forwarded, dict[int, int]]:
+    def _counted(self, leaves: Leaves, structures: Structures) -> tuple[Forwarded, dict[int, int]]:
         """Return what `_forward` does, and bytes that JAX keeps for the backward, by address."""
-        result = self._forward(leaves, structures, position)
+        result = self._forward(leaves, structures)
         tape = result[2]
         sizes = {}
         for array in jax.tree.leaves(tape and tape.of_library[0]):
@@ -179,19 +170,16 @@ class JaxLayer(ForeignLayer):
             sizes.pop(arrays.address(getattr(self, name)), None)
         return result, sizes
 
-    def _backward(self, slopes: Leaves, tape: Tape) -> Leaves:
-        of_inputs, weights = self._backward_input(slopes, tape)
-        self._backward_weight(weights)
-        return of_inputs
-
-    def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, list[Array]]:
+    def _backward(self, slopes: Leaves, tape: Tape, whole: bool) -> tuple[Leaves, list[Array]]:
         """Compute both gradients, as one function; the other half adds those of parameters."""
         pull, kinds = tape.of_library
         dy = []
         for slope, kind in zip(slopes, kinds):
             dy.append(jax.numpy.zeros(*kind) if slope is None else put(slope))
-        weights, inputs = functions.both(pull, dy)
-        return taken(inputs), taken(weights)
+        weights, inputs = map(taken, functions.both(pull, dy))
+        if whole:
+            self._backward_weight(weights)
+        return inputs, weights
 
     def _backward_weight(self, pending: list[Array]) -> None:
         for name, part in zip(self.declared, pending):
@@ -204,20 +192,9 @@ class JaxLayer(ForeignLayer):
 class JaxStage(ForeignStage):
     """See `mpipipe.adapters.jax_stage`, which makes it."""
 
-    def __init__(
-        self,
-        function: Callable[..., JaxTree],
-        parameters: JaxTree,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        ties: Mapping[str, str] | None = None,
-        state: JaxTree = None,
-    ) -> None:
-        self.function = function
-        entry = (function, parameters) if state is None else (function, parameters, state)
-        self.layer = JaxLayer(entry, gives, takes, ties)
+    def __init__(self, layer: JaxLayer, prefix: str = "", seed: int = 0) -> None:
+        self.layer = layer
+        self.function, parameters, *_ = layer.entry
         kinds = {}
         for name, leaf in named_leaves(parameters).items():
             empty = np.empty(0, leaf.dtype)
@@ -227,7 +204,7 @@ class JaxStage(ForeignStage):
             "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the "
             "function"
         )
-        super().__init__({prefix: self.layer}, one_dtype(kinds, remedy), seed, "cpu")
+        super().__init__({prefix: layer}, one_dtype(kinds, remedy), seed, "cpu")
 
     @property
     def tree(self) -> JaxTree:
@@ -237,16 +214,15 @@ class JaxStage(ForeignStage):
 
 def _declared(name: str, leaf: Array) -> Parameter:
     """Declare a parameter with its value: complex numbers as pairs of real ones."""
-    array = np.asarray(leaf)
-    if not arrays.is_floating(array.dtype):
+    if not arrays.is_floating(leaf.dtype):
         raise ArgumentError(
             f"the parameter {name} of a function",
-            found=array.dtype,
+            found=leaf.dtype,
             expected="floating or complex numbers, of one dtype",
             remedy="constants, such as integers, belong into the function",
         )
-    wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-    reals = arrays.as_reals(np.ascontiguousarray(wide).reshape(wide.shape))
+    wide = np.complex128 if leaf.dtype.kind == "c" else np.float64
+    reals = arrays.as_reals(leaf.astype(wide, order="C"))
     return Parameter(reals.shape, lambda *_: reals, decay=leaf.ndim > 1)
 
 
@@ -280,7 +256,7 @@ class JaxLoss:
         self.function = function
         self.seed = seed
         self._draws = "key" in functions.options_of(function)
-        self._functions: dict[tuple, Functions] = {}
+        self._functions = Functions(self._called, jax.tree_util.tree_structure([]), ())
 
     def _called(
         self, _nothing: object, output: JaxTree, target: JaxTree, *, key: JaxArray
@@ -302,20 +278,14 @@ class JaxLoss:
         outputs, structure = flatten(output)
         floating = floating_of(outputs)
         taking = floating + (False,) * (len(leaves) - len(outputs))
-        kind = structures, taking
-        if kind not in self._functions:
-            self._functions[kind] = Functions(self._called, NOTHING, structures, taking, ())
-        some, others = divided([*map(put, leaves)], taking)
-        step, microbatch, replica, *_ = position or Position()
-        key = key_of(random_seed("jax loss", self.seed, step, microbatch, replica))
-        results, pull, _ = self._functions[kind].with_gradients([], some, others, key, None)
+        key = key_of(random_seed("jax loss", self.seed, *(position or Position())[:3]))
+        results, pull, _ = self._functions.with_gradients(
+            [], [*map(put, leaves)], key, None, structures, taking
+        )
         value, *weight = results
         slopes = [jax.numpy.asarray(factor, value.dtype), *map(jax.numpy.zeros_like, weight)]
         gradients = spread(taken(functions.both(pull, slopes)[1]), floating)
         return (value.item(), unflatten(gradients, structure), *map(float, weight))
-
-
-NOTHING = jax.tree_util.tree_structure([])
 
 
 def key_of(seed: int) -> JaxArray:

@@ -21,7 +21,6 @@ stage_backward_input and stage_backward_weight).
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +31,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mpipipe.adapters.foreign import THREAD
 
 # torch.Tensor: PyTorch may be missing where types are checked.
 Tensor: TypeAlias = Any
@@ -46,18 +47,11 @@ REENTRANT_NODE = "CheckpointFunctionBackward"
 # -- Hooks of tensors, which a graph does not show -------------------------------------------------
 
 
-class HookCount(threading.local):
-    """How many hooks of tensors this thread has registered."""
-
-    value = 0
-
-
-HOOKS = HookCount()
 register_hook = torch.Tensor.register_hook
 
 
 def _counted_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> object:
-    HOOKS.value += 1
+    THREAD.hooks += 1
     return register_hook(tensor, hook)
 
 
@@ -106,40 +100,36 @@ class AutogradGraph:
         for number, parameter in enumerate(parameters):
             self._numbers[get_gradient_edge(parameter).node] = number
         self._inputs = {get_gradient_edge(tensor).node for tensor in inputs}
-        # True for a node that leads to an input; for others the parameters that they lead to.
-        self._trunk: dict[Node, bool] = {}
-        self._leads_to: dict[Node, frozenset[int]] = {}
+        # Parameters that a node leads to; None for one of the trunk, which leads to an input.
+        self._leads_to: dict[Node, frozenset[int] | None] = {}
         self.strange: list[Tensor] = []
         roots = [get_gradient_edge(tensor).node for tensor in outputs]
         for root in roots:
             self._visit(root)
-        branching: dict[Node, frozenset[int]] = {}
-        for node, leads_to_input in self._trunk.items():
-            if leads_to_input:
-                numbers: set[int] = set()
-                for other in _inputs_of(node):
-                    numbers.update(self._leads_to.get(other, ()))
-                if numbers:
-                    branching[node] = frozenset(numbers)
-        lone = [self._leads_to[root] for root in roots if not self._trunk[root]]
-        times = Counter(chain(*branching.values(), *lone))
-        self.shared = sorted(number for number, count in times.items() if count > 1)
-        self.apart = sorted({*chain(*lone)} - {*self.shared})
-        self.branching = {}
-        for node, several in branching.items():
-            self.branching[node] = sorted(several - {*self.shared})
-        self.reentrant = any(type(node).__name__ == REENTRANT_NODE for node in self._trunk)
+        branching: dict[Node, set[int]] = {}
+        for node, numbers in self._leads_to.items():
+            if numbers is None:
+                several = set(chain(*filter(None, map(self._leads_to.get, _inputs_of(node)))))
+                if several:
+                    branching[node] = several
+        lone = list(chain(*filter(None, map(self._leads_to.get, roots))))
+        times = Counter(chain(*branching.values(), lone))
+        shared = {number for number, count in times.items() if count > 1}
+        self.shared = sorted(shared)
+        self.apart = sorted({*lone} - shared)
+        self.branching = {node: sorted(several - shared) for node, several in branching.items()}
+        self.reentrant = any(type(node).__name__ == REENTRANT_NODE for node in self._leads_to)
         self.divisible = not self.reentrant and not self._is_whole()
 
     def _is_whole(self) -> bool:
         """True if one walk has to do everything."""
-        for node in self._trunk:
+        for node in self._leads_to:
             if isinstance(node, BackwardCFunction):
                 if node in self.branching or type(node).__name__ == COMPILED_NODE:
                     return True
         # These are gone through in both halves: where a second walk goes through everything, all
         # of them.
-        twice = self._trunk if self.shared or self.apart else self.branching
+        twice = self._leads_to if self.shared or self.apart else self.branching
         return any(map(_has_hooks, twice))
 
     def _visit(self, root: Node) -> None:
@@ -147,21 +137,22 @@ class AutogradGraph:
         stack = [(root, False)]
         while stack:
             node, is_left = stack.pop()
-            if node in self._trunk:
+            if node in self._leads_to:
                 continue
             after = _inputs_of(node)
             if not is_left:
                 stack.append((node, True))
-                stack += [(other, False) for other in after if other not in self._trunk]
+                stack += [(other, False) for other in after if other not in self._leads_to]
                 continue
-            number = self._numbers.get(node)
-            is_leaf = not after and hasattr(node, "variable")
-            if is_leaf and number is None and node not in self._inputs:
+            below = [self._leads_to[other] for other in after]
+            if node in self._inputs or None in below:
+                self._leads_to[node] = None
+                continue
+            if node in self._numbers:
+                below.append(frozenset([self._numbers[node]]))
+            elif not after and hasattr(node, "variable"):
                 self.strange.append(node.variable)
-            self._trunk[node] = node in self._inputs or any(map(self._trunk.get, after))
-            if not self._trunk[node]:
-                numbers = frozenset(() if number is None else (number,))
-                self._leads_to[node] = numbers.union(*map(self._leads_to.__getitem__, after))
+            self._leads_to[node] = frozenset(chain(*filter(None, below)))
 
 
 def _inputs_of(node: Node) -> list[Node]:

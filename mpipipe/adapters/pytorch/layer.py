@@ -11,23 +11,24 @@ gradient of zeros here: a call of a pipeline finds it so, and finds `.grad` on i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from mpipipe import arrays
 from mpipipe.adapters.foreign import (
+    THREAD,
     ForeignLayer,
     ForeignStage,
     Forwarded,
-    Held,
     Leaves,
     Structures,
     Tape,
+    WithSkips,
     applied,
     flatten_parts,
     one_dtype,
@@ -35,7 +36,7 @@ from mpipipe.adapters.foreign import (
     unflatten_parts,
 )
 from mpipipe.adapters.pytorch.attend import TorchAttend
-from mpipipe.adapters.pytorch.backward import HOOKS, AutogradGraph, SplitBackward, register_hook
+from mpipipe.adapters.pytorch.backward import AutogradGraph, SplitBackward, register_hook
 from mpipipe.adapters.pytorch.loss import TorchLoss
 from mpipipe.adapters.pytorch.state import ModuleState
 from mpipipe.adapters.pytorch.tensors import (
@@ -50,19 +51,16 @@ from mpipipe.adapters.pytorch.tensors import (
     move_state,
     on_stream,
     own_dtypes,
-    real_dtype,
     real_shape,
     slope_of,
-    written_error,
 )
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, Tree, array_of, tensor_of
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Parameter, Position
+from mpipipe.nn import Layer, Parameter
 
 # Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
 BETWEEN_POLLS = 1e-3
-Walked = TypeVar("Walked")
 
 
 class PlacedParameter(NamedTuple):
@@ -94,10 +92,11 @@ class TorchLayer(ForeignLayer):
     def _declare(self) -> dict[str, Parameter]:
         check_module(self.entry)
         self._pieces = {}
+        self._shared: dict[str, Tensor] = {}
         dtypes = own_dtypes(self.entry)
         declared = {}
         for name, parameter in self.entry.named_parameters():
-            if parameter.requires_grad or real_dtype(parameter) in dtypes:
+            if parameter.requires_grad or parameter.dtype.to_real() in dtypes:
                 declared[name] = _declared(parameter)
         return declared
 
@@ -108,16 +107,14 @@ class TorchLayer(ForeignLayer):
             return
         super().bound()
         module = self.entry
-        self._gpu = None
-        device = "cpu"
-        if self.stage.device == "cuda":
-            self._gpu = arrays.current_gpu()
-            device = f"cuda:{self._gpu}"
+        device = self.stage.device
+        if device == "cuda":
+            device = f"cuda:{arrays.current_gpu()}"
         shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
         dtype = None
         for name in self.declared:
             dtype = tensor_of(getattr(self, name)).dtype
-        move_state(module, {*self.declared}, dtype, device)
+        move_state(module, self.declared, dtype, device)
         parameters = dict(module.named_parameters())
         for name in self.declared:
             before = parameters[name].grad
@@ -125,11 +122,8 @@ class TorchLayer(ForeignLayer):
             slope = self._place(name, parameters[name])
             if before is not None and slope is not None:
                 slope.copy_(before)
-        self._trained = {}
-        for name, piece in self._pieces.items():
-            if piece.gradient is not None:
-                self._trained[name] = piece.parameter
-        self._parameters = list(self._trained.values())
+        trained = filter(lambda piece: piece.gradient is not None, self._pieces.values())
+        self._parameters = [piece.parameter for piece in trained]
         self._state = ModuleState(module)
         self._shared = {name: module.get_buffer(name).clone() for name in shared}
         for part in modules_for_hooks(module):
@@ -161,10 +155,10 @@ class TorchLayer(ForeignLayer):
 
     def begin_call(self) -> None:
         """Let each `.grad` be where the stage has it: another one is copied there, None is zero."""
-        if not self._pieces:
-            return
-        self._follow_ties()
-        self._check_parameters()
+        # Without any, it may not be bound yet.
+        if self._pieces:
+            self._follow_ties()
+            self._check_parameters()
         for parameter, _, gradient in self._pieces.values():
             other = parameter.grad
             if gradient is None or other is gradient:
@@ -188,17 +182,15 @@ class TorchLayer(ForeignLayer):
     def _check_parameters(self) -> None:
         """Raise ArgumentError for parameters that are not those of the stage, or lie elsewhere."""
         now = dict(self.entry.named_parameters())
-        changed = set()
+        changed = []
         for name, parameter in now.items():
-            if parameter.requires_grad != (name in self._trained):
-                changed.add(name)
-        changed.update(self._trained.keys() - now.keys())
-        for name, piece in self._pieces.items():
-            parameter = piece.parameter
+            if parameter.requires_grad and name not in self._pieces:
+                changed.append(name)
+        for name, (parameter, address, gradient) in self._pieces.items():
             is_new = now.get(name) is not parameter
-            if is_new:
-                changed.add(name)
-            elif parameter.data_ptr() != piece.address:
+            if is_new or parameter.requires_grad != (gradient is not None):
+                changed.append(name)
+            elif parameter.data_ptr() != address:
                 raise ArgumentError(
                     f"the parameter {name} of a module lies elsewhere than in the stage's flat "
                     "array",
@@ -236,8 +228,17 @@ class TorchLayer(ForeignLayer):
         second = dict(self.entry.named_parameters(remove_duplicate=False)).keys() - named.keys()
         state = {}
         for name, value in self.entry.state_dict().items():
-            if name not in self.declared and name not in second:
-                state[name] = array_of(_stored(name, value))
+            if name in self.declared or name in second:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentError(
+                    f"the state of a module is no tensor: {name}",
+                    found=type(value).__name__,
+                    expected="tensors alone: nothing else is written to checkpoints",
+                    remedy="leave out get_extra_state, and keep such facts in the state of the "
+                    "checkpoint",
+                )
+            state[name] = array_of(value)
         return state
 
     # -- forward and backward
@@ -245,11 +246,12 @@ class TorchLayer(ForeignLayer):
     def _computing(self) -> AbstractContextManager[object]:
         return on_stream(self.stage.device)
 
-    def _forward(self, leaves: Leaves, structures: Structures, position: Position) -> Forwarded:
+    def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
+        position = self.stage.position
         trains = position.training
-        hooks = HOOKS.value
+        hooks = THREAD.hooks
         with (
-            self._state.drawing(self._gpu, self.random_seed("torch"), position),
+            self._state.drawing(self.stage.device, self.random_seed("torch"), position),
             torch.set_grad_enabled(trains),
         ):
             inputs = list(map(tensor_of, leaves))
@@ -272,12 +274,10 @@ class TorchLayer(ForeignLayer):
         giving = list(compress(outputs, differentiable))
         if not self._looked:
             self._look(taking, giving)
-        graph = taking, giving, HOOKS.value > hooks
+        graph = taking, giving, THREAD.hooks > hooks
         return results, shapes, Tape(graph, structures, floating, shapes, differentiable)
 
-    def _counted(
-        self, leaves: Leaves, structures: Structures, position: Position
-    ) -> tuple[Forwarded, dict[int, int]]:
+    def _counted(self, leaves: Leaves, structures: Structures) -> tuple[Forwarded, dict[int, int]]:
         """Return what `_forward` does, and bytes that PyTorch keeps for it, by their address."""
         sizes: dict[int, int] = {}
 
@@ -287,7 +287,7 @@ class TorchLayer(ForeignLayer):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = self._forward(leaves, structures, position)
+            result = self._forward(leaves, structures)
         tape = result[2]
         if tape is not None:
             inputs, outputs, _ = tape.of_library
@@ -297,42 +297,38 @@ class TorchLayer(ForeignLayer):
             sizes.pop(piece.address, None)
         return result, sizes
 
-    def _backward(self, slopes: Leaves, tape: Tape) -> Leaves:
-        inputs, outputs, gradients = self._taking_part(slopes, tape)
-        if outputs:
-            _unwritten(gradients, lambda: torch.autograd.backward(outputs, gradients))
-        return list(map(slope_of, inputs))
-
-    def _backward_input(self, slopes: Leaves, tape: Tape) -> tuple[Leaves, SplitBackward | None]:
-        inputs, outputs, gradients = self._taking_part(slopes, tape)
-        split = None
-        if outputs:
-            parameters = self._parameters
-            hooked = tape.of_library[2]
-            split = _unwritten(
-                gradients, lambda: SplitBackward(outputs, gradients, inputs, parameters, hooked)
-            )
-            self.in_one_walk = bool(parameters) and not split.parts
-        return list(map(slope_of, inputs)), split
-
-    def _backward_weight(self, pending: SplitBackward | None) -> None:
+    def _backward(
+        self, slopes: Leaves, tape: Tape, whole: bool
+    ) -> tuple[Leaves, SplitBackward | None]:
         self._check_gradients()
-        if pending is not None:
-            pending.finish()
-
-    def _taking_part(
-        self, slopes: Leaves, tape: Tape
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the inputs that take gradients, outputs that have some, and these gradients."""
-        self._check_gradients()
-        inputs, giving, _ = tape.of_library
+        inputs, giving, hooked = tape.of_library
         outputs = []
         gradients = []
         for output, slope in zip(giving, slopes):
             if slope is not None:
                 outputs.append(output)
                 gradients.append(tensor_of(slope))
-        return inputs, outputs, gradients
+        split = None
+        if outputs:
+            parameters = self._parameters
+            versions = [gradient._version for gradient in gradients]
+            split = SplitBackward(outputs, gradients, inputs, parameters, whole or hooked)
+            if versions != [gradient._version for gradient in gradients]:
+                raise ArgumentError(
+                    "the backward of a module writes to the gradient that it is given in place",
+                    expected="arrays that stay as they are: the memory belongs to another stage, "
+                    "or to you",
+                    remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or "
+                    "x = x.clone() first",
+                )
+            if not whole:
+                self.in_one_walk = bool(parameters) and not split.parts
+        return list(map(slope_of, inputs)), split
+
+    def _backward_weight(self, pending: SplitBackward | None) -> None:
+        self._check_gradients()
+        if pending is not None:
+            pending.finish()
 
     def _move_messages(self, output: object) -> None:
         """Poll after the forward of a module, and before its backward; but not all the time."""
@@ -373,41 +369,32 @@ class LossLayer(TorchLayer):
                 remedy="give it to the pipeline, or to the task, alone",
             )
         self.loss = loss
-        super().__init__(loss.module, place=place)
+        super().__init__(WithSkips(loss.module), place)
 
     def bound(self) -> None:
         super().bound()
         self.loss.is_trained = True
         self.loss.seed = self.stage.seed
 
-    def forward(self, x: Tree) -> tuple[Tree, Held]:
-        return x, Held(None, {})
+    def forward(self, x: Tree) -> tuple[Tree, Any]:
+        return x, None
 
-    def backward_input(self, dy: Tree, saved: Held) -> tuple[Tree, Held]:
-        return dy, saved
+    def backward_input(self, dy: Tree, saved: Any) -> tuple[Tree, Any]:
+        return dy, None
 
-    def backward_weight(self, pending: Held) -> None:
-        """The loss has added to its gradients."""
-
-    def backward(self, dy: Tree, saved: Held) -> Tree:
-        return dy
+    # The loss itself adds to its gradients.
+    backward_weight = Layer.backward_weight
+    backward = Layer.backward
 
 
 class TorchStage(ForeignStage):
     """See `mpipipe.adapters.torch_stage`, which makes it."""
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        ties: Mapping[str, str] | None = None,
-        loss: TorchLoss | None = None,
+        self, layer: TorchLayer, prefix: str = "", seed: int = 0, loss: TorchLoss | None = None
     ) -> None:
-        self.module = module
-        layers: dict[str, ForeignLayer] = {prefix: TorchLayer(module, gives, takes, ties)}
+        module = self.module = layer.entry
+        layers: dict[str, ForeignLayer] = {prefix: layer}
         tensors = [*module.parameters(), *module.buffers()]
         if loss is not None and loss.module is not None:
             layers[f"{prefix}loss."] = LossLayer(loss)
@@ -423,7 +410,7 @@ class TorchStage(ForeignStage):
         kinds = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                kinds[str(real_dtype(parameter)).removeprefix("torch.")] = name
+                kinds[str(parameter.dtype.to_real()).removeprefix("torch.")] = name
         remedy = (
             "module.to(dtype); for mixed precision float32 parameters and torch.autocast "
             "within forward"
@@ -445,23 +432,3 @@ def _declared(parameter: Tensor) -> Parameter:
         tie=getattr(parameter, TIE, None),
         frozen=not parameter.requires_grad,
     )
-
-
-def _stored(name: str, value: object) -> Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentError(
-            f"the state of a module is no tensor: {name}",
-            found=type(value).__name__,
-            expected="tensors alone: nothing else is written to checkpoints",
-            remedy="leave out get_extra_state, and keep such facts in the state of the checkpoint",
-        )
-    return value
-
-
-def _unwritten(gradients: Sequence[Tensor], walk: Callable[[], Walked]) -> Walked:
-    """Walk backward. Raises ArgumentError if that writes to the gradients that it begins with."""
-    versions = [gradient._version for gradient in gradients]
-    result = walk()
-    if versions != [gradient._version for gradient in gradients]:
-        raise written_error("the backward of a module", "the gradient that it is given")
-    return result

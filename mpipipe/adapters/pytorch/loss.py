@@ -18,7 +18,7 @@ from mpipipe.adapters.pytorch.tensors import (
     on_stream,
     slope_of,
 )
-from mpipipe.arrays import Array, Tree, array_of, flatten, tensor_of, unflatten
+from mpipipe.arrays import Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, random_seed
 
@@ -62,11 +62,8 @@ class TorchLoss:
         """
         leaves, structure = flatten(output)
         goals, of_target = flatten(target)
-        with (
-            on_stream(arrays.device_of(leaves[0])),
-            torch.enable_grad(),
-            self._at(position, leaves[0]),
-        ):
+        device = arrays.device_of(leaves[0])
+        with on_stream(device), torch.enable_grad(), self._at(position, device):
             outputs = list(map(tensor_of, leaves))
             taking = list(filter(is_differentiable, outputs))
             for tensor in taking:
@@ -94,16 +91,11 @@ class TorchLoss:
                 number = value.item()
             return (number, unflatten(slopes, structure), *weight)
 
-    def _at(self, position: Position | None, leaf: Array) -> AbstractContextManager[object]:
+    def _at(self, position: Position | None, device: str) -> AbstractContextManager[object]:
         if position is None:
             return nullcontext()
-        gpu = None
-        if arrays.is_device(leaf):
-            gpu = arrays.current_gpu()
-        seed = random_seed(
-            "torch loss", self.seed, position.step, position.microbatch, position.replica
-        )
-        return self._state.drawing(gpu, seed, position)
+        seed = random_seed("torch loss", self.seed, *position[:3])
+        return self._state.drawing(device, seed, position)
 
     def _look(self, value: Tensor, taking: Sequence[Tensor]) -> None:
         """Raise ArgumentError for a loss that depends on a tensor which no stage trains."""

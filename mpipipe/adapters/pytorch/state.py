@@ -13,13 +13,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from mpipipe.adapters.foreign import StatesBefore, drawing_turn
+from mpipipe import arrays
+from mpipipe.adapters.foreign import THREAD, StatesBefore
 from mpipipe.nn import Position
 
 Holder: TypeAlias = "MutableMapping[str, Any]"
@@ -33,54 +34,34 @@ class ModuleState:
 
     def __init__(self, module: torch.nn.Module):
         self._module = module
-        self._before: StatesBefore[ModuleSnapshot] = StatesBefore()
+        self._before = StatesBefore()
 
     @contextmanager
-    def drawing(self, gpu: int | None, seed: int, position: Position) -> Iterator[None]:
-        """Within, a forward of this position draws its own random numbers, and finds its state."""
-        generator = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
-        with drawing_turn():
-            before = generator.get_state()
+    def drawing(self, device: str, seed: int, position: Position) -> Iterator[None]:
+        """Within, a forward of this position draws its own random numbers, and finds its state.
+
+        In an evaluation no part is in training; after it each is as its owner had set it.
+        """
+        generator = torch.default_generator
+        if device != "cpu":
+            generator = torch.cuda.default_generators[arrays.current_gpu()]
+        with THREAD.turn, ExitStack() as after:
+            after.callback(generator.set_state, generator.get_state())
             generator.manual_seed(seed)
-            try:
-                with self._at(position):
-                    yield
-            finally:
-                generator.set_state(before)
-
-    def _at(self, position: Position) -> AbstractContextManager[None]:
-        if not position.training:
-            return _evaluating(self._module)
-        if position.recompute == "later":
-            snapshot = ModuleSnapshot.of(self._module, self._before.latest)
-            self._before.note(position, snapshot)
-        if position.recompute == "now":
-            before = self._before.take(position)
-            if before is not None:
-                return self._put_back(before)
-        return nullcontext()
-
-    @contextmanager
-    def _put_back(self, before: ModuleSnapshot) -> Iterator[None]:
-        now = ModuleSnapshot.of(self._module, before)
-        before.restore()
-        try:
+            if not position.training:
+                for part in self._module.modules():
+                    if part.training:
+                        after.callback(setattr, part, "training", True)
+                        part.training = False
+            elif position.recompute == "later":
+                snapshot = ModuleSnapshot.of(self._module, self._before.latest)
+                self._before.note(position, snapshot)
+            elif position.recompute == "now":
+                before = self._before.take(position)
+                if before is not None:
+                    after.callback(ModuleSnapshot.of(self._module, before).restore)
+                    before.restore()
             yield
-        finally:
-            now.restore()
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Within, no part is in training; after it each is as its owner had set it."""
-    trained = [part for part in module.modules() if part.training]
-    for part in trained:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in trained:
-            part.training = True
 
 
 # -- A copy of the state ---------------------------------------------------------------------------
@@ -96,40 +77,41 @@ class Entry(NamedTuple):
 
 
 class ModuleSnapshot(NamedTuple):
-    """The state of a module at one time, and of the generators of Python and of numpy."""
+    """The state of a module at one time, and of the generators of Python and of numpy.
+
+    `entries` have the id of their holder and their key as keys.
+    """
 
     holders: list[Holder]
-    entries: list[Entry]
+    entries: dict[tuple[int, str], Entry]
     python: Any
     numpy: Any
 
     @classmethod
     def of(cls, module: torch.nn.Module, latest: ModuleSnapshot | None) -> ModuleSnapshot:
         """Take the state as it is now; what has not changed since the latest one is not copied."""
-        known = {}
-        if latest is not None:
-            known = {(id(entry.holder), entry.key): entry for entry in latest.entries}
+        known = {} if latest is None else latest.entries
         holders: list[Holder] = []
         for part in module.modules():
             holders += [part._buffers, vars(part)]
-        entries = []
+        entries = {}
         for holder in holders:
             for key, value in _state_in(holder):
-                entry = known.get((id(holder), key))
+                place = id(holder), key
+                entry = known.get(place)
                 if entry is None or entry.value is not value or not _same(value, entry.content):
                     entry = Entry(holder, key, value, _copied(value))
-                entries.append(entry)
+                entries[place] = entry
         return cls(holders, entries, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
         """Put everything back, in the objects where it was."""
-        known = {(id(entry.holder), entry.key) for entry in self.entries}
         for holder in self.holders:
             for key, _ in _state_in(holder):
                 # A forward has made it since.
-                if (id(holder), key) not in known:
+                if (id(holder), key) not in self.entries:
                     del holder[key]
-        for holder, key, value, content in self.entries:
+        for holder, key, value, content in self.entries.values():
             if holder.get(key) is not value:
                 holder[key] = value
             if not _same(value, content):
@@ -163,20 +145,16 @@ def _is_state(tensor: torch.Tensor) -> bool:
 def _copied(value: object) -> Any:
     """Return a copy of what is in an object; of what is no state, the object.
 
-    A list or dict has each item with its copy: others may hold the item, too.
+    A container has each item with its copy: others may hold the item, too.
     """
     if isinstance(value, torch.Tensor):
-        if _is_state(value):
-            return value.detach().clone()
-        return value
+        return value.detach().clone() if _is_state(value) else value
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
         return {key: (item, _copied(item)) for key, item in value.items()}
-    if isinstance(value, (list, deque)):
+    if isinstance(value, CONTAINERS):
         return [(item, _copied(item)) for item in value]
-    if isinstance(value, set):
-        return set(value)
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):
@@ -197,7 +175,7 @@ def _same(value: Any, content: Any) -> bool:
         return np.array_equal(value, content)
     if isinstance(value, dict):
         return list(value) == list(content) and _same([*value.values()], [*content.values()])
-    if isinstance(value, (list, deque)):
+    if isinstance(value, CONTAINERS):
         if len(value) != len(content):
             return False
         return all(now is item and _same(now, copy) for now, (item, copy) in zip(value, content))
@@ -205,7 +183,7 @@ def _same(value: Any, content: Any) -> bool:
         return torch.equal(value.get_state(), content)
     if isinstance(value, (np.random.Generator, random.Random)):
         return False
-    return value is content or (isinstance(value, (*NUMBERS, set)) and bool(value == content))
+    return value is content or (isinstance(value, NUMBERS) and bool(value == content))
 
 
 def _fill(value: Any, content: Any) -> None:
@@ -221,15 +199,13 @@ def _fill(value: Any, content: Any) -> None:
         value.bit_generator.state = content
     elif isinstance(value, random.Random):
         value.setstate(content)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(content)
     elif isinstance(value, dict):
         value.clear()
         value.update((key, _restored(*entry)) for key, entry in content.items())
     else:
         value.clear()
-        value.extend(_restored(*entry) for entry in content)
+        add = value.update if isinstance(value, set) else value.extend
+        add(_restored(*entry) for entry in content)
 
 
 def _restored(item: Any, copy: Any) -> Any:

@@ -86,7 +86,7 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
     return leaves, structure
 
 
-# -- Modules that cannot be a stage, and what a module must not do in its forward ------------------
+# -- Modules that cannot be a stage ----------------------------------------------------------------
 
 
 # The class that torch.compile makes.
@@ -129,26 +129,7 @@ def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from modules_for_hooks(part)
 
 
-def written_error(who: str, what: str) -> ArgumentError:
-    """Make the error for one who writes to what is not theirs."""
-    return ArgumentError(
-        f"{who} writes to {what} in place",
-        expected="arrays that stay as they are: the memory belongs to another stage, or to you",
-        remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or x = x.clone() "
-        "first",
-    )
-
-
 # -- Dtypes of parameters, and the state of a module -----------------------------------------------
-
-
-# Dtype of the parts of a complex number.
-REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def real_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the real numbers that a tensor consists of."""
-    return REAL.get(tensor.dtype, tensor.dtype)
 
 
 def real_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -160,9 +141,7 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
     """Return real numbers as complex ones, where the tensor that they stand for is complex."""
-    if tensor.is_complex() and not real.is_complex():
-        return torch.view_as_complex(real)
-    return real
+    return torch.view_as_complex(real) if tensor.is_complex() else real
 
 
 def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
@@ -171,10 +150,8 @@ def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
     Without such ones float32 and float64. What is frozen in another dtype, such as integers of a
     quantized model, stays as it is.
     """
-    trained = set()
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            trained.add(real_dtype(parameter))
+    parameters = module.parameters()
+    trained = {parameter.dtype.to_real() for parameter in parameters if parameter.requires_grad}
     return trained or {torch.float32, torch.float64}
 
 
@@ -195,8 +172,8 @@ def move_state(
             if buffer is None:
                 continue
             kind = buffer.dtype
-            if dtype is not None and is_differentiable(buffer) and real_dtype(buffer) in before:
+            if dtype is not None and buffer.dtype.to_real() in before:
                 narrows = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
-                if not narrows or any(True for _ in part.parameters(recurse=False)):
+                if not narrows or [*part.parameters(recurse=False)]:
                     kind = dtype.to_complex() if buffer.is_complex() else dtype
             part._buffers[key] = buffer.to(device, kind).contiguous()

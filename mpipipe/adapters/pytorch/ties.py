@@ -52,10 +52,10 @@ class FirstPlaces:
         for key, part in [*module._modules.items()]:
             if part is None:
                 continue
-            if id(part) not in self.parts or not any(True for _ in part.parameters()):
+            if id(part) not in self.parts or not [*part.parameters()]:
                 self.divide(part, f"{name}.{key}")
                 continue
-            if any(True for _ in part.buffers()):
+            if [*part.buffers()]:
                 raise ArgumentError(
                     f"one {type(part).__name__} with buffers is in two layers, "
                     f"{self.parts[id(part)]} and {name}.{key}",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, attention, nn
-from mpipipe.arrays import DeviceArray
 from mpipipe.attention import cost
-from mpipipe.bench.timing import WARMUP, Call, Row, normal, seconds
+from mpipipe.bench.timing import Call, Row, normal, seconds
 
 # -- Memory ----------------------------------------------------------------------------------------
 #
@@ -116,14 +116,23 @@ def measure_attention(
     dtype: str = "bfloat16",
 ) -> Iterator[Row]:
     """Yield a row for each length and direction."""
-    sizes = heads, kv_heads, head_dim, dtype
+    counts = list(enumerate((heads, kv_heads, kv_heads, heads)))
+    attend = attention.Local(causal=True)
     for length in lengths:
+        *inputs, dout = (normal((1, length, n, head_dim), dtype, seed) for seed, n in counts)
+        saved = attend.forward(*inputs)[1]
         work = cost.attention_flops(length**2 / 2, heads, head_dim)
-        rates = _rates(work, _alone(repeats, _whole(length, *sizes)))
+        ways: dict[str, tuple[float, Call]] = {
+            "forward": (work, partial(attend.forward, *inputs)),
+            "backward": (cost.BACKWARD_WORK * work, partial(attend.backward, dout, saved)),
+        }
         what = f"{dtype}, {heads} heads over {kv_heads}, dim {head_dim}, sequence {length}"
-        published = PUBLISHED.get(length) if sizes == OF_PUBLISHED else None
-        for at, way in enumerate(("forward", "backward")):
-            row = Row(f"attention {way}, {what}", rates[at], "TFLOP/s")
+        published = None
+        if (heads, kv_heads, head_dim, dtype) == OF_PUBLISHED:
+            published = PUBLISHED.get(length)
+        for at, (way, (operations, call)) in enumerate(ways.items()):
+            rate = operations / seconds(call, repeats) / 1e12
+            row = Row(f"attention {way}, {what}", rate, "TFLOP/s")
             if published is not None:
                 row = replace(
                     row,
@@ -132,23 +141,3 @@ def measure_attention(
                     goal="at least 0.95",
                 )
             yield row
-
-
-def _rates(work: float, times: Sequence[float]) -> list[float]:
-    """Return TFLOP/s of a forward of `work` operations, and of its backward."""
-    return [factor * work / each / 1e12 for factor, each in zip((1, cost.BACKWARD_WORK), times)]
-
-
-def _whole(length: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[DeviceArray]:
-    """Return q, k, v and the gradient of the output."""
-    counts = (heads, kv_heads, kv_heads, heads)
-    return [normal((1, length, n, head_dim), dtype, seed) for seed, n in enumerate(counts)]
-
-
-def _alone(repeats: int, whole: Sequence[DeviceArray]) -> tuple[float, float]:
-    """Return the seconds of forward and backward of one kernel over the whole sequence."""
-    *inputs, dout = whole
-    attend = attention.Local(causal=True)
-    forward = seconds(lambda: attend.forward(*inputs), repeats, WARMUP)
-    saved = attend.forward(*inputs)[1]
-    return forward, seconds(lambda: attend.backward(dout, saved), repeats, WARMUP)

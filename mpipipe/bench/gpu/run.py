@@ -109,10 +109,9 @@ def run(
             arguments = dict(part.quick) if quick else {}
             if repeats is not None:
                 arguments["repeats"] = repeats
-            taken = signature(part.measure).parameters
-            arguments |= {
-                key: value for key, value in (("peers", peers), ("comm", comm)) if key in taken
-            }
+            for key, value in (("peers", peers), ("comm", comm)):
+                if key in signature(part.measure).parameters:
+                    arguments[key] = value
             try:
                 for row in part.measure(**arguments):
                     publish(f"{name}: {row}" if isinstance(row, str) else row)

@@ -75,7 +75,6 @@ def measure_executor(
 SMALL = GPT(
     vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True
 )  # sizes of GPT-2 small, this architecture
-GOALS = {"eager": "at least 1.3", "compiled": "at least 1.0"}
 WARMUP = 3
 LR = 1e-4
 SMALL_TOKENS = 512  # tokens of a micro-batch
@@ -158,7 +157,7 @@ def measure_step(
             "tokens/s",
             f"PyTorch {name}",
             theirs,
-            GOALS["compiled" if compiled else "eager"],
+            "at least 1.0" if compiled else "at least 1.3",
         )
         del step
         torch.cuda.empty_cache()
