@@ -16,8 +16,9 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous
 from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 
-OPTIMIZER = Path(__file__).with_name("optimizer.cu")
-SQUARES = Path(__file__).with_name("squares.cu")
+HERE = Path(__file__).parent
+OPTIMIZER = HERE / "optimizer.cu"
+SQUARES = HERE / "squares.cu"
 FLOAT64 = np.dtype(np.float64)
 CHUNK = 1 << 15  # elements whose squares one block sums
 WHOLE = Update()
@@ -125,7 +126,7 @@ def _chunks(offsets: tuple[tuple[int, int], ...], _device: int) -> tuple[DeviceA
 # -- Clipping by the norm on a GPU, with a factor that the host need not know ----------------------
 
 
-CLIPPING = Path(__file__).with_name("clipping.cu")
+CLIPPING = HERE / "clipping.cu"
 
 
 def clip_factor(squares: DeviceArray, max_norm: float, scale: float, divisor: float) -> DeviceArray:
