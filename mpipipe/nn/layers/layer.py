@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree
+from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.kernels.interface import Kernels
-from mpipipe.nn.parameters import FlatBuffer, Parameter
-from mpipipe.nn.rope import RopeTables
+from mpipipe.nn.parameters import Parameter
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 
 class Position(NamedTuple):
@@ -41,31 +40,6 @@ class Position(NamedTuple):
     training: bool = True
     keeps: bool = True
     recompute: str = ""
-
-
-class StageOfLayer(Protocol):
-    """What layers and adapters ask of the stage that binds them; see nn.Stage."""
-
-    position: Position
-    headless: bool
-    poll: Callable[[], object] | None
-    device: str
-    dtype: np.dtype
-    seed: int
-    version: int
-    kernels: Kernels
-    tables: RopeTables
-
-    def taken(self, name: str) -> Tree: ...
-    def give(self, name: str, tree: Tree) -> None: ...
-    def gradient_of(self, name: str) -> Tree: ...
-    def add_gradient(self, name: str, gradient: Tree) -> None: ...
-    @property
-    def parameters(self) -> FlatBuffer: ...
-    @property
-    def gradients(self) -> FlatBuffer: ...
-    @property
-    def compute(self) -> FlatBuffer: ...
 
 
 # -- Projections, which are rows of a matrix, and their low-rank adapters (nn/lora.py) -------------
@@ -232,7 +206,7 @@ class Layer(Differentiable):
     declared: Mapping[str, Parameter] = MappingProxyType({})
     children: Mapping[str, Layer] = MappingProxyType({})
     adapters: Mapping[str, list[Adapter]] = MappingProxyType({})
-    stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
+    stage: Stage = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
@@ -289,7 +263,7 @@ class Layer(Differentiable):
         share the storage of another place: then `self.<name>` is another array.
         """
 
-    def bind(self, stage: StageOfLayer, name: str) -> None:
+    def bind(self, stage: Stage, name: str) -> None:
         """Become part of one stage, under this name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(
@@ -300,8 +274,8 @@ class Layer(Differentiable):
         self.stage = stage
         self.name = name
         for key in self.declared:
-            setattr(self, key, stage.compute[full_name(name, key)])
-            setattr(self, f"{key}_grad", stage.gradients.get(full_name(name, key)))
+            setattr(self, key, stage.compute[f"{name}.{key}"])
+            setattr(self, f"{key}_grad", stage.gradients.get(f"{name}.{key}"))
         self.bound()
 
     def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
@@ -348,11 +322,6 @@ class Layer(Differentiable):
             kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
             inner = kernels.linear_backward_input(columns, b)
             kernels.linear_backward_weight(kernels.scale(inner, scale, inner), x, da)
-
-
-def full_name(name: str, key: str) -> str:
-    """Return the name in the model of what a layer of this name calls `key`."""
-    return f"{name}.{key}" if name else key
 
 
 def mixes(layer: Layer) -> bool:

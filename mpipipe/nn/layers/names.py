@@ -122,23 +122,17 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
 
 
 def check_links(
-    chain: NamedChain | None, number: int, takes: Collection[str], gives: Collection[str]
+    chain: NamedChain, number: int, takes: Collection[str], gives: Collection[str]
 ) -> None:
     """Raise ArgumentError unless the skips at a stage are the names of its layers.
 
     The first stage takes its names from the inputs, and hands on others that are there.
     """
-    taken: set[str] = set()
-    named: set[str] = set()
-    missing: set[str] = set()
-    if chain is not None:
-        taken.update(chain.takes)
-        named.update(chain.named)
-        missing = set(chain.unclaimed) - set(gives)
-    unknown = set(takes) - taken
+    missing = set(chain.unclaimed) - set(gives)
+    unknown = set(takes) - set(chain.takes)
     if number:
-        missing |= taken - set(takes)
-        unknown |= set(gives) - named
+        missing |= set(chain.takes) - set(takes)
+        unknown |= set(gives) - set(chain.named)
     if missing or unknown:
         words = [f"no skip {name}" for name in sorted(missing)]
         words += [f"skip {name}" for name in sorted(unknown)]
