@@ -19,7 +19,7 @@ from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
 from mpipipe.nn.layers.head_slices import tile_rows, tiles
-from mpipipe.nn.layers.layer import leaf
+from mpipipe.nn.layers.layer import Layer, leaf
 from mpipipe.nn.stage import Stage
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -223,10 +223,14 @@ def _check_side(output: Array, target: Array) -> None:
 
 def worth_tiles(stage: Stage, count: int) -> bool:
     """Return whether a stage ends with a head whose logits of `count` rows do not fit a tile."""
-    head = leaf(stage.layers[-1], -1) if stage.layers else None
-    return isinstance(head, Head) and count > tile_rows(
-        head.outputs, stage.dtype.itemsize, stage.device
-    )
+    head = _last_layer(stage)
+    if not isinstance(head, Head):
+        return False
+    return count > tile_rows(head.outputs, stage.dtype.itemsize, stage.device)
+
+
+def _last_layer(stage: Stage) -> Layer | None:
+    return leaf(stage.layers[-1], -1) if stage.layers else None
 
 
 class HeadCrossEntropy:
@@ -258,7 +262,7 @@ class HeadCrossEntropy:
     mean_over_entries = wants_host_targets = True
 
     def __init__(self, stage: Stage, tile: int | None = None):
-        head = leaf(stage.layers[-1], -1) if stage.layers else None
+        head = _last_layer(stage)
         if not isinstance(head, Head):
             raise ArgumentError(
                 "the loss cannot take over the head's product",
@@ -307,20 +311,17 @@ class HeadCrossEntropy:
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)
-        value, dx = (
-            self._tile(x, ids, factor) if tile >= len(x) else self._tiles(x, ids, factor, tile)
-        )
+        if tile >= len(x):
+            value, dx = self._tile(x, ids, factor)
+        else:
+            value, dx = self._tiles(x, ids, factor, tile)
         return value, None if dx is None else dx.reshape(output.shape)
 
     def _tiles(self, x: Array, ids: Array, factor: float, tile: int) -> tuple[Any, Array | None]:
         """Go through all rows tile by tile."""
         kernels = self.stage.kernels
         total: Any = 0.0
-        dx = (
-            arrays.empty(x.shape, x.dtype, self.stage.device)
-            if self.stage.position.training
-            else None
-        )
+        dx = arrays.empty_like(x) if self.stage.position.training else None
         for at in tiles(self.stage, len(x), tile):
             share = (at.stop - at.start) / len(x)
             value, part = self._tile(x[at], ids[at], factor * share)

@@ -140,7 +140,7 @@ class Conv(Layer):
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
-        y = arrays.empty((len(x), *shape.sizes, self.outputs), x.dtype, self.stage.device)
+        y = self._empty((len(x), *shape.sizes, self.outputs), x.dtype)
         kernels = self.stage.kernels
         weight = self._matrices(self.weight)
         for windows, group, place in self._windows(x, shape, self.outputs):
@@ -164,7 +164,7 @@ class Conv(Layer):
         before = [width - 1 - count for width, count in zip(self.width, self.before)]
         shape = _Shape(self.width, before, 1, space)
         turned = self._turned_matrices()
-        dx = arrays.empty(saved.shape, dy.dtype, self.stage.device)
+        dx = self._empty(saved.shape, dy.dtype)
         for windows, group, place in self._windows(spread, shape, self.inputs):
             points = kernels.linear_backward_input(windows, turned[group])
             kernels.copy(points.reshape(dx[place].shape), dx[place])
@@ -198,13 +198,8 @@ class Conv(Layer):
         They are (groups, points x outputs of a group, inputs of a group).
         """
         outputs, *width, inputs = self.weight.shape
-        points = self._matrices(self.weight).reshape(
-            self.groups, outputs // self.groups, math.prod(width), inputs
-        )
-        turned = arrays.empty(
-            (self.groups, *points.shape[2:0:-1], inputs), points.dtype, self.stage.device
-        )
-        self.stage.kernels.copy(points[:, :, ::-1].swapaxes(1, 2), turned)
+        points = self.weight.reshape(self.groups, outputs // self.groups, math.prod(width), inputs)
+        turned = arrays.copied(points[:, :, ::-1].swapaxes(1, 2))
         return turned.reshape(self.groups, -1, inputs)
 
     # -- windows

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.parameters import Parameter
 
@@ -289,6 +291,9 @@ class Layer(Differentiable):
         yield name, self
         for key, child in self.children.items():
             yield from child.walk(f"{name}.{key}")
+
+    def _empty(self, shape: Shape, dtype: np.dtype) -> Array:
+        return arrays.empty(shape, dtype, self.stage.device)
 
     # -- how layers of the package add to gradients, which may be frozen or have adapters
 

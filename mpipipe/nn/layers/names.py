@@ -413,7 +413,7 @@ class AdaptiveNorm(Layer):
         both, of_linear = self.modulation.forward(condition)
         points = x.reshape(len(x), -1, self.size)
         scales = []
-        y = arrays.empty(points.shape, x.dtype, self.stage.device)
+        y = self._empty(points.shape, x.dtype)
         for row in range(len(x)):
             gain = both[row, : self.size]
             shift = both[row, self.size :]
@@ -424,11 +424,11 @@ class AdaptiveNorm(Layer):
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         points, both, scales, of_linear = saved
-        device = self.stage.device
         kernels = self.stage.kernels
         dpoints = dy.reshape(points.shape)
-        dx = arrays.empty(points.shape, dy.dtype, device)
-        total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
+        dx = self._empty(points.shape, dy.dtype)
+        kind = arrays.accumulator(dy.dtype)
+        total = arrays.zeros((len(dx), 2, self.size), kind, self.stage.device)
         for row, scale in enumerate(scales):
             gain = both[row, : self.size]
             result, *sums = kernels.norm_backward(dpoints[row], points[row], scale, gain, True)
