@@ -115,10 +115,7 @@ def _add_parts(parts: DeviceArray, grad: DeviceArray) -> Launch:
     count, width = parts.shape
     function = arrays.cuda_function(SUMS, "add_parts", T=grad.dtype, V=1)
     block = (COLUMNS, PART_STRIPES)
-    adds = np.int32(True)
-    return Launch(
-        function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), adds)
-    )
+    return Launch(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width)))
 
 
 # -- Normalisation of rows on a GPU; nn/layers/norm.py has the formulas ----------------------------
@@ -151,7 +148,11 @@ def norm(
     x: DeviceArray, gain: DeviceArray, bias: DeviceArray | None, eps: float
 ) -> tuple[DeviceArray, DeviceArray]:
     """Return (y, scale)."""
-    name, vectors = ("rms_norm", [gain]) if bias is None else ("layer_norm", [gain, bias])
+    name = "rms_norm"
+    vectors = [gain]
+    if bias is not None:
+        name = "layer_norm"
+        vectors.append(bias)
     y = arrays.empty_like(x)
     scale = arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
     _norm((x, *vectors), (y, scale), (name, eps))
@@ -164,7 +165,8 @@ def _norm(x: DeviceArray, *rest: Any) -> Launch | None:
     check_contiguous(name, x, *others)
     if not x.size:
         return None
-    constants, (rows, width) = _constants(x, *others), x.shape
+    constants = _constants(x, *others)
+    rows, width = x.shape
     block = _block(constants["G"])
     numbers = np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps)
     return Launch(
@@ -207,7 +209,8 @@ def _norm_backward(
     check_contiguous(name, scale, gain)
     if not x.size:
         return None
-    constants, (rows, width) = _constants(x, dy, dx, gain, *more), x.shape
+    constants = _constants(x, dy, dx, gain, *more)
+    rows, width = x.shape
     block = _block(constants["G"])
     blocks = min(-(-rows // block[1]), NORM_THREADS // (block[0] * block[1]))
     function = arrays.cuda_function(NORM, name, **constants)
@@ -248,7 +251,8 @@ def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None
     """
     check_ids(ids)
     check_contiguous("embed_backward", dy, ids, grad)
-    count, (vocab, dim) = ids.size, grad.shape
+    count = ids.size
+    vocab, dim = grad.shape
     if not dy.size:
         return
     width = vector_width(dy, grad, divides=dim)
@@ -399,7 +403,8 @@ def running_lse_backward(
 
 @Packed
 def _lse(logits: DeviceArray, ids: DeviceArray, *rest: Any) -> Launch:
-    others, (name, *numbers) = rest[: len(rest) // 2 + 1], rest[len(rest) // 2 + 1 :]
+    others = rest[: len(rest) // 2 + 1]
+    name, *numbers = rest[len(rest) // 2 + 1 :]
     check_ids(ids)
     check_contiguous(name, logits, ids, *others)
     rows, width = logits.shape
