@@ -30,10 +30,8 @@ class Packing:
 
     def begin(self, segments: np.ndarray) -> None:
         """Take the segments of this replica's rows, integers (rows, seq_len)."""
-        self.parts = [
-            segments[part.start : part.stop]
-            for part in even_split(len(segments), self.microbatches)
-        ]
+        places = even_split(len(segments), self.microbatches)
+        self.parts = [segments[place.start : place.stop] for place in places]
 
 
 class PackedAttend(Attend):
