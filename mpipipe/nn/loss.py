@@ -73,12 +73,10 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
             found=kinds,
             expected="real targets, or complex output",
         )
-    if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
-        _check_side(output, target)
-        if arrays.is_device(output) and not (
-            arrays.is_device(target) and arrays.is_floating(target.dtype)
-        ):
-            target = arrays.upload(arrays.on_host(target).astype(output.dtype))
+    _check_side(output, target)
+    fits = arrays.is_device(target) and arrays.is_floating(target.dtype)
+    if arrays.is_device(output) and not fits:
+        target = arrays.upload(arrays.on_host(target).astype(output.dtype))
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
         target = target if target.dtype == output.dtype else target.astype(output.dtype)
         parts = arrays.as_reals(output), arrays.as_reals(target)
@@ -123,10 +121,9 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     )
     _check_side(output, target)
     device = arrays.device_of(output)
-    ids = checked_ids(
-        target, output.shape[-1], "softmax_cross_entropy: the target", device
-    ).reshape(-1)
-    value, gradient = kernels.of_array(output).softmax_cross_entropy(rows(output), ids, factor)
+    ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device)
+    kernel = kernels.of_array(output).softmax_cross_entropy
+    value, gradient = kernel(rows(output), ids.reshape(-1), factor)
     return value, gradient.reshape(output.shape)
 
 

@@ -80,23 +80,15 @@ class SpectralConv(Layer):
         kernels = self.stage.kernels
         frequencies, rows, _ = low.shape
         to_low, back = self._transforms(space, dy.dtype)
-        ready = self._apply(
-            arrays.cast(dy, low.dtype), space, back, range(len(space))[::-1], transpose=True
-        )
+        axes = range(len(space))
+        ready = self._apply(arrays.cast(dy, low.dtype), space, back, axes[::-1], transpose=True)
+        ready = ready.reshape(len(dy), 2, 2, frequencies, self.outputs)
         dproducts = self._empty((frequencies, rows, 2 * self.outputs), low.dtype)
-        kernels.copy(
-            ready.reshape(len(dy), 2, 2, frequencies, self.outputs), self._parts(dproducts)
-        )
+        kernels.copy(ready, self._parts(dproducts))
         dlow = self._empty(low.shape, low.dtype)
         kernels.products(dproducts, self._weight(low.dtype), dlow, transpose_b=True)
-        turned = arrays.copied(dlow.swapaxes(0, 1))
-        dx = self._apply(
-            turned.reshape(len(dy), -1, self.inputs),
-            space,
-            to_low,
-            range(len(space)),
-            transpose=True,
-        )
+        turned = arrays.copied(dlow.swapaxes(0, 1)).reshape(len(dy), -1, self.inputs)
+        dx = self._apply(turned, space, to_low, axes, transpose=True)
         return arrays.cast(dx, dy.dtype).reshape(*dy.shape[:-1], self.inputs), (low, dproducts)
 
     def backward_weight(self, pending: Any) -> None:
@@ -166,9 +158,12 @@ def _transform(points: int, modes: int, first: bool, last: bool) -> tuple[np.nda
         of_re = (weight * cos).T
         of_im = (-weight * sin).T
     else:
-        to_low = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(
-            2 * len(cos), -1
-        )
-        of_re = np.stack([cos, sin], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
-        of_im = np.stack([-sin, cos], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
-    return to_low, np.concatenate([of_re, of_im, of_im, -of_re] if first else [of_re, of_im], 1)
+        re = np.stack([cos, sin], 2)
+        im = np.stack([-sin, cos], 2)
+        to_low = np.stack([re, im]).reshape(2 * len(cos), -1)
+        of_re = re.transpose(1, 2, 0).reshape(2 * points, -1) / points
+        of_im = im.transpose(1, 2, 0).reshape(2 * points, -1) / points
+    back = [of_re, of_im]
+    if first:
+        back += [of_im, -of_re]
+    return to_low, np.concatenate(back, 1)

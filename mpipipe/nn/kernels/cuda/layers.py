@@ -374,7 +374,7 @@ def _cross_entropy(
 
 
 def _loss_block(words: int) -> tuple[int]:
-    """Return the block for a row of so many words."""
+    """Return the block for a row of this many words."""
     return (next((n for n in LOSS_THREADS if n * WORDS >= words), LOSS_THREADS[-1]),)
 
 

@@ -10,16 +10,15 @@ import numpy as np
 
 from mpipipe.arrays import float32_like, round_into, upcast
 from mpipipe.nn.kernels.host import ELEMENTS, blocks, elementwise
-from mpipipe.nn.kernels.host.flat import adamw as adamw
-from mpipipe.nn.kernels.host.flat import sgd as sgd
-from mpipipe.nn.kernels.host.flat import sum_of_squares, summed
-from mpipipe.nn.kernels.host.flat import sums_of_squares as sums_of_squares
-from mpipipe.nn.kernels.host.products import add_parts as add_parts
-from mpipipe.nn.kernels.host.products import linear as linear
-from mpipipe.nn.kernels.host.products import linear_backward_input as linear_backward_input
-from mpipipe.nn.kernels.host.products import linear_backward_weight as linear_backward_weight
-from mpipipe.nn.kernels.host.products import products as products
-from mpipipe.nn.kernels.host.products import sum_rows as sum_rows
+from mpipipe.nn.kernels.host.flat import adamw, sgd, sum_of_squares, summed, sums_of_squares  # noqa: F401  # kernels, too
+from mpipipe.nn.kernels.host.products import (  # noqa: F401  # kernels, too
+    add_parts,
+    linear,
+    linear_backward_input,
+    linear_backward_weight,
+    products,
+    sum_rows,
+)
 from mpipipe.nn.random import random_bits
 from mpipipe.processor import each
 
@@ -315,10 +314,11 @@ def norm_backward(
     """Return (dx, part of dgain) and, where rows were centred, part of dbias."""
     dx = np.empty(x.shape, x.dtype)
     pieces = blocks(*x.shape)
-    dgain, dbias = (np.empty((len(pieces), len(gain)), gain.dtype) for _ in range(2))
+    dgain = np.empty((len(pieces), len(gain)), gain.dtype)
+    dbias = np.empty_like(dgain)
 
-    def mean(products: np.ndarray) -> np.ndarray:
-        return np.divide(products, len(gain), out=products)
+    def mean(sums: np.ndarray) -> np.ndarray:
+        return np.divide(sums, len(gain), out=sums)
 
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
