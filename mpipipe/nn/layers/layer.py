@@ -5,17 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Shape
+from mpipipe.arrays import Array, Shape, Tree
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.parameters import Parameter
-
-if TYPE_CHECKING:
-    from mpipipe.nn.stage import Stage
+from mpipipe.nn.kernels.interface import Kernels
+from mpipipe.nn.parameters import FlatBuffer, Parameter
+from mpipipe.nn.rope import RopeTables
 
 
 class Position(NamedTuple):
@@ -42,6 +41,31 @@ class Position(NamedTuple):
     training: bool = True
     keeps: bool = True
     recompute: str = ""
+
+
+class StageOfLayer(Protocol):
+    """What layers and adapters ask of the stage that binds them; see nn.Stage."""
+
+    position: Position
+    headless: bool
+    poll: Callable[[], object] | None
+    device: str
+    dtype: np.dtype
+    seed: int
+    version: int
+    kernels: Kernels
+    tables: RopeTables
+
+    def taken(self, name: str) -> Tree: ...
+    def give(self, name: str, tree: Tree) -> None: ...
+    def gradient_of(self, name: str) -> Tree: ...
+    def add_gradient(self, name: str, gradient: Tree) -> None: ...
+    @property
+    def parameters(self) -> FlatBuffer: ...
+    @property
+    def gradients(self) -> FlatBuffer: ...
+    @property
+    def compute(self) -> FlatBuffer: ...
 
 
 # -- Projections, which are rows of a matrix, and their low-rank adapters (nn/lora.py) -------------
@@ -208,7 +232,7 @@ class Layer(Differentiable):
     declared: Mapping[str, Parameter] = MappingProxyType({})
     children: Mapping[str, Layer] = MappingProxyType({})
     adapters: Mapping[str, list[Adapter]] = MappingProxyType({})
-    stage: Stage = None  # type: ignore[assignment]  # set by bind, before anything asks for it
+    stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
@@ -265,7 +289,7 @@ class Layer(Differentiable):
         share the storage of another place: then `self.<name>` is another array.
         """
 
-    def bind(self, stage: Stage, name: str) -> None:
+    def bind(self, stage: StageOfLayer, name: str) -> None:
         """Become part of one stage, under this name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(
