@@ -6,9 +6,9 @@ pipeline weighs each micro-batch by its entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +22,7 @@ from mpipipe.nn.layers.head_slices import tile_rows, tiles
 from mpipipe.nn.layers.layer import Layer, leaf
 from mpipipe.nn.stage import Stage
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _over_entries(loss: F) -> F:
-    """Mark a loss whose value is a mean over all entries of its targets on the host."""
-    vars(loss)["mean_over_entries"] = vars(loss)["wants_host_targets"] = True
-    return loss
-
-
-@_over_entries
 def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
     """Return the mean of abs(output - target)**2 over all elements, and its gradient.
 
@@ -86,7 +77,6 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
-@_over_entries
 def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
     """Return the mean of -log softmax(output)[target] over all rows, in nats, and its gradient.
 
@@ -127,7 +117,6 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     return value, gradient.reshape(output.shape)
 
 
-@_over_entries
 def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
     """Return the mean of the losses that the last `HeadSlice` gives, and its gradient.
 
@@ -180,6 +169,11 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     total = arrays.zeros((1,), np.dtype(np.float64), device)
     of.add_parts(arrays.cast(output.reshape(-1, 1), total.dtype), total)
     return of.scale(total, 1 / output.size).reshape(()), gradient
+
+
+# Their values are means over all entries of their targets on the host.
+for _loss in (mean_squared_error, softmax_cross_entropy, mean_of_losses):
+    vars(_loss)["mean_over_entries"] = vars(_loss)["wants_host_targets"] = True
 
 
 def _check_shapes(

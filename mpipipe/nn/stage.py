@@ -151,22 +151,26 @@ class Stage(Differentiable):
         """Bind the layers; those with adapters compute with sums of matrices and adapters."""
         self.sync_compute()
         named = self._named_layers()
+        # Layers with adapters (see nn.LoRA), by the name of the matrix.
+        self.adapted: dict[str, Layer] = {}
         for name, layer in named:
             layer.bind(self, name)
-        adapted = self.adapted
-        shapes = {name: self.parameters[name].shape for name in adapted}
+            for key in layer.adapters:
+                self.adapted[f"{name}.{key}"] = layer
+        shapes = {name: self.parameters[name].shape for name in self.adapted}
         halves = self.compute is not self.parameters
         sums = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
-        for name, layer in adapted.items():
+        for name, layer in self.adapted.items():
             self.buffers.merged[name] = layer, sums[name]
             setattr(layer, name.rpartition(".")[2], sums[name])
-        if adapted:
+        if self.adapted:
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
-        self._preparing = [
-            layer for _, layer in named if type(layer).begin_call is not Layer.begin_call
-        ]
+        self._preparing = []
+        for _, layer in named:
+            if type(layer).begin_call is not Layer.begin_call:
+                self._preparing.append(layer)
         self.end_backward(False)
 
     def __repr__(self) -> str:
@@ -247,15 +251,6 @@ class Stage(Differentiable):
     def tied_copies(self) -> set[str]:
         """Names of parameters here that are counted elsewhere (set by the pipeline)."""
         return self.buffers.tied_copies
-
-    @property
-    def adapted(self) -> dict[str, Layer]:
-        """Layers with adapters (see nn.LoRA), by the name of the matrix."""
-        layers = {}
-        for name, layer in self._named_layers():
-            for key in layer.adapters:
-                layers[f"{name}.{key}"] = layer
-        return layers
 
     @property
     def layer_of(self) -> dict[str, tuple[Layer, str]]:
