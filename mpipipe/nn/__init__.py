@@ -35,13 +35,11 @@ from mpipipe.nn.layers.names import (
     AdaptiveNorm,
     Join,
     Keep,
-    check_links,
     ends_of_names,
     handed,
     names_of,
     names_within,
     no_branches_error,
-    or_zeros,
     sum_of,
 )
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm

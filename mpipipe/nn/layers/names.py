@@ -47,7 +47,7 @@ def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...],
     """
     meetings = []
     for place, layer in enumerate(layers):
-        meetings += [(place, name, gives) for name, gives in names_within(layer)]
+        meetings += [(place, *meeting) for meeting in names_within(layer)]
     outside = []
     named = []
     unclaimed = []
@@ -249,7 +249,9 @@ class NamedChain(Sequential):
         skips: dict[str, Tree] = dict.fromkeys(handed)
         if not self.lowest:
             for name, value in handed.items():
-                skips[name] = or_zeros(gradients.get(name), value)
+                gradient = gradients.get(name)
+                # No layer may have added one.
+                skips[name] = arrays.mapped(_zeros_of, value) if gradient is None else gradient
         return Branches(dx, **skips)
 
 
@@ -257,15 +259,8 @@ def _divided(x: Any) -> tuple[Tree, dict[str, Tree]]:
     return (x.main, x.skips) if type(x) is Branches else (x, {})
 
 
-def or_zeros(gradient: Tree | None, value: Tree) -> Tree:
-    """Return a gradient, or zeros where no layer has added one."""
-    if gradient is not None:
-        return gradient
-
-    def zeros_of(leaf: Array) -> Array | None:
-        return arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None
-
-    return arrays.mapped(zeros_of, value)
+def _zeros_of(leaf: Array) -> Array | None:
+    return arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None
 
 
 # -- Layers that give and take ---------------------------------------------------------------------
