@@ -84,9 +84,9 @@ def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
     if not dy.size:
         return
     call = _sum_rows.call((dy,))
-    partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
-    call.launch((dy, partial))
-    add_parts(partial, grad)
+    parts = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
+    call.launch((dy, parts))
+    add_parts(parts, grad)
 
 
 @Packed
@@ -418,10 +418,10 @@ def mean_squared_error(
     """Return (mean of (output - target)^2, factor * its gradient)."""
     gradient = arrays.empty_like(output)
     call = _squared_error.call((output, target), (gradient,))
-    partial = arrays.empty(call.grid, FLOAT64, "cuda")
+    parts = arrays.empty(call.grid, FLOAT64, "cuda")
     per_element = scalar_type(output.dtype)(2 / output.size * factor)
-    call.launch((output, target, gradient, partial), (per_element,))
-    return _mean(partial, output.size), gradient
+    call.launch((output, target, gradient, parts), (per_element,))
+    return _mean(parts, output.size), gradient
 
 
 @Packed

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -101,13 +100,11 @@ def sums_of_squares(
     if not offsets:
         return out
     chunks, ends = _chunks(tuple(offsets), arrays.cupy().cuda.runtime.getDevice())
-    partial = arrays.empty((len(chunks),), FLOAT64, "cuda")
-    constants: dict[str, Any] = {"T": flat.dtype, "V": WORD // flat.itemsize}
+    sums = arrays.empty((len(chunks),), FLOAT64, "cuda")
+    kernel = partial(arrays.cuda_function, SQUARES, T=flat.dtype, V=WORD // flat.itemsize)
     if len(chunks):
-        square = arrays.cuda_function(SQUARES, "square_chunks", **constants)
-        square((len(chunks),), (256,), (flat, chunks, partial))
-    total = arrays.cuda_function(SQUARES, "add_chunks", **constants)
-    total((len(offsets),), (128,), (partial, ends, out))
+        kernel("square_chunks")((len(chunks),), (256,), (flat, chunks, sums))
+    kernel("add_chunks")((len(offsets),), (128,), (sums, ends, out))
     return out
 
 
