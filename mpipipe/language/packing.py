@@ -30,10 +30,8 @@ class Packing:
 
     def begin(self, segments: np.ndarray) -> None:
         """Take the segments of this replica's rows, integers (rows, seq_len)."""
-        self.parts = [
-            segments[part.start : part.stop]
-            for part in even_split(len(segments), self.microbatches)
-        ]
+        places = even_split(len(segments), self.microbatches)
+        self.parts = [segments[place.start : place.stop] for place in places]
 
 
 class PackedAttend(Attend):
@@ -43,7 +41,6 @@ class PackedAttend(Attend):
         self.inner = inner
         self.packing = packing
         self._microbatch = 0
-        self._others: dict[int, PackedAttend] = {}
 
     def begin(self, position: Position) -> None:
         self._microbatch = position.microbatch // len(self.slice_rows or (1,))
@@ -68,9 +65,7 @@ class PackedAttend(Attend):
         return self.inner.backward(dout, saved, room)
 
     def with_window(self, window: int) -> PackedAttend:
-        if window not in self._others:
-            self._others[window] = PackedAttend(self.inner.with_window(window), self.packing)
-        return self._others[window]
+        return PackedAttend(self.inner.with_window(window), self.packing)
 
     @property
     def poll(self) -> Callable[[], object]:

@@ -19,11 +19,9 @@ What does not fit what a docstring here says of it raises ArgumentError.
 
 from __future__ import annotations
 
-# several lines for one file, where its names need them
-# isort: off
+from mpipipe.nn.checks import check_slice_count
 from mpipipe.nn.gradient_check import check_gradients
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor, rescale
-from mpipipe.nn.checks import check_slice_count
 from mpipipe.nn.layers.attend import Attend, ForwardAndBackward, as_attend
 from mpipipe.nn.layers.attention import SelfAttention
 from mpipipe.nn.layers.containers import PreNormResidual, Recompute, Residual, Sequential
@@ -33,13 +31,15 @@ from mpipipe.nn.layers.field import Patches
 from mpipipe.nn.layers.head_slices import HeadSlice, check_slices
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position, mixes
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
-from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep, check_links, handed
 from mpipipe.nn.layers.names import (
+    AdaptiveNorm,
+    Join,
+    Keep,
     ends_of_names,
+    handed,
     names_of,
     names_within,
     no_branches_error,
-    or_zeros,
     sum_of,
 )
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
@@ -59,8 +59,9 @@ from mpipipe.nn.parameters import (
     divide_buffer,
     frozen_names,
     is_frozen,
+    partly_frozen_error,
+    unite_buffer,
 )
-from mpipipe.nn.parameters import partly_frozen_error, unite_buffer
 from mpipipe.nn.random import random_key, random_seed
 from mpipipe.nn.rope import (
     ROPE_SCALINGS,
@@ -72,7 +73,6 @@ from mpipipe.nn.rope import (
 )
 from mpipipe.nn.stage import Stage, accepted_input
 from mpipipe.nn.write_hooks import announce_write
-# isort: on
 
 __all__ = [  # the rest is for other rooms of the package
     "AdaptiveNorm",

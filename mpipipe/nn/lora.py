@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,28 +194,28 @@ def merge(
         merge_into(stage, name, layer, target)
 
 
-class PlainStage:
-    """A stage with adapters as a plain one, for loading and saving its parameters.
+def _without_adapters(stage: Any, merged: bool) -> SimpleNamespace:
+    """Return what loads and saves the parameters of a stage, as that of a plain one.
 
     Matrices come with their adapters, as new arrays, where they are `merged`; else they are the
     frozen ones themselves.
     """
-
-    def __init__(self, stage: Any, merged: bool):
-        views = {}
-        for name, array in stage.parameters.items():
-            if not is_adapter(name):
-                views[name] = array
-        if merged:
-            for name, layer in stage.adapted.items():
-                views[name] = arrays.copied(views[name])
-                merge_into(stage, name, layer, views[name])
-        self.parameters = showing(stage.parameters, views)
-        self.before_write = stage.before_write
-        self.index = stage.index
-        self.sync_compute = stage.sync_compute
+    views = {}
+    for name, array in stage.parameters.items():
+        if not is_adapter(name):
+            views[name] = array
+    if merged:
+        for name, layer in stage.adapted.items():
+            views[name] = arrays.copied(views[name])
+            merge_into(stage, name, layer, views[name])
+    return SimpleNamespace(
+        parameters=showing(stage.parameters, views),
+        before_write=stage.before_write,
+        index=stage.index,
+        sync_compute=stage.sync_compute,
+    )
 
 
 def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
     """Return stages with the parameters of the plain model, to load or, merged, to save."""
-    return [PlainStage(stage, merged) if stage.adapted else stage for stage in stages]
+    return [_without_adapters(stage, merged) if stage.adapted else stage for stage in stages]

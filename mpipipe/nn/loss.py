@@ -6,9 +6,9 @@ pipeline weighs each micro-batch by its entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +19,10 @@ from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
 from mpipipe.nn.layers.head_slices import tile_rows, tiles
-from mpipipe.nn.layers.layer import leaf
+from mpipipe.nn.layers.layer import Layer, leaf
 from mpipipe.nn.stage import Stage
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _over_entries(loss: F) -> F:
-    """Mark a loss whose value is a mean over all entries of its targets on the host."""
-    vars(loss)["mean_over_entries"] = vars(loss)["wants_host_targets"] = True
-    return loss
-
-
-@_over_entries
 def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
     """Return the mean of abs(output - target)**2 over all elements, and its gradient.
 
@@ -73,12 +64,10 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
             found=kinds,
             expected="real targets, or complex output",
         )
-    if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
-        _check_side(output, target)
-        if arrays.is_device(output) and not (
-            arrays.is_device(target) and arrays.is_floating(target.dtype)
-        ):
-            target = arrays.upload(arrays.on_host(target).astype(output.dtype))
+    _check_side(output, target)
+    fits = arrays.is_device(target) and arrays.is_floating(target.dtype)
+    if arrays.is_device(output) and not fits:
+        target = arrays.upload(arrays.on_host(target).astype(output.dtype))
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
         target = target if target.dtype == output.dtype else target.astype(output.dtype)
         parts = arrays.as_reals(output), arrays.as_reals(target)
@@ -88,7 +77,6 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
-@_over_entries
 def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
     """Return the mean of -log softmax(output)[target] over all rows, in nats, and its gradient.
 
@@ -123,14 +111,12 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     )
     _check_side(output, target)
     device = arrays.device_of(output)
-    ids = checked_ids(
-        target, output.shape[-1], "softmax_cross_entropy: the target", device
-    ).reshape(-1)
-    value, gradient = kernels.of_array(output).softmax_cross_entropy(rows(output), ids, factor)
+    ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device)
+    kernel = kernels.of_array(output).softmax_cross_entropy
+    value, gradient = kernel(rows(output), ids.reshape(-1), factor)
     return value, gradient.reshape(output.shape)
 
 
-@_over_entries
 def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
     """Return the mean of the losses that the last `HeadSlice` gives, and its gradient.
 
@@ -185,6 +171,11 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     return of.scale(total, 1 / output.size).reshape(()), gradient
 
 
+# Their values are means over all entries of their targets on the host.
+for _loss in (mean_squared_error, softmax_cross_entropy, mean_of_losses):
+    vars(_loss)["mean_over_entries"] = vars(_loss)["wants_host_targets"] = True
+
+
 def _check_shapes(
     message: str, output: Array, target: Array, shape: Shape | None, remedy: str | None = None
 ) -> None:
@@ -223,10 +214,14 @@ def _check_side(output: Array, target: Array) -> None:
 
 def worth_tiles(stage: Stage, count: int) -> bool:
     """Return whether a stage ends with a head whose logits of `count` rows do not fit a tile."""
-    head = leaf(stage.layers[-1], -1) if stage.layers else None
-    return isinstance(head, Head) and count > tile_rows(
-        head.outputs, stage.dtype.itemsize, stage.device
-    )
+    head = _last_layer(stage)
+    if not isinstance(head, Head):
+        return False
+    return count > tile_rows(head.outputs, stage.dtype.itemsize, stage.device)
+
+
+def _last_layer(stage: Stage) -> Layer | None:
+    return leaf(stage.layers[-1], -1) if stage.layers else None
 
 
 class HeadCrossEntropy:
@@ -258,7 +253,7 @@ class HeadCrossEntropy:
     mean_over_entries = wants_host_targets = True
 
     def __init__(self, stage: Stage, tile: int | None = None):
-        head = leaf(stage.layers[-1], -1) if stage.layers else None
+        head = _last_layer(stage)
         if not isinstance(head, Head):
             raise ArgumentError(
                 "the loss cannot take over the head's product",
@@ -307,20 +302,17 @@ class HeadCrossEntropy:
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)
-        value, dx = (
-            self._tile(x, ids, factor) if tile >= len(x) else self._tiles(x, ids, factor, tile)
-        )
+        if tile >= len(x):
+            value, dx = self._tile(x, ids, factor)
+        else:
+            value, dx = self._tiles(x, ids, factor, tile)
         return value, None if dx is None else dx.reshape(output.shape)
 
     def _tiles(self, x: Array, ids: Array, factor: float, tile: int) -> tuple[Any, Array | None]:
         """Go through all rows tile by tile."""
         kernels = self.stage.kernels
         total: Any = 0.0
-        dx = (
-            arrays.empty(x.shape, x.dtype, self.stage.device)
-            if self.stage.position.training
-            else None
-        )
+        dx = arrays.empty_like(x) if self.stage.position.training else None
         for at in tiles(self.stage, len(x), tile):
             share = (at.stop - at.start) / len(x)
             value, part = self._tile(x[at], ids[at], factor * share)

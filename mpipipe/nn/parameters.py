@@ -253,24 +253,17 @@ def _divided_error(name: str) -> ArgumentError:
     )
 
 
-def drawn(
-    declared: Mapping[str, Parameter],
-    dtype: np.dtype,
-    device: str,
-    seed: int,
-    layout: Mapping[str, Any],
-) -> FlatBuffer:
-    """Return parameters with their initial values; `layout` are further arguments of FlatBuffer."""
-    shapes = shapes_of(declared)
-    host = FlatBuffer(shapes, dtype, **layout)
+def draw_into(buffer: FlatBuffer, declared: Mapping[str, Parameter], seed: int) -> None:
+    """Set the arrays of a buffer to the initial values of parameters."""
     for name, parameter in declared.items():
         generator = initial_generator(seed, parameter.stream or parameter.tie or name)
-        host[name][...] = parameter.draw(generator, parameter.shape)
-    if device == "cpu":
-        return host
-    buffer = FlatBuffer(shapes, dtype, device, **layout)
-    arrays.upload(host.flat, out=buffer.flat)
-    return buffer
+        target = buffer[name]
+        host = target
+        if arrays.is_device(target):
+            host = np.empty(target.shape, target.dtype)
+        host[...] = parameter.draw(generator, parameter.shape)
+        if host is not target:
+            arrays.upload(host, out=target)
 
 
 def shapes_of(declared: Mapping[str, Parameter]) -> dict[str, Shape]:
@@ -396,15 +389,17 @@ class StageBuffers:
         rest: dict[str, Parameter] = {}
         for name, parameter in declared.items():
             (rest if name in frozen_names else trained)[name] = parameter
-        shapes = shapes_of(trained)
-        layout: Any = {"narrowest": dtype, "order": memory_order(trained)}
-        parameters = drawn(trained, wide, device, seed, layout)
-        gradients = FlatBuffer(shapes, wide, device, **layout)
-        frozen = drawn(rest, wide, device, seed, {"narrowest": dtype})
+        order = memory_order(trained)
+        make = partial(FlatBuffer, shapes_of(trained), device=device, narrowest=dtype, order=order)
+        parameters = make(wide)
+        draw_into(parameters, trained, seed)
+        gradients = make(wide)
+        frozen = FlatBuffer(shapes_of(rest), wide, device, dtype)
+        draw_into(frozen, rest, seed)
         compute = parameters
         frozen_compute = frozen
         if wide != dtype:
-            compute = FlatBuffer(shapes, dtype, device, **layout)
+            compute = make(dtype)
             frozen_compute = FlatBuffer(shapes_of(rest), dtype, device)
             _show(compute, frozen_compute, declared)
         decays = {name: parameter.decay for name, parameter in trained.items()}

@@ -21,8 +21,7 @@ def random_key(*names: object) -> np.ndarray:
 
 def random_seed(*names: object) -> int:
     """Return 63 bits of a key for the given names, for generators of other libraries."""
-    digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=16).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int(random_key(*names)[0]) >> 1
 
 
 def initial_generator(seed: int, name: str) -> np.random.Generator:

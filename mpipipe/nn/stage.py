@@ -14,8 +14,8 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Position, full_name, leaf, mixes
-from mpipipe.nn.layers.names import NamedChain, check_links, names_within, no_branches_error, sum_of
+from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf, mixes
+from mpipipe.nn.layers.names import NamedChain, check_links, no_branches_error, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
@@ -129,9 +129,14 @@ class Stage(Differentiable):
                     found=type(layer).__name__,
                     expected="an instance of nn.Layer",
                 )
-        named = any([*names_within(layer)] for layer in self.layers)
-        self._chain: Sequential = NamedChain(self.layers) if named else Sequential(self.layers)
-        self._chain.stage = self
+        # The layers with names that come in, go out, or are handed from layer to layer. Without
+        # any, the stage runs a plain chain.
+        self.names = NamedChain(self.layers)
+        self.names.stage = self
+        self._chain: Sequential = self.names
+        if not self.names.takes and not self.names.named:
+            self._chain = Sequential(self.layers)
+            self._chain.stage = self
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
         names = frozen_names(declared, tuple(frozen))
         buffers = self.buffers = StageBuffers.of(
@@ -146,22 +151,26 @@ class Stage(Differentiable):
         """Bind the layers; those with adapters compute with sums of matrices and adapters."""
         self.sync_compute()
         named = self._named_layers()
+        # Layers with adapters (see nn.LoRA), by the name of the matrix.
+        self.adapted: dict[str, Layer] = {}
         for name, layer in named:
             layer.bind(self, name)
-        adapted = self.adapted
-        shapes = {name: self.parameters[name].shape for name in adapted}
+            for key in layer.adapters:
+                self.adapted[f"{name}.{key}"] = layer
+        shapes = {name: self.parameters[name].shape for name in self.adapted}
         halves = self.compute is not self.parameters
         sums = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
-        for name, layer in adapted.items():
+        for name, layer in self.adapted.items():
             self.buffers.merged[name] = layer, sums[name]
             setattr(layer, name.rpartition(".")[2], sums[name])
-        if adapted:
+        if self.adapted:
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
-        self._preparing = [
-            layer for _, layer in named if type(layer).begin_call is not Layer.begin_call
-        ]
+        self._preparing = []
+        for _, layer in named:
+            if type(layer).begin_call is not Layer.begin_call:
+                self._preparing.append(layer)
         self.end_backward(False)
 
     def __repr__(self) -> str:
@@ -195,11 +204,11 @@ class Stage(Differentiable):
     @property
     def state(self) -> dict[str, Array]:
         """Arrays that are not parameters, such as running means of a module of PyTorch, by name."""
-        return {
-            full_name(name, key): array
-            for name, layer in self._named_layers()
-            for key, array in layer.state.items()
-        }
+        arrays_by_name = {}
+        for name, layer in self._named_layers():
+            for key, array in layer.state.items():
+                arrays_by_name[f"{name}.{key}"] = array
+        return arrays_by_name
 
     @property
     def contents(self) -> dict[str, Any]:
@@ -244,13 +253,6 @@ class Stage(Differentiable):
         return self.buffers.tied_copies
 
     @property
-    def adapted(self) -> dict[str, Layer]:
-        """Layers with adapters (see nn.LoRA), by the name of the matrix."""
-        return {
-            f"{name}.{key}": layer for name, layer in self._named_layers() for key in layer.adapters
-        }
-
-    @property
     def layer_of(self) -> dict[str, tuple[Layer, str]]:
         """The layer of each parameter that is trained, and what that calls it."""
         return {name: place for name, place in self._places().items() if name in self.gradients}
@@ -261,18 +263,17 @@ class Stage(Differentiable):
         return leaf(self._chain, 0)
 
     def _named_layers(self) -> list[tuple[str, Layer]]:
-        return [
-            pair
-            for place, layer in enumerate(self.layers)
-            for pair in layer.walk(str(self.first + place))
-        ]
+        named: list[tuple[str, Layer]] = []
+        for place, layer in enumerate(self.layers, self.first):
+            named += layer.walk(str(place))
+        return named
 
     def _places(self) -> dict[str, tuple[Layer, str]]:
-        return {
-            full_name(name, key): (layer, key)
-            for name, layer in self._named_layers()
-            for key in layer.declared
-        }
+        places = {}
+        for name, layer in self._named_layers():
+            for key in layer.declared:
+                places[f"{name}.{key}"] = layer, key
+        return places
 
     # -- the copy of parameters that layers compute with, and the sums with their adapters
 
@@ -328,7 +329,7 @@ class Stage(Differentiable):
         """Names that its inputs must have, as the first stage; None if a subclass takes any."""
         if self.takes_branches:
             return None
-        return set() if self.names is None else {*self.names.comes_in}
+        return {*self.names.comes_in}
 
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
         """Raise ArgumentError unless these are the skips that its layers know of.
@@ -344,7 +345,7 @@ class Stage(Differentiable):
             return
         # The first stage hands on names of the inputs that none of its layers takes.
         passes_on = number == 0 and gives
-        if self.names is None and (takes or gives) and not passes_on:
+        if not self.has_names and (takes or gives) and not passes_on:
             raise no_branches_error(type(self).__name__, [*takes, *gives])
         check_links(self.names, number, takes, gives)
 
@@ -404,20 +405,19 @@ class Stage(Differentiable):
         run again, all layers keep what they keep for a backward.
         """
         ends = ends or self.first_layer.uploads_integers
-        knowing = [
-            layer for layer in self.layers if "ends" in vars(type(layer))
-        ]  # no class derived from such a one
-        trained = [
-            i
-            for i, each in enumerate(self.layers)
-            if not (each.frozen or (each in knowing and not each.declared))
-        ]
-        self._chain.lowest = lowest = trained[0] if ends and trained else 0
-        for layer in knowing:
-            layer.ends = ends and layer is self.layers[lowest]
-        for place, whole in enumerate(self.layers):
-            for _, layer in whole.walk(""):
-                layer.has_backward = runs_again or place >= lowest
+        trained = []
+        for place, layer in enumerate(self.layers):
+            if not layer.frozen and (layer.declared or not _knows_its_end(layer)):
+                trained.append(place)
+        lowest = 0
+        if ends and trained:
+            lowest = trained[0]
+        self._chain.lowest = lowest
+        for place, layer in enumerate(self.layers):
+            if _knows_its_end(layer):
+                layer.ends = ends and place == lowest
+            for _, inner in layer.walk(""):
+                inner.has_backward = runs_again or place >= lowest
 
     def drop_sequences(self) -> None:
         """Drop sequences in slices that a failed call has left."""
@@ -435,43 +435,36 @@ class Stage(Differentiable):
             Rows of each slice, or the number of slices, 1 for whole sequences. A layer that attends
             to others cannot take these.
         """
-
-        def fits(layer: Layer) -> bool:
-            if rows != 1 and mixes(layer):
-                return False
-            rows_of_slices = getattr(getattr(layer, "attend", None), "slice_rows", None)
-            return (
-                rows_of_slices is None
-                or rows is None
-                or (
-                    len(rows_of_slices) == rows
-                    if isinstance(rows, int)
-                    else tuple(rows_of_slices) == tuple(rows)
-                )
-            )
-
-        return [
-            f"{name} ({type(layer).__name__})"
-            for name, layer in self._named_layers()
-            if not fits(layer)
-        ]
+        names = []
+        for name, layer in self._named_layers():
+            fits = rows == 1 or not mixes(layer)
+            lengths = getattr(getattr(layer, "attend", None), "slice_rows", None)
+            if lengths is None or rows is None:
+                pass
+            elif isinstance(rows, int):
+                fits = fits and len(lengths) == rows
+            else:
+                fits = fits and tuple(lengths) == tuple(rows)
+            if not fits:
+                names.append(f"{name} ({type(layer).__name__})")
+        return names
 
     # -- names that layers give and take
 
     @property
-    def names(self) -> NamedChain | None:
-        """The chain of layers, where names come in, go out, or are handed from layer to layer."""
-        return self._chain if isinstance(self._chain, NamedChain) else None
+    def has_names(self) -> bool:
+        """Whether names come in, go out, or are handed from layer to layer."""
+        return self._chain is self.names
 
     @property
     def takes(self) -> tuple[str, ...]:
         """The names that its layers take from outside."""
-        return () if self.names is None else self.names.takes
+        return self.names.takes
 
     @property
     def gives(self) -> tuple[str, ...]:
         """The names that its layers give."""
-        return () if self.names is None else self.names.named
+        return self.names.named
 
     def hand_on(self, names: Sequence[str]) -> None:
         """Hand these names on to later stages, and no other; a pipeline says so.
@@ -481,13 +474,10 @@ class Stage(Differentiable):
         names : sequence of str
             Names that its layers give, or that its input has.
         """
-        if self.names is None and names:
-            chain = NamedChain(self.layers)
-            chain.stage = self
-            chain.lowest = self._chain.lowest
-            self._chain = chain
-        if self.names is not None:
-            self.names.hand_on(names)
+        if names:
+            self.names.lowest = self._chain.lowest
+            self._chain = self.names
+        self.names.hand_on(names)
 
     def taken(self, name: str) -> Tree:
         """Return what stands under a name, in the forward of a layer that lists it in `takes`.
@@ -511,7 +501,7 @@ class Stage(Differentiable):
 
         It is not to be written to any more.
         """
-        if self.names is None or name not in self.names.named:
+        if name not in self.names.named:
             raise ArgumentError(f"a layer gives the name {name!r} without having it in `gives`")
         self.position.values[name] = tree  # type: ignore[attr-defined]  # of a chain with names
 
@@ -520,7 +510,6 @@ class Stage(Differentiable):
 
         The gradient is shaped as what was taken, with None in place of an array of integers.
         """
-        assert self.names is not None  # since the layer took something
         gradients = self.names.gradients_for(name, (*self.names.takes, *self.names.named), "takes")
         gradients[name] = sum_of(gradients.get(name), gradient)
 
@@ -529,7 +518,6 @@ class Stage(Differentiable):
 
         It is the sum of what all takers have added; None where none has.
         """
-        assert self.names is not None  # since the layer gave something
         return self.names.gradients_for(name, self.names.named, "gives").pop(name, None)
 
     # -- forward and backward
@@ -566,19 +554,21 @@ class Stage(Differentiable):
         return self._chain.backward(dy, saved)
 
 
+def _knows_its_end(layer: Layer) -> bool:
+    """Return True for a class that has the attribute `ends`, and is not derived from such a one."""
+    return "ends" in vars(type(layer))
+
+
 def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
     """Let each layer know if all of its parameters are frozen; refuse parts where it cannot."""
     for name, layer in named:
-        frozen = [
-            getattr(inner, f"{key}_grad") is None
-            for _, inner in layer.walk("")
-            for key in inner.declared
-        ]
+        frozen = []
+        for _, inner in layer.walk(""):
+            frozen += [getattr(inner, f"{key}_grad") is None for key in inner.declared]
         layer.frozen = bool(frozen) and all(frozen)
         frozen_keys = [key for key in layer.declared if getattr(layer, f"{key}_grad") is None]
-        if 0 < len(frozen_keys) < len(layer.declared) and not vars(type(layer)).get(
-            "freezes_parts", False
-        ):
+        freezes_parts = vars(type(layer)).get("freezes_parts", False)
+        if 0 < len(frozen_keys) < len(layer.declared) and not freezes_parts:
             raise ArgumentError(
                 f"layer {name} ({type(layer).__name__}) cannot train a part of its parameters",
                 found=", ".join(f"{key} frozen" for key in frozen_keys),
@@ -597,7 +587,7 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
     several may have the dtype of parameters, as sums over the vocabulary have.
     """
     if isinstance(x, arrays.Branches):
-        if stage.names is None:
+        if not stage.has_names:
             message = "the input of a stage has names that no layer takes"
             raise ArgumentError(message, stage=stage.index, found=", ".join(x.skips))
         skips = {name: accepted_input(stage, tree, named=True) for name, tree in x.skips.items()}
@@ -616,23 +606,25 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
         )
     if named or stage.first_layer.takes_any:
         return arrays.upload(x) if device != stage.device else x
+    first = stage.first_layer
     integers = x.dtype.kind in "iu"
     wide = part and x.dtype == arrays.accumulator(stage.dtype)
-    if (
-        x.dtype != stage.dtype
-        and not wide
-        and not (integers and (named or stage.first_layer.takes_integers))
-    ):
+    if x.dtype != stage.dtype and not wide and not (integers and first.takes_integers):
+        remedy = (
+            f"convert it with astype({str(stage.dtype)!r}) or build the stage with "
+            f"dtype={str(x.dtype)!r}"
+        )
+        if x.dtype.kind == "c":
+            remedy = (
+                "hand over real and imaginary parts as features, or let a stage of your own "
+                "compute with them"
+            )
         raise ArgumentError(
             "the input of a stage has the wrong dtype",
             stage=stage.index,
             found=str(x.dtype),
             expected=f"{stage.dtype}, or integers for an Embedding",
-            remedy="hand over real and imaginary parts as features, or let a stage of your own "
-            "compute with them"
-            if x.dtype.kind == "c"
-            else f"convert it with astype({str(stage.dtype)!r}) or build the stage with "
-            f"dtype={str(x.dtype)!r}",
+            remedy=remedy,
         )
     if device == "cuda" and not x.flags.c_contiguous:
         raise ArgumentError(
@@ -641,7 +633,5 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
             found=f"shape {x.shape}, strides {x.strides}",
             remedy="pass cupy.ascontiguousarray(x)",
         )
-    stays = device == stage.device or (
-        integers and not named and stage.first_layer.uploads_integers
-    )
+    stays = device == stage.device or (integers and first.uploads_integers)
     return x if stays else arrays.upload(x)

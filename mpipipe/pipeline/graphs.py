@@ -229,7 +229,7 @@ def unrecordable(stage: Stage) -> str:
 
     A layer can be recorded if its own class says so: one that inherits from it may do other things.
     """
-    if stage.names is not None:
+    if stage.has_names:
         return "names come in or go out"
     if replaced := METHODS & vars(stage).keys():
         return f"its {min(replaced)} was replaced"

@@ -23,9 +23,8 @@ REMEDY = "leave the data alone while a training reads them; train on a copy"
 def read_bytes(path: Path, start: int, count: int) -> bytes:
     """Read the bytes start .. start + count of a file; raise DataError if it has fewer."""
     with files.reading("data", path, DataError, remedy=REMEDY):
-        opened = _opened(
-            path
-        )  # this reference keeps it open, also where another thread forgets all files
+        # This reference keeps it open, also where another thread forgets all files.
+        opened = _opened(path)
         content = files.read_at(opened.descriptor, start, count)
         size = start + count if len(content) == count else os.fstat(opened.descriptor).st_size
     if len(content) < count:
@@ -75,9 +74,7 @@ FILES = 8192
 GLANCED = 16  # files
 
 
-def fingerprint(
-    entries: Sequence[tuple[Path, int]], most_files: int = FILES, blocks: int = BLOCKS
-) -> str:
+def fingerprint(entries: Sequence[tuple[Path, int]], blocks: int = BLOCKS) -> str:
     """Return 32 hexadecimal digits: a hash of names, sizes and sampled contents of files.
 
     Of each file the first and last 4 KiB are read, and some between: about 16 MiB in all, and 8192
@@ -86,7 +83,7 @@ def fingerprint(
     content = blake2b(digest_size=16)
     for path, size in entries:
         content.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
-    chosen = spread(len(entries), most_files)
+    chosen = spread(len(entries), FILES)
     for index in chosen:
         path, size = entries[index]
         for block in spread(-(-size // BLOCK), max(2, blocks // len(chosen))):

@@ -133,9 +133,8 @@ class Encoder:
             encoded = self.tokenizer.library.encode_batch_fast(texts, add_special_tokens=False)
         pieces = [np.zeros(0, self.dtype)]
         for document, encoding in zip(documents, encoded):
-            pieces.append(
-                np.array([*self.tokenizer.before, *encoding.ids, *self._after], self.dtype)
-            )
+            ids = [*self.tokenizer.before, *encoding.ids, *self._after]
+            pieces.append(np.array(ids, self.dtype))
             self.lengths.append(len(pieces[-1]))
             self.nbytes.append(document.nbytes)
         return np.concatenate(pieces)
@@ -195,19 +194,17 @@ def _text_of(line: bytes, place: str) -> str:
     """Return the text of a line of JSON."""
     try:
         facts = json.loads(line)
-        text = facts["text"] if isinstance(facts, dict) else None
+        if not isinstance(facts, dict):
+            raise ValueError(type(facts).__name__)
+        text = facts["text"]
         if not isinstance(text, str):
-            raise ValueError(
-                f"text is {type(text).__name__}"
-                if isinstance(facts, dict)
-                else type(facts).__name__
-            )
+            raise ValueError(f"text is {type(text).__name__}")
         text.encode()  # half a character is an error, too
         return text
     except (ValueError, KeyError, RecursionError) as error:
-        reason = (
-            "it has no text" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        )
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyError):
+            reason = "it has no text"
         raise DataError(
             "a line is no JSON object with a text",
             found=f"{reason[:200]}, {place}",

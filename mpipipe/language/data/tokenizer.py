@@ -106,7 +106,8 @@ def _hash(text: str) -> str:
 
 def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the tokenizer puts before and after a text."""
-    bare, full = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
+    bare = library.encode("a", add_special_tokens=False).ids
+    full = library.encode("a", add_special_tokens=True).ids
     added = len(full) - len(bare)
     for count in range(added + 1):
         if full[count : count + len(bare)] == bare:
@@ -116,19 +117,18 @@ def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int | None:
     """Return the id of the token that ends a text: `named`, or that of a file next to `path`."""
-    names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
     token: Any = named
-    source = "the command line"
-    for name in names if named is None else ():
-        facts = _facts(path.with_name(name))
+    source: str | Path = "the command line"
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
+        if token is not None:
+            break
+        source = path.with_name(name)
+        facts = _facts(source)
         token = facts.get("eos_token", facts.get("eos_token_id"))
         if isinstance(token, dict):
             token = token.get("content")
         elif isinstance(token, list) and token:
             token = token[0]
-        source = str(path.with_name(name))
-        if token is not None:
-            break
     if token is None:
         return None
     number = token if type(token) is int else library.token_to_id(str(token))

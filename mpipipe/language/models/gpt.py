@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from numpy.typing import ArrayLike
@@ -29,11 +30,8 @@ from mpipipe.planning import declared
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
-FILLED = (
-    "kv_heads",
-    "hidden",
-    "head_dim",
-)  # sizes that follow from others where they are not given
+# Sizes that follow from others where they are not given.
+FILLED = ("kv_heads", "hidden", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -145,11 +143,7 @@ class GPT:
 
     def __post_init__(self) -> None:
         fields = vars(self)
-        checked = {}
-        for name, value in fields.items():
-            if value is not None or name not in FILLED:
-                checked[name] = value
-        check_sizes(checked)
+        check_sizes(fields)
         heads = self.heads if self.kv_heads is None else self.kv_heads
         check_heads({**fields, "kv_heads": heads})
         check_positions(fields)
@@ -227,12 +221,8 @@ class GPT:
         of = self.head_slices
         if of == 1:
             return [nn.Head(self.dim, self.vocab, tie=tie)]
-        slices: list[nn.Layer] = []
-        for number in range(of):
-            slices.append(
-                nn.HeadSlice(self.dim, self.vocab, number, of, tie, labels=labels, stream=name)
-            )
-        return slices
+        make = partial(nn.HeadSlice, self.dim, self.vocab, of=of, tie=tie)
+        return [make(number, labels=labels, stream=name) for number in range(of)]
 
     def _attend_with(
         self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward]
@@ -338,6 +328,8 @@ def check_sizes(values: dict[str, Any]) -> None:
     for name, value in values.items():
         fits = True
         expected = ""
+        if value is None and name in FILLED:
+            continue
         if name in SIZES:
             fits = _is_size(value)
             expected = "an integer of at least 1"

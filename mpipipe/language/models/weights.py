@@ -88,7 +88,9 @@ def save(
             if mesh.replicas.rank == 0:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    sums.update(write_stage(partial, number, stage.parameters))
+                    written = write_tensors(partial / file_of(number), stage.parameters)
+                    for name, entry in written.arrays.items():
+                        sums[name] = entry.checksum
         for of_rank in group.gather("saving weights: the checksums", sums):
             sums.update(of_rank)
         with group.raise_together("saving weights: their description"), _writing(folder):
@@ -100,12 +102,6 @@ def save(
                 write_description(
                     partial, WeightsDescription(asdict(model), dtype, schedule.stages, sums)
                 )
-
-
-def write_stage(folder: Path, number: int, parameters: Mapping[str, Array]) -> dict[str, str]:
-    """Write the file of one stage; return the checksum of each parameter. Raises OSError."""
-    written = write_tensors(folder / file_of(number), parameters)
-    return {name: entry.checksum for name, entry in written.arrays.items()}
 
 
 def _keep_others(folder: Path, partial: Path) -> None:

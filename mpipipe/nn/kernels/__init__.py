@@ -25,7 +25,7 @@ from mpipipe.nn.kernels import cuda
 from mpipipe.nn.kernels.host import any_dtype, full_precision
 from mpipipe.nn.kernels.interface import AdamWNumbers, Kernels, Update
 
-__all__ = ["AdamWNumbers", "Kernels", "Update", "describe", "multiplies", "of", "of_array"]
+__all__ = ["AdamWNumbers", "Kernels", "Update", "describe", "of", "of_array"]
 
 VARIABLE = "MPIPIPE_HALVES"
 # what a processor has that multiplies halves faster than float32 and sums in float32, as
@@ -92,11 +92,6 @@ def _chosen(dtype: np.dtype, setting: str) -> tuple[str, str]:
     if not find_spec("torch"):
         return "numpy", f", in float32: PyTorch is not installed, and could use {usable[0]}"
     return "torch", f": this processor has {usable[0]}"
-
-
-def multiplies(name: str) -> bool:
-    """Return True if halves of this name are multiplied as such on the host, and not as float32."""
-    return of("cpu", arrays.dtype(name)) is not ANY_DTYPE
 
 
 def describe() -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,20 +22,18 @@ from mpipipe.arrays import array_of, share_threads, tensor_of
 from mpipipe.nn.kernels.host import any_dtype
 
 share_threads()
-P = ParamSpec("P")
-R = TypeVar("R")
 # The functions below take the place of those with their names.
 KERNELS = SimpleNamespace(**vars(any_dtype))
 
 
-def _of_halves(function: Callable[P, R]) -> Callable[P, R]:
+def _of_halves(function: Callable[..., Any]) -> Callable[..., Any]:
     """Put a function for halves into KERNELS; other dtypes go to that of `any_dtype`."""
-    other: Callable[P, R] = getattr(any_dtype, function.__name__)
+    other = getattr(any_dtype, function.__name__)
 
     @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        values: tuple[Any, ...] = args
-        return (function if values[0].itemsize == 2 else other)(*args, **kwargs)
+    def run(first: np.ndarray, *rest: Any, **options: Any) -> Any:
+        chosen = function if first.itemsize == 2 else other
+        return chosen(first, *rest, **options)
 
     setattr(KERNELS, function.__name__, run)
     return run

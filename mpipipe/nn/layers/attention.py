@@ -189,7 +189,7 @@ class SelfAttention(Layer):
         dout = kernels.linear_backward_input(dflat, self.out)
         dout = dout.reshape(batch, seq, self.heads, self.head_dim)
         shape = (batch, seq, self._width // self.head_dim, self.head_dim)
-        dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
+        dqkv = self._empty(shape, dy.dtype)
         room = self._split(dqkv)
         self._begin(position)  # the positions below are those of this micro-batch
         for gradient, place in zip(self._attend.backward(dout, of_attend, room), room):
@@ -198,7 +198,7 @@ class SelfAttention(Layer):
         self._turn(dqkv, inverse=True)
         parts = []
         for heads, (before, scale), gain in zip(room, plain, (self.q_norm, self.k_norm)):
-            dheads = rows(self._contiguous(heads))
+            dheads = rows(arrays.copied(heads))
             dx, part = kernels.norm_backward(dheads, before, scale, gain, False)
             kernels.copy(dx.reshape(heads.shape), heads)
             parts.append(part)
@@ -217,15 +217,10 @@ class SelfAttention(Layer):
 
     def _normalise(self, heads: Array, gain: Array) -> tuple[Array, Array]:
         """Normalise heads in place; return what they were, as rows, and the scales of the rows."""
-        plain = rows(self._contiguous(heads))
+        plain = rows(arrays.copied(heads))
         normal, scale = self.stage.kernels.norm(plain, gain, None, self.eps)
         self.stage.kernels.copy(normal.reshape(heads.shape), heads)
         return plain, scale
-
-    def _contiguous(self, heads: Array) -> Array:
-        copied = arrays.empty(heads.shape, heads.dtype, self.stage.device)
-        self.stage.kernels.copy(heads, copied)
-        return copied
 
     def _turn(self, qkv: Array, inverse: bool = False) -> None:
         """Turn queries and keys in place by their positions, or back."""

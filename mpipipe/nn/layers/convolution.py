@@ -1,7 +1,8 @@
 """Convolution of fields (batch, *space, channels), as products of matrices.
 
-A product has a row for each point of the output: the window of the input that the point sees. Rows
-are gathered for some points at a time, so that they stay in a core's cache.
+A product has a row for each point of the output: the window of the input that the point sees, with
+what lies beyond the edges. Rows are gathered for some points at a time, so that they stay in a
+core's cache.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Conv(Layer):
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
-        y = arrays.empty((len(x), *shape.sizes, self.outputs), x.dtype, self.stage.device)
+        y = self._empty((len(x), *shape.sizes, self.outputs), x.dtype)
         kernels = self.stage.kernels
         weight = self._matrices(self.weight)
         for windows, group, place in self._windows(x, shape, self.outputs):
@@ -164,7 +165,7 @@ class Conv(Layer):
         before = [width - 1 - count for width, count in zip(self.width, self.before)]
         shape = _Shape(self.width, before, 1, space)
         turned = self._turned_matrices()
-        dx = arrays.empty(saved.shape, dy.dtype, self.stage.device)
+        dx = self._empty(saved.shape, dy.dtype)
         for windows, group, place in self._windows(spread, shape, self.inputs):
             points = kernels.linear_backward_input(windows, turned[group])
             kernels.copy(points.reshape(dx[place].shape), dx[place])
@@ -198,13 +199,8 @@ class Conv(Layer):
         They are (groups, points x outputs of a group, inputs of a group).
         """
         outputs, *width, inputs = self.weight.shape
-        points = self._matrices(self.weight).reshape(
-            self.groups, outputs // self.groups, math.prod(width), inputs
-        )
-        turned = arrays.empty(
-            (self.groups, *points.shape[2:0:-1], inputs), points.dtype, self.stage.device
-        )
-        self.stage.kernels.copy(points[:, :, ::-1].swapaxes(1, 2), turned)
+        points = self.weight.reshape(self.groups, outputs // self.groups, math.prod(width), inputs)
+        turned = arrays.copied(points[:, :, ::-1].swapaxes(1, 2))
         return turned.reshape(self.groups, -1, inputs)
 
     # -- windows
@@ -216,7 +212,8 @@ class Conv(Layer):
 
         All points come, some at a time. The memory of the windows is used again for the next ones.
         """
-        width, before, stride, sizes = shape
+        width, _, stride, sizes = shape
+        padded = self._padded(x, shape)
         taps = list(product(*map(range, width)))
         channels = x.shape[-1] // self.groups
         per_group = outputs // self.groups
@@ -224,7 +221,7 @@ class Conv(Layer):
         most = max(1, GATHERED[self.stage.device] // line)
         height = _even(sizes[0], most)
         deep = _even(len(x), max(1, most // sizes[0]))
-        memory = arrays.zeros((deep * height * line,), x.dtype, self.stage.device)
+        memory = self._empty((deep * height * line,), x.dtype)
         rest = [slice(0, size) for size in sizes[1:]]
         for first, top in product(range(0, len(x), deep), range(0, sizes[0], height)):
             batch = slice(first, min(first + deep, len(x)))
@@ -232,10 +229,11 @@ class Conv(Layer):
             points = (min(height, sizes[0] - top), *sizes[1:])
             gathered = memory[: count * points[0] * line]
             gathered = gathered.reshape(count, *points, len(taps), x.shape[-1])
-            starts = [top * stride - before[0], *(-margin for margin in before[1:])]
-            for tap, offset in enumerate(taps):
-                axes = [(start + k, n, stride) for start, k, n in zip(starts, offset, points)]
-                self._gather(x[batch], axes, gathered[..., tap, :])
+            for tap, (line_of_tap, *others) in enumerate(taps):
+                box = [batch]
+                for start, number in zip((top * stride + line_of_tap, *others), points):
+                    box.append(slice(start, start + number * stride, stride))
+                self.stage.kernels.copy(padded[tuple(box)], gathered[..., tap, :])
             place = (batch, slice(top, top + points[0]), *rest)
             for group in range(self.groups):
                 part = gathered
@@ -244,52 +242,29 @@ class Conv(Layer):
                 windows = part.reshape(-1, len(taps) * channels)
                 yield windows, group, (*place, slice(group * per_group, (group + 1) * per_group))
 
-    def _gather(self, x: Array, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
-        """Copy points (start, count, step) along each axis.
-
-        Places beyond an edge get 0 along the first axis. Along the others they are the same for all
-        windows: they have been 0 from the beginning.
-        """
-        copy = self.stage.kernels.copy
+    def _padded(self, x: Array, shape: _Shape) -> Array:
+        """Return the points that windows see: 0 beyond an edge, or the points at the other edge."""
+        lengths = []
         pieces = []
-        for axis, points, padding in zip(axes, x.shape[1:], self.padding):
-            pieces.append(list(_pieces(*axis, points, padding == "periodic")))
-        for place, inside in pieces[0]:
-            part = target[:, place]
-            if inside is None:
-                copy(arrays.zeros(part.shape, part.dtype, self.stage.device), part)
-                continue
-            for others in product(*pieces[1:]):
-                places = [slice(None), slice(None)]
-                sources: list[slice | None] = [slice(None), inside]
-                for of_target, of_x in others:
-                    places.append(of_target)
-                    sources.append(of_x)
-                if None not in sources:
-                    copy(x[tuple(sources)], part[tuple(places)])
+        for axis, (points, padding) in enumerate(zip(x.shape[1:-1], self.padding)):
+            before = shape.before[axis]
+            length = (shape.sizes[axis] - 1) * shape.stride + shape.width[axis]
+            inside = min(points, length - before)
+            # Places in the result, and in x.
+            of_axis = [(slice(before, before + inside), slice(0, inside))]
+            if padding == "periodic":
+                after = max(0, length - before - points)
+                of_axis.append((slice(0, before), slice(points - before, points)))
+                of_axis.append((slice(length - after, length), slice(0, after)))
+            lengths.append(length)
+            pieces.append(of_axis)
+        padded = arrays.zeros((len(x), *lengths, x.shape[-1]), x.dtype, self.stage.device)
+        for several in product(*pieces):
+            places, sources = zip(*several)
+            self.stage.kernels.copy(x[(slice(None), *sources)], padded[(slice(None), *places)])
+        return padded
 
 
 def _even(count: int, most: int) -> int:
     """Return the size of nearly equal pieces of `count`, at most `most`."""
-    if not count:
-        return 1
     return -(-count // -(-count // min(count, most)))
-
-
-def _pieces(
-    start: int, count: int, step: int, points: int, periodic: bool
-) -> Iterator[tuple[slice, slice | None]]:
-    """Cut the places start, start + step, ... into pieces (of the places, of the axis).
-
-    Places beyond its edges are at its other end where it is periodic, else nowhere: None.
-    """
-    at = 0
-    while at < count:
-        turn, place = divmod(start + at * step, points)
-        if turn and not periodic:
-            stop = count if turn > 0 else min(count, -(start // step))
-            yield slice(at, stop), None
-        else:
-            stop = min(count, at - (place - points) // step)
-            yield slice(at, stop), slice(place, place + (stop - at - 1) * step + 1, step)
-        at = stop

@@ -220,7 +220,7 @@ class LearnedPositions(Layer):
                 remedy="take shorter sequences, or a model with more max_positions",
             )
         whole = np.ascontiguousarray(np.broadcast_to(numbers, (batch, numbers.size)))
-        return arrays.upload(whole) if self.stage.device == "cuda" else whole
+        return self.upload(whole)
 
 
 class Head(Linear):

@@ -6,7 +6,6 @@ import math
 from itertools import product
 from typing import Any
 
-from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes
@@ -82,7 +81,7 @@ class Patches(Layer):
         batch = len(x)
         channels = x.shape[-1] // points if back else x.shape[-1]
         shape = (batch, *self.space, channels) if back else (batch, patches, points * channels)
-        y = arrays.empty(shape, x.dtype, self.stage.device)
+        y = self._empty(shape, x.dtype)
         field, sequence = (y, x) if back else (x, y)
         *outer, last = self.size
         lines = sequence.reshape(batch, *self.grid, math.prod(outer), last * channels)

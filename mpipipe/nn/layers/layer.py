@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree
+from mpipipe.arrays import Array, Shape, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
 from mpipipe.nn.parameters import FlatBuffer, Parameter
@@ -300,8 +300,8 @@ class Layer(Differentiable):
         self.stage = stage
         self.name = name
         for key in self.declared:
-            setattr(self, key, stage.compute[full_name(name, key)])
-            setattr(self, f"{key}_grad", stage.gradients.get(full_name(name, key)))
+            setattr(self, key, stage.compute[f"{name}.{key}"])
+            setattr(self, f"{key}_grad", stage.gradients.get(f"{name}.{key}"))
         self.bound()
 
     def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
@@ -315,6 +315,9 @@ class Layer(Differentiable):
         yield name, self
         for key, child in self.children.items():
             yield from child.walk(f"{name}.{key}")
+
+    def _empty(self, shape: Shape, dtype: np.dtype) -> Array:
+        return arrays.empty(shape, dtype, self.stage.device)
 
     # -- how layers of the package add to gradients, which may be frozen or have adapters
 
@@ -348,11 +351,6 @@ class Layer(Differentiable):
             kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
             inner = kernels.linear_backward_input(columns, b)
             kernels.linear_backward_weight(kernels.scale(inner, scale, inner), x, da)
-
-
-def full_name(name: str, key: str) -> str:
-    """Return the name in the model of what a layer of this name calls `key`."""
-    return f"{name}.{key}" if name else key
 
 
 def mixes(layer: Layer) -> bool:

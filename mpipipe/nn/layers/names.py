@@ -47,7 +47,7 @@ def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...],
     """
     meetings = []
     for place, layer in enumerate(layers):
-        meetings += [(place, name, gives) for name, gives in names_within(layer)]
+        meetings += [(place, *meeting) for meeting in names_within(layer)]
     outside = []
     named = []
     unclaimed = []
@@ -122,23 +122,17 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
 
 
 def check_links(
-    chain: NamedChain | None, number: int, takes: Collection[str], gives: Collection[str]
+    chain: NamedChain, number: int, takes: Collection[str], gives: Collection[str]
 ) -> None:
     """Raise ArgumentError unless the skips at a stage are the names of its layers.
 
     The first stage takes its names from the inputs, and hands on others that are there.
     """
-    taken: set[str] = set()
-    named: set[str] = set()
-    missing: set[str] = set()
-    if chain is not None:
-        taken.update(chain.takes)
-        named.update(chain.named)
-        missing = set(chain.unclaimed) - set(gives)
-    unknown = set(takes) - taken
+    missing = set(chain.unclaimed) - set(gives)
+    unknown = set(takes) - set(chain.takes)
     if number:
-        missing |= taken - set(takes)
-        unknown |= set(gives) - named
+        missing |= set(chain.takes) - set(takes)
+        unknown |= set(gives) - set(chain.named)
     if missing or unknown:
         words = [f"no skip {name}" for name in sorted(missing)]
         words += [f"skip {name}" for name in sorted(unknown)]
@@ -255,7 +249,9 @@ class NamedChain(Sequential):
         skips: dict[str, Tree] = dict.fromkeys(handed)
         if not self.lowest:
             for name, value in handed.items():
-                skips[name] = or_zeros(gradients.get(name), value)
+                gradient = gradients.get(name)
+                # No layer may have added one.
+                skips[name] = arrays.mapped(_zeros_of, value) if gradient is None else gradient
         return Branches(dx, **skips)
 
 
@@ -263,15 +259,8 @@ def _divided(x: Any) -> tuple[Tree, dict[str, Tree]]:
     return (x.main, x.skips) if type(x) is Branches else (x, {})
 
 
-def or_zeros(gradient: Tree | None, value: Tree) -> Tree:
-    """Return a gradient, or zeros where no layer has added one."""
-    if gradient is not None:
-        return gradient
-
-    def zeros_of(leaf: Array) -> Array | None:
-        return arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None
-
-    return arrays.mapped(zeros_of, value)
+def _zeros_of(leaf: Array) -> Array | None:
+    return arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None
 
 
 # -- Layers that give and take ---------------------------------------------------------------------
@@ -419,7 +408,7 @@ class AdaptiveNorm(Layer):
         both, of_linear = self.modulation.forward(condition)
         points = x.reshape(len(x), -1, self.size)
         scales = []
-        y = arrays.empty(points.shape, x.dtype, self.stage.device)
+        y = self._empty(points.shape, x.dtype)
         for row in range(len(x)):
             gain = both[row, : self.size]
             shift = both[row, self.size :]
@@ -430,11 +419,11 @@ class AdaptiveNorm(Layer):
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         points, both, scales, of_linear = saved
-        device = self.stage.device
         kernels = self.stage.kernels
         dpoints = dy.reshape(points.shape)
-        dx = arrays.empty(points.shape, dy.dtype, device)
-        total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
+        dx = self._empty(points.shape, dy.dtype)
+        kind = arrays.accumulator(dy.dtype)
+        total = arrays.zeros((len(dx), 2, self.size), kind, self.stage.device)
         for row, scale in enumerate(scales):
             gain = both[row, : self.size]
             result, *sums = kernels.norm_backward(dpoints[row], points[row], scale, gain, True)

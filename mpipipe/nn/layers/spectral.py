@@ -69,37 +69,26 @@ class SpectralConv(Layer):
         to_low, back = self._transforms(space, x.dtype)
         low = self._apply(arrays.cast(x, to_low[0].dtype), space, to_low, range(len(space))[::-1])
         low = low.reshape(2 * len(x), -1, self.inputs).swapaxes(0, 1)
-        products = arrays.empty((*low.shape[:2], 2 * self.outputs), low.dtype, self.stage.device)
+        products = self._empty((*low.shape[:2], 2 * self.outputs), low.dtype)
         kernels.products(low, self._weight(low.dtype), products)
-        ready = arrays.empty((len(x), 2, 2, len(low), self.outputs), low.dtype, self.stage.device)
-        kernels.copy(self._parts(products), ready)
+        ready = arrays.copied(self._parts(products))
         y = self._apply(ready.reshape(len(x), 4, -1), space, back, range(len(space)))
         return arrays.cast(y, x.dtype).reshape(*x.shape[:-1], self.outputs), (low, space)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         low, space = saved
-        kernels, (frequencies, rows, _) = self.stage.kernels, low.shape
+        kernels = self.stage.kernels
+        frequencies, rows, _ = low.shape
         to_low, back = self._transforms(space, dy.dtype)
-        ready = self._apply(
-            arrays.cast(dy, low.dtype), space, back, range(len(space))[::-1], transpose=True
-        )
-        dproducts = arrays.empty(
-            (frequencies, rows, 2 * self.outputs), low.dtype, self.stage.device
-        )
-        kernels.copy(
-            ready.reshape(len(dy), 2, 2, frequencies, self.outputs), self._parts(dproducts)
-        )
-        dlow = arrays.empty(low.shape, low.dtype, self.stage.device)
+        axes = range(len(space))
+        ready = self._apply(arrays.cast(dy, low.dtype), space, back, axes[::-1], transpose=True)
+        ready = ready.reshape(len(dy), 2, 2, frequencies, self.outputs)
+        dproducts = self._empty((frequencies, rows, 2 * self.outputs), low.dtype)
+        kernels.copy(ready, self._parts(dproducts))
+        dlow = self._empty(low.shape, low.dtype)
         kernels.products(dproducts, self._weight(low.dtype), dlow, transpose_b=True)
-        turned = arrays.empty((rows, frequencies, self.inputs), low.dtype, self.stage.device)
-        kernels.copy(dlow.swapaxes(0, 1), turned)
-        dx = self._apply(
-            turned.reshape(len(dy), -1, self.inputs),
-            space,
-            to_low,
-            range(len(space)),
-            transpose=True,
-        )
+        turned = arrays.copied(dlow.swapaxes(0, 1)).reshape(len(dy), -1, self.inputs)
+        dx = self._apply(turned, space, to_low, axes, transpose=True)
         return arrays.cast(dx, dy.dtype).reshape(*dy.shape[:-1], self.inputs), (low, dproducts)
 
     def backward_weight(self, pending: Any) -> None:
@@ -125,7 +114,7 @@ class SpectralConv(Layer):
             matrix = matrices[axis]
             inner, outer = matrix.shape[:: 1 if transpose else -1]
             x = x.reshape(batch * math.prod(space[:axis]), inner, -1)
-            y = arrays.empty((len(x), outer, x.shape[2]), x.dtype, self.stage.device)
+            y = self._empty((len(x), outer, x.shape[2]), x.dtype)
             self.stage.kernels.products(matrix[None], x, y, transpose_a=transpose)
             x = y
         return x
@@ -134,10 +123,8 @@ class SpectralConv(Layer):
         """Return the matrices to the frequencies and back, for each axis."""
         kind = arrays.accumulator(dtype)
         if (space, kind) not in self._matrices:
-            if any(
-                points < count
-                for points, count in zip((*space[:-1], space[-1] // 2 + 1), self.frequencies)
-            ):
+            room = (*space[:-1], space[-1] // 2 + 1)
+            if any(points < count for points, count in zip(room, self.frequencies)):
                 raise ArgumentError(
                     f"layer {self.name} (SpectralConv): an axis has too few points for its "
                     "frequencies",
@@ -145,13 +132,12 @@ class SpectralConv(Layer):
                     expected="2 * modes points on each axis, and 2 * modes - 2 on the last",
                     remedy="lower modes, or take a finer field",
                 )
-            move = arrays.upload if self.stage.device == "cuda" else np.asarray
             to_low = []
             back = []
             for axis, (points, modes) in enumerate(zip(space, self.modes)):
                 pair = _transform(points, modes, axis == 0, axis == len(space) - 1)
-                to_low.append(move(pair[0].astype(kind)))
-                back.append(move(pair[1].astype(kind)))
+                to_low.append(self.upload(pair[0].astype(kind)))
+                back.append(self.upload(pair[1].astype(kind)))
             self._matrices[space, kind] = to_low, back
         return self._matrices[space, kind]
 
@@ -172,9 +158,12 @@ def _transform(points: int, modes: int, first: bool, last: bool) -> tuple[np.nda
         of_re = (weight * cos).T
         of_im = (-weight * sin).T
     else:
-        to_low = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(
-            2 * len(cos), -1
-        )
-        of_re = np.stack([cos, sin], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
-        of_im = np.stack([-sin, cos], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
-    return to_low, np.concatenate([of_re, of_im, of_im, -of_re] if first else [of_re, of_im], 1)
+        re = np.stack([cos, sin], 2)
+        im = np.stack([-sin, cos], 2)
+        to_low = np.stack([re, im]).reshape(2 * len(cos), -1)
+        of_re = re.transpose(1, 2, 0).reshape(2 * points, -1) / points
+        of_im = im.transpose(1, 2, 0).reshape(2 * points, -1) / points
+    back = [of_re, of_im]
+    if first:
+        back += [of_im, -of_re]
+    return to_low, np.concatenate(back, 1)

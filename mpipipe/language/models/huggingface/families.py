@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ class Family:
 
     name: str
     architecture: str
-    prefix: str
-    table: tuple[names.Tensor, ...]
-    buffers: tuple[str, ...]
     read: Callable[[Options], dict[str, Any]]
     write: Callable[[GPT], dict[str, Any]]
+    prefix: str = "model."
+    table: tuple[names.Tensor, ...] = names.LLAMA
+    buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
 
 # what all families but GPT-2 call sizes of models.GPT, and what GPT-2 calls them
@@ -57,6 +57,16 @@ GPT2_SIZES = {
 }
 
 
+def _sizes(
+    options: Options, table: Mapping[str, str], defaults: Mapping[str, int]
+) -> dict[str, Any]:
+    """Read the sizes in a table of names."""
+    fields: dict[str, Any] = {}
+    for theirs, ours in table.items():
+        fields[ours] = options.count(theirs, defaults.get(theirs, REQUIRED))
+    return fields
+
+
 def _decoder(options: Options, *required: str) -> dict[str, Any]:
     """Read what all families but GPT-2 share; `required` options have no default here."""
     dim = options.count("hidden_size")
@@ -66,9 +76,7 @@ def _decoder(options: Options, *required: str) -> dict[str, Any]:
         del defaults[key]
     base, scaling = read_rotary(options, options.count("max_position_embeddings"))
     options.only("hidden_act", "silu", "swish")  # two names of one function
-    fields: dict[str, Any] = {}
-    for theirs, ours in SIZES.items():
-        fields[ours] = options.count(theirs, defaults.get(theirs, REQUIRED))
+    fields = _sizes(options, SIZES, defaults)
     fields["tied"] = options.flag("tie_word_embeddings", False)
     fields["eps"] = options.number("rms_norm_eps", 1e-6)
     fields["rope_base"] = base
@@ -137,10 +145,7 @@ def _read_gpt2(options: Options) -> dict[str, Any]:
     options.only("scale_attn_weights", True)
     options.only("scale_attn_by_inverse_layer_idx", False)
     options.only("reorder_and_upcast_attn", False)
-    defaults = {"n_inner": 4 * options.count("n_embd")}
-    fields: dict[str, Any] = {}
-    for theirs, ours in GPT2_SIZES.items():
-        fields[ours] = options.count(theirs, defaults.get(theirs, REQUIRED))
+    fields = _sizes(options, GPT2_SIZES, {"n_inner": 4 * options.count("n_embd")})
     return {
         **fields,
         "seq": fields["max_positions"],
@@ -164,54 +169,47 @@ def _write_gpt2(model: GPT) -> dict[str, Any]:
     }
 
 
-_ROTARY_BUFFERS = (".rotary_emb.inv_freq",)
-_MASKS = (".attn.bias", ".attn.masked_bias")
 # In this order a model that several families can express is written as the first of them.
-FAMILIES = {
-    "llama": Family(
+_ALL = (
+    Family(
         "llama",
         "LlamaForCausalLM",
-        "model.",
-        names.LLAMA,
-        _ROTARY_BUFFERS,
         _read_llama,
         lambda model: _decoder_options(
             model, attention_bias=model.qkv_bias, mlp_bias=model.feed_forward_bias
         ),
     ),
-    "mistral": Family(
+    Family(
         "mistral",
         "MistralForCausalLM",
-        "model.",
-        names.LLAMA,
-        _ROTARY_BUFFERS,
         _read_mistral,
         lambda model: _decoder_options(model, sliding_window=(model.windows or (None,))[0]),
     ),
-    "qwen2": Family(
+    Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        "model.",
-        names.LLAMA,
-        _ROTARY_BUFFERS,
         _read_qwen2,
         lambda model: _decoder_options(model, **layer_window_options(model.windows)),
     ),
-    "qwen3": Family(
+    Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        "model.",
-        names.LLAMA,
-        _ROTARY_BUFFERS,
         _read_qwen3,
         lambda model: _decoder_options(
             model, **layer_window_options(model.windows), attention_bias=model.qkv_bias
         ),
     ),
-    "gpt2": Family(
-        "gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2
+    Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        _read_gpt2,
+        _write_gpt2,
+        prefix="transformer.",
+        table=names.GPT2,
+        buffers=(".attn.bias", ".attn.masked_bias"),
     ),
-}
+)
+FAMILIES = {family.name: family for family in _ALL}
 
 
 def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str, Any]]:
@@ -265,7 +263,7 @@ def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, A
     options.ignore(COMMON)
     if name == "gpt2":
         options.ignore(GPT2)
-    options.finish(f"{family.architecture}")
+    options.finish(family.architecture)
     return family, fields
 
 
@@ -333,10 +331,12 @@ def _scaling(options: Options, positions: int) -> Any:
 
 
 def _llama3(options: Options, positions: int) -> Any:
-    factors = {
-        name: options.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
-    }
-    return nn.Llama3Scaling(**factors, original_positions=options.count(ORIGINAL, positions))
+    return nn.Llama3Scaling(
+        options.number("factor"),
+        options.number("low_freq_factor"),
+        options.number("high_freq_factor"),
+        options.count(ORIGINAL, positions),
+    )
 
 
 def _yarn(options: Options, positions: int) -> Any:

@@ -65,22 +65,8 @@ LLAMA = (
     Tensor(f"{_BLOCK}.self_attn.q_proj.weight", ATTENTION, "qkv", rows="q", form="turned"),
     Tensor(f"{_BLOCK}.self_attn.k_proj.weight", ATTENTION, "qkv", rows="k", form="turned"),
     Tensor(f"{_BLOCK}.self_attn.v_proj.weight", ATTENTION, "qkv", rows="v"),
-    Tensor(
-        f"{_BLOCK}.self_attn.q_proj.bias",
-        ATTENTION,
-        "qkv_bias",
-        rows="q",
-        form="turned",
-        when="qkv_bias",
-    ),
-    Tensor(
-        f"{_BLOCK}.self_attn.k_proj.bias",
-        ATTENTION,
-        "qkv_bias",
-        rows="k",
-        form="turned",
-        when="qkv_bias",
-    ),
+    Tensor(f"{_BLOCK}.self_attn.q_proj.bias", ATTENTION, "qkv_bias", "q", "turned", "qkv_bias"),
+    Tensor(f"{_BLOCK}.self_attn.k_proj.bias", ATTENTION, "qkv_bias", "k", "turned", "qkv_bias"),
     Tensor(f"{_BLOCK}.self_attn.v_proj.bias", ATTENTION, "qkv_bias", rows="v", when="qkv_bias"),
     Tensor(f"{_BLOCK}.self_attn.q_norm.weight", ATTENTION, "q_norm", form="turned", when="qk_norm"),
     Tensor(f"{_BLOCK}.self_attn.k_norm.weight", ATTENTION, "k_norm", form="turned", when="qk_norm"),
@@ -126,22 +112,25 @@ def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
 
     A head that is the embedding is not stored.
     """
-    stored = [
-        t
-        for t in table
-        if (not t.when or getattr(model, t.when)) and not (t.place == HEAD and model.tied)
-    ]
-    yield from (
-        part for tensor in stored if tensor.place in FIRST for part in _parts(tensor, model)
-    )
+    before: list[Part] = []
+    in_block = []
+    after: list[Part] = []
+    for tensor in table:
+        if tensor.place == HEAD and model.tied:
+            continue
+        if tensor.when and not getattr(model, tensor.when):
+            continue
+        if "{i}" in tensor.theirs:
+            in_block.append(tensor)
+        elif tensor.place in FIRST:
+            before += _parts(tensor, model)
+        else:
+            after += _parts(tensor, model)
+    yield from before
     for block in range(model.layers):
-        yield from (_part(tensor, model, block) for tensor in stored if "{i}" in tensor.theirs)
-    yield from (
-        part
-        for tensor in stored
-        if tensor.place in (LAST_NORM, HEAD)
-        for part in _parts(tensor, model)
-    )
+        for tensor in in_block:
+            yield _part(tensor, model, block)
+    yield from after
 
 
 def _parts(tensor: Tensor, model: GPT) -> Iterator[Part]:
@@ -180,10 +169,8 @@ def _layer(place: int, block: int, model: GPT) -> str:
 def heads_of(model: GPT) -> list[str]:
     """Return the names of our parameters of the head: of its slices, if it has some."""
     first = 2 * model.layers + 1
-    return [
-        f"{_layer(HEAD, 0, model)}.weight",
-        *(f"{first + k}.weight" for k in range(1, model.head_slices)),
-    ]
+    others = [f"{first + k}.weight" for k in range(1, model.head_slices)]
+    return [f"{_layer(HEAD, 0, model)}.weight", *others]
 
 
 def embeddings_of(model: GPT) -> list[str]:
@@ -195,7 +182,9 @@ def embeddings_of(model: GPT) -> list[str]:
 
 def tied_to(name: str, model: GPT) -> str:
     """Return the name in the table of a parameter: the embedding's for a tied head."""
-    return dict(zip(heads_of(model), embeddings_of(model))).get(name, name) if model.tied else name
+    if not model.tied:
+        return name
+    return dict(zip(heads_of(model), embeddings_of(model))).get(name, name)
 
 
 def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:

@@ -7,11 +7,18 @@ sums of a matrix do not depend on the GPU.
 
 from __future__ import annotations
 
-# several lines for one file, where its names need them
-# isort: off
 from mpipipe.arrays import strided_copy as copy
-from mpipipe.nn.kernels.cuda.elementwise import accumulate, add, dropout, dropout_backward, gelu
-from mpipipe.nn.kernels.cuda.elementwise import gelu_backward, scale, swiglu, swiglu_backward
+from mpipipe.nn.kernels.cuda.elementwise import (
+    accumulate,
+    add,
+    dropout,
+    dropout_backward,
+    gelu,
+    gelu_backward,
+    scale,
+    swiglu,
+    swiglu_backward,
+)
 from mpipipe.nn.kernels.cuda.layers import (
     add_parts,
     apply_rope,
@@ -19,20 +26,15 @@ from mpipipe.nn.kernels.cuda.layers import (
     embed_backward,
     linear,
     linear_backward_input,
-)
-from mpipipe.nn.kernels.cuda.layers import (
     linear_backward_weight,
     mean_squared_error,
-    softmax_cross_entropy,
-    sum_rows,
-)
-from mpipipe.nn.kernels.cuda.layers import (
     norm,
     norm_backward,
     products,
     rope_table,
     running_lse,
     running_lse_backward,
+    softmax_cross_entropy,
+    sum_rows,
 )
 from mpipipe.nn.kernels.cuda.optimizer import adamw, sgd, sums_of_squares
-# isort: on

@@ -11,11 +11,13 @@ from mpipipe import arrays
 from mpipipe.arrays import BLOCK, DeviceArray, Launch, Packed, grid, over, scalar_type, vector_width
 from mpipipe.errors import ArgumentError
 
-ELEMENTWISE = Path(__file__).with_name("elementwise.cu")
-SWIGLU = Path(__file__).with_name("swiglu.cu")
+HERE = Path(__file__).parent
+ELEMENTWISE = HERE / "elementwise.cu"
+SWIGLU = HERE / "swiglu.cu"
 
 
-def _pack_elements(x: DeviceArray, *rest: Any) -> Launch | None:
+@Packed
+def _elements(x: DeviceArray, *rest: Any) -> Launch | None:
     *others, name = rest
     check_alike(name, x, *others)
     return over(
@@ -23,16 +25,13 @@ def _pack_elements(x: DeviceArray, *rest: Any) -> Launch | None:
     )
 
 
-def _pack_swiglu(both: DeviceArray, inner: DeviceArray, *fresh: DeviceArray) -> Launch | None:
+@Packed
+def _swiglu(both: DeviceArray, inner: DeviceArray, *fresh: DeviceArray) -> Launch | None:
     name, words = ("swiglu_backward", 1) if fresh else ("swiglu", 2)
     check_contiguous(name, both, inner)
     numbers = np.int64(inner.size), np.int64(inner.shape[1])
     width = vector_width(both, inner, *fresh, divides=inner.shape[1])
     return over(SWIGLU, name, inner.size, numbers, words=words, T=both.dtype, V=width)
-
-
-_elements = Packed(_pack_elements)
-_swiglu = Packed(_pack_swiglu)
 
 
 def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
@@ -89,7 +88,7 @@ def swiglu_backward(both: DeviceArray, dinner: DeviceArray) -> tuple[DeviceArray
 # -- Dropout on a GPU, with the masks of nn/random.py ----------------------------------------------
 
 
-DROPOUT = Path(__file__).with_name("dropout.cu")
+DROPOUT = HERE / "dropout.cu"
 BYTE = np.dtype(np.uint8)
 SEGMENT = 512  # elements that a warp takes at a time
 
@@ -105,7 +104,8 @@ def dropout(
     return y, keep
 
 
-def _pack_dropout(x: DeviceArray, y: DeviceArray, keep: DeviceArray) -> Launch | None:
+@Packed
+def _dropout(x: DeviceArray, y: DeviceArray, keep: DeviceArray) -> Launch | None:
     check_contiguous("dropout", x)
     if not x.size:
         return None
@@ -113,20 +113,17 @@ def _pack_dropout(x: DeviceArray, y: DeviceArray, keep: DeviceArray) -> Launch |
     return Launch(function, grid(x.size, SEGMENT * BLOCK // 32), (BLOCK,), (np.int64(x.size),))
 
 
-def _pack_backward(dy: DeviceArray, keep: DeviceArray, dx: DeviceArray) -> Launch | None:
+@Packed
+def _dropout_backward(dy: DeviceArray, keep: DeviceArray, dx: DeviceArray) -> Launch | None:
     check_contiguous("dropout_backward", dy, keep)
     width = vector_width(dy, keep, dx)
     return over(DROPOUT, "dropout_backward", dy.size, (np.int64(dy.size),), T=dy.dtype, V=width)
 
 
-_dropout = Packed(_pack_dropout)
-_backward = Packed(_pack_backward)
-
-
 def dropout_backward(dy: DeviceArray, keep: DeviceArray, factor: float) -> DeviceArray:
     """Return dx = dy * factor where `keep`, else 0."""
     dx = arrays.empty_like(dy)
-    _backward((dy, keep), (dx,), (), (scalar_type(dy.dtype)(factor),))
+    _dropout_backward((dy, keep), (dx,), (), (scalar_type(dy.dtype)(factor),))
     return dx
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from mpipipe.nn.kernels.cuda.elementwise import (
     check_matrices,
 )
 
-LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
+HERE = Path(__file__).parent
+LINEAR = HERE / "linear.cu"
+SUMS = HERE / "sums.cu"
 # threads of a block for sum_rows, one below and one next to the other
 STRIPES = 8
 LANES = 32
@@ -37,7 +40,8 @@ def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None)
     return y
 
 
-def _pack_broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Launch | None:
+@Packed
+def _broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Launch | None:
     outputs = y.shape[1]
     width = vector_width(bias, y, divides=outputs)
     return over(
@@ -80,12 +84,13 @@ def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
     if not dy.size:
         return
     call = _sum_rows.call((dy,))
-    partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
-    call.launch((dy, partial))
-    add_parts(partial, grad)
+    parts = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
+    call.launch((dy, parts))
+    add_parts(parts, grad)
 
 
-def _pack_sum_rows(dy: DeviceArray) -> Launch:
+@Packed
+def _sum_rows(dy: DeviceArray) -> Launch:
     rows, width = dy.shape
     lanes = vector_width(dy, divides=width)
     tiles = -(-width // (LANES * lanes))
@@ -104,26 +109,19 @@ def add_parts(parts: DeviceArray, grad: DeviceArray) -> None:
     _add_parts((parts, grad))
 
 
-def _pack_add_parts(parts: DeviceArray, grad: DeviceArray) -> Launch:
+@Packed
+def _add_parts(parts: DeviceArray, grad: DeviceArray) -> Launch:
     check_contiguous("add_parts", parts, grad)
     count, width = parts.shape
     function = arrays.cuda_function(SUMS, "add_parts", T=grad.dtype, V=1)
     block = (COLUMNS, PART_STRIPES)
-    adds = np.int32(True)
-    return Launch(
-        function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), adds)
-    )
-
-
-_broadcast = Packed(_pack_broadcast)
-_sum_rows = Packed(_pack_sum_rows)
-_add_parts = Packed(_pack_add_parts)
+    return Launch(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width)))
 
 
 # -- Normalisation of rows on a GPU; nn/layers/norm.py has the formulas ----------------------------
 
 
-NORM = Path(__file__).with_name("norm.cu")
+NORM = HERE / "norm.cu"
 KEPT = 4  # words of a row that one thread keeps in registers
 SHARED = (32, 64, 128, 256)  # threads that may share a row so
 LONG = 512  # threads that share a row too long for that
@@ -150,19 +148,25 @@ def norm(
     x: DeviceArray, gain: DeviceArray, bias: DeviceArray | None, eps: float
 ) -> tuple[DeviceArray, DeviceArray]:
     """Return (y, scale)."""
-    name, vectors = ("rms_norm", [gain]) if bias is None else ("layer_norm", [gain, bias])
+    name = "rms_norm"
+    vectors = [gain]
+    if bias is not None:
+        name = "layer_norm"
+        vectors.append(bias)
     y = arrays.empty_like(x)
     scale = arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
     _norm((x, *vectors), (y, scale), (name, eps))
     return y, scale
 
 
-def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
+@Packed
+def _norm(x: DeviceArray, *rest: Any) -> Launch | None:
     *others, _, name, eps = rest
     check_contiguous(name, x, *others)
     if not x.size:
         return None
-    constants, (rows, width) = _constants(x, *others), x.shape
+    constants = _constants(x, *others)
+    rows, width = x.shape
     block = _block(constants["G"])
     numbers = np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps)
     return Launch(
@@ -196,7 +200,8 @@ def norm_backward(
     return (dx, *parts)
 
 
-def _pack_backward(
+@Packed
+def _norm_backward(
     dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, *rest: Any
 ) -> Launch | None:
     *more, dx, name = rest
@@ -204,21 +209,18 @@ def _pack_backward(
     check_contiguous(name, scale, gain)
     if not x.size:
         return None
-    constants, (rows, width) = _constants(x, dy, dx, gain, *more), x.shape
+    constants = _constants(x, dy, dx, gain, *more)
+    rows, width = x.shape
     block = _block(constants["G"])
     blocks = min(-(-rows // block[1]), NORM_THREADS // (block[0] * block[1]))
     function = arrays.cuda_function(NORM, name, **constants)
     return Launch(function, (blocks,), block, (np.int64(rows), np.int32(width)))
 
 
-_norm = Packed(_pack_norm)
-_norm_backward = Packed(_pack_backward)
-
-
 # -- Rows of a table by number, and their gradient, on a GPU ---------------------------------------
 
 
-EMBED = Path(__file__).with_name("embed.cu")
+EMBED = HERE / "embed.cu"
 TILE = 1024  # rows that are counted together, as in embed.cu
 SPAN = 32  # sorted rows that are added by one thread, as there
 EMBED_THREADS = 128
@@ -231,16 +233,14 @@ def embed(weight: DeviceArray, ids: DeviceArray) -> DeviceArray:
     return y
 
 
-def _pack_embed(weight: DeviceArray, ids: DeviceArray, y: DeviceArray) -> Launch | None:
+@Packed
+def _embed(weight: DeviceArray, ids: DeviceArray, y: DeviceArray) -> Launch | None:
     check_ids(ids)
     check_contiguous("embed", weight, ids)
     vocab, dim = weight.shape
     numbers = np.int64(y.size), np.int64(dim), np.int64(vocab)
     width = vector_width(weight, y, divides=dim)
     return over(EMBED, "embed", y.size, numbers, T=weight.dtype, I=ids.dtype, V=width)
-
-
-_embed = Packed(_pack_embed)
 
 
 def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None:
@@ -251,59 +251,50 @@ def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None
     """
     check_ids(ids)
     check_contiguous("embed_backward", dy, ids, grad)
-    count, (vocab, dim) = ids.size, grad.shape
+    count = ids.size
+    vocab, dim = grad.shape
     if not dy.size:
         return
     width = vector_width(dy, grad, divides=dim)
-    constants = {"T": dy.dtype, "I": ids.dtype, "V": width}
-    order, keys, starts = _sorted(ids, count, vocab, constants)
+    kernel = partial(arrays.cuda_function, EMBED, T=dy.dtype, I=ids.dtype, V=width)
+    order, keys, starts = _sorted(ids, count, vocab, kernel)
     spans = -(-count // SPAN)
     parts = arrays.empty((2, spans, dim), grad.dtype, "cuda")
     work = spans * (dim // width)
     numbers = (np.int64(work), np.int32(count), np.int64(dim), np.int32(vocab))
     shape = (-(-work // EMBED_THREADS),), (EMBED_THREADS,)
-    arrays.cuda_function(EMBED, "add_spans", **constants)(
-        *shape, (dy, order, keys, grad, parts, *numbers)
-    )
+    kernel("add_spans")(*shape, (dy, order, keys, grad, parts, *numbers))
     if spans > 1:
-        arrays.cuda_function(EMBED, "join_spans", **constants)(
-            *shape, (keys, starts, grad, parts, *numbers)
-        )
+        kernel("join_spans")(*shape, (keys, starts, grad, parts, *numbers))
 
 
 def _sorted(
-    ids: DeviceArray, count: int, vocab: int, constants: dict[str, Any]
+    ids: DeviceArray, count: int, vocab: int, kernel: Callable[[str], Callable]
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
     """Return rows in the order of their ids, these ids, and where each id starts.
 
-    Rows of equal ids stay in their order.
+    Rows of equal ids stay in their order. `kernel` returns a function of embed.cu.
     """
     tiles = -(-count // TILE)
     groups = -(-(vocab + 1) // TILE)
-    tally = arrays.zeros((tiles, vocab + 1), np.dtype(np.int32), "cuda")
-    totals, starts, order, keys = (
-        arrays.empty((size,), np.dtype(np.int32), "cuda")
-        for size in (groups, vocab + 1, count, count)
-    )
+    tally = arrays.zeros((tiles, vocab + 1), np.int32, "cuda")
+    totals = arrays.empty((groups,), np.int32, "cuda")
+    starts = arrays.empty((vocab + 1,), np.int32, "cuda")
+    order = arrays.empty((count,), np.int32, "cuda")
+    keys = arrays.empty_like(order)
     rows = (np.int32(count), np.int32(vocab))
     table = (np.int32(tiles), np.int32(vocab))
-    arrays.cuda_function(EMBED, "tally_ids", **constants)((tiles,), (TILE,), (ids, tally, *rows))
-    arrays.cuda_function(EMBED, "total_tallies", **constants)(
-        (groups,), (TILE,), (tally, totals, *table)
-    )
-    arrays.cuda_function(EMBED, "place_tallies", **constants)(
-        (groups,), (TILE,), (tally, totals, starts, *table)
-    )
-    arrays.cuda_function(EMBED, "sort_rows", **constants)(
-        (tiles,), (TILE,), (ids, tally, order, keys, *rows)
-    )
+    kernel("tally_ids")((tiles,), (TILE,), (ids, tally, *rows))
+    kernel("total_tallies")((groups,), (TILE,), (tally, totals, *table))
+    kernel("place_tallies")((groups,), (TILE,), (tally, totals, starts, *table))
+    kernel("sort_rows")((tiles,), (TILE,), (ids, tally, order, keys, *rows))
     return order, keys, starts
 
 
 # -- Rotary positions on a GPU ---------------------------------------------------------------------
 
 
-ROPE = Path(__file__).with_name("rope.cu")
+ROPE = HERE / "rope.cu"
 
 
 def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> DeviceArray:
@@ -319,9 +310,8 @@ def apply_rope(
     _turn((x, table, target), (), (inverse,))
 
 
-def _pack_turn(
-    x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool
-) -> Launch | None:
+@Packed
+def _turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool) -> Launch | None:
     _, seq, heads, dim = x.shape
     x_strides = arrays.element_strides(x)
     target_strides = arrays.element_strides(target)
@@ -336,23 +326,14 @@ def _pack_turn(
     return over(ROPE, "apply_rope", x.size, (count, sign, *numbers), words=1, T=x.dtype, V=width)
 
 
-_turn = Packed(_pack_turn)
-
-
 # -- Losses on a GPU and their gradients, times a factor that is applied before rounding ----------
 
 
-CROSS_ENTROPY, SQUARED_ERROR, MEAN = (
-    Path(__file__).with_name(f"{name}.cu") for name in ("cross_entropy", "squared_error", "mean")
-)
-LOSS_THREADS = (
-    32,
-    64,
-    128,
-    256,
-    512,
-    # Threads of a row of logits: two blocks at least share a multiprocessor.
-)
+CROSS_ENTROPY = HERE / "cross_entropy.cu"
+SQUARED_ERROR = HERE / "squared_error.cu"
+MEAN = HERE / "mean.cu"
+# Threads of a row of logits: two blocks at least share a multiprocessor.
+LOSS_THREADS = (32, 64, 128, 256, 512)
 WORDS = 4  # words that a thread fetches at a time
 FLOAT64 = np.dtype(np.float64)
 LOSS_PARTS = 2048  # blocks for a mean squared error
@@ -374,24 +355,27 @@ def softmax_cross_entropy(
     return _mean(losses, rows), gradient
 
 
-def _pack_cross_entropy(
+@Packed
+def _cross_entropy(
     logits: DeviceArray, ids: DeviceArray, gradient: DeviceArray, _: DeviceArray
 ) -> Launch:
     check_ids(ids)
     check_contiguous("softmax_cross_entropy", logits, ids, gradient)
-    (rows, vocab), dtype = logits.shape, logits.dtype
-    apart = (
-        gradient.data.ptr - logits.data.ptr
-    ) % arrays.WORD  # rows start anywhere, but alike in both
-    constants: dict[str, Any] = {
-        "T": dtype,
-        "I": ids.dtype,
-        "V": 1 if apart else arrays.WORD // dtype.itemsize,
-    }
-    needed = -(-vocab // (constants["V"] * WORDS))
-    threads = next((n for n in LOSS_THREADS if n >= needed), LOSS_THREADS[-1])
-    function = arrays.cuda_function(CROSS_ENTROPY, "softmax_cross_entropy", **constants)
-    return Launch(function, (rows,), (threads,), (np.int64(vocab),))
+    rows, vocab = logits.shape
+    dtype = logits.dtype
+    width = arrays.WORD // dtype.itemsize
+    # Rows start anywhere, but alike in both.
+    if (gradient.data.ptr - logits.data.ptr) % arrays.WORD:
+        width = 1
+    function = arrays.cuda_function(
+        CROSS_ENTROPY, "softmax_cross_entropy", T=dtype, I=ids.dtype, V=width
+    )
+    return Launch(function, (rows,), _loss_block(-(-vocab // width)), (np.int64(vocab),))
+
+
+def _loss_block(words: int) -> tuple[int]:
+    """Return the block for a row of this many words."""
+    return (next((n for n in LOSS_THREADS if n * WORDS >= words), LOSS_THREADS[-1]),)
 
 
 def running_lse(
@@ -417,17 +401,15 @@ def running_lse_backward(
     _lse((logits, ids, lse, *slopes), (out,), ("running_lse_backward", first))
 
 
-def _pack_lse(logits: DeviceArray, ids: DeviceArray, *rest: Any) -> Launch:
-    others, (name, *numbers) = rest[: len(rest) // 2 + 1], rest[len(rest) // 2 + 1 :]
+@Packed
+def _lse(logits: DeviceArray, ids: DeviceArray, *rest: Any) -> Launch:
+    others = rest[: len(rest) // 2 + 1]
+    name, *numbers = rest[len(rest) // 2 + 1 :]
     check_ids(ids)
     check_contiguous(name, logits, ids, *others)
     rows, width = logits.shape
-    threads = next((n for n in LOSS_THREADS if n * WORDS >= width), LOSS_THREADS[-1])
     function = arrays.cuda_function(CROSS_ENTROPY, name, T=logits.dtype, I=ids.dtype, V=1)
-    return Launch(function, (rows,), (threads,), tuple(map(np.int64, (width, *numbers))))
-
-
-_lse = Packed(_pack_lse)
+    return Launch(function, (rows,), _loss_block(width), tuple(map(np.int64, (width, *numbers))))
 
 
 def mean_squared_error(
@@ -436,21 +418,20 @@ def mean_squared_error(
     """Return (mean of (output - target)^2, factor * its gradient)."""
     gradient = arrays.empty_like(output)
     call = _squared_error.call((output, target), (gradient,))
-    partial = arrays.empty(call.grid, FLOAT64, "cuda")
+    parts = arrays.empty(call.grid, FLOAT64, "cuda")
     per_element = scalar_type(output.dtype)(2 / output.size * factor)
-    call.launch((output, target, gradient, partial), (per_element,))
-    return _mean(partial, output.size), gradient
+    call.launch((output, target, gradient, parts), (per_element,))
+    return _mean(parts, output.size), gradient
 
 
-def _pack_squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArray) -> Launch:
+@Packed
+def _squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArray) -> Launch:
     check_contiguous("mean_squared_error", output, target)
-    constants: dict[str, Any] = {
-        "T": output.dtype,
-        "S": target.dtype,
-        "V": vector_width(output, target, gradient),
-    }
-    blocks = min(LOSS_PARTS, -(-output.size // (constants["V"] * arrays.BLOCK * 2)))
-    function = arrays.cuda_function(SQUARED_ERROR, "squared_error", **constants)
+    width = vector_width(output, target, gradient)
+    blocks = min(LOSS_PARTS, -(-output.size // (width * arrays.BLOCK * 2)))
+    function = arrays.cuda_function(
+        SQUARED_ERROR, "squared_error", T=output.dtype, S=target.dtype, V=width
+    )
     return Launch(function, (blocks,), (arrays.BLOCK,), (np.int64(output.size),))
 
 
@@ -461,15 +442,11 @@ def _mean(parts: DeviceArray, divisor: int) -> DeviceArray:
     return value
 
 
-def _pack_mean(parts: DeviceArray, _: DeviceArray, divisor: int) -> Launch:
+@Packed
+def _means(parts: DeviceArray, _: DeviceArray, divisor: int) -> Launch:
     return Launch(
         arrays.cuda_function(MEAN, "mean"),
         (1,),
         (1024,),
         (np.int64(parts.size), np.float64(divisor)),
     )
-
-
-_cross_entropy = Packed(_pack_cross_entropy)
-_squared_error = Packed(_pack_squared_error)
-_means = Packed(_pack_mean)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,8 +15,9 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous
 from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 
-OPTIMIZER = Path(__file__).with_name("optimizer.cu")
-SQUARES = Path(__file__).with_name("squares.cu")
+HERE = Path(__file__).parent
+OPTIMIZER = HERE / "optimizer.cu"
+SQUARES = HERE / "squares.cu"
 FLOAT64 = np.dtype(np.float64)
 CHUNK = 1 << 15  # elements whose squares one block sums
 WHOLE = Update()
@@ -100,13 +100,11 @@ def sums_of_squares(
     if not offsets:
         return out
     chunks, ends = _chunks(tuple(offsets), arrays.cupy().cuda.runtime.getDevice())
-    partial = arrays.empty((len(chunks),), FLOAT64, "cuda")
-    constants: dict[str, Any] = {"T": flat.dtype, "V": WORD // flat.itemsize}
+    sums = arrays.empty((len(chunks),), FLOAT64, "cuda")
+    kernel = partial(arrays.cuda_function, SQUARES, T=flat.dtype, V=WORD // flat.itemsize)
     if len(chunks):
-        square = arrays.cuda_function(SQUARES, "square_chunks", **constants)
-        square((len(chunks),), (256,), (flat, chunks, partial))
-    total = arrays.cuda_function(SQUARES, "add_chunks", **constants)
-    total((len(offsets),), (128,), (partial, ends, out))
+        kernel("square_chunks")((len(chunks),), (256,), (flat, chunks, sums))
+    kernel("add_chunks")((len(offsets),), (128,), (sums, ends, out))
     return out
 
 
@@ -125,7 +123,7 @@ def _chunks(offsets: tuple[tuple[int, int], ...], _device: int) -> tuple[DeviceA
 # -- Clipping by the norm on a GPU, with a factor that the host need not know ----------------------
 
 
-CLIPPING = Path(__file__).with_name("clipping.cu")
+CLIPPING = HERE / "clipping.cu"
 
 
 def clip_factor(squares: DeviceArray, max_norm: float, scale: float, divisor: float) -> DeviceArray:

@@ -34,11 +34,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// out (width) = add out + the sums of the columns of parts (count, width); `out` is not read where add is 0. Blocks of
-// 8 x 32 threads have 8 columns, 32 bytes of float: what memory gives at once. So 768 columns are 96 blocks. Moves 1 A
-// an element of parts.
+// out (width) += the sums of the columns of parts (count, width). Blocks of 8 x 32 threads have 8 columns, 32 bytes of
+// float: what memory gives at once. So 768 columns are 96 blocks. Moves 1 A an element of parts.
 extern "C" __global__ void __launch_bounds__(256)
-    add_parts(const A* parts, A* out, int count, long long width, int add) {
+    add_parts(const A* parts, A* out, int count, long long width) {
     constexpr int COLUMNS = 8, STRIPES = 32;
     __shared__ A shared[STRIPES][COLUMNS + 1];
     const long long column = blockIdx.x * (long long)COLUMNS + threadIdx.x;
@@ -51,5 +50,5 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.y > 0 || column >= width) return;
     A total = 0;
     for (int y = 0; y < STRIPES; ++y) total += shared[y][threadIdx.x];
-    out[column] = add ? out[column] + total : total;
+    out[column] += total;
 }

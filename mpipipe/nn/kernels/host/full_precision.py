@@ -10,16 +10,15 @@ import numpy as np
 
 from mpipipe.arrays import float32_like, round_into, upcast
 from mpipipe.nn.kernels.host import ELEMENTS, blocks, elementwise
-from mpipipe.nn.kernels.host.flat import adamw as adamw
-from mpipipe.nn.kernels.host.flat import sgd as sgd
-from mpipipe.nn.kernels.host.flat import sum_of_squares, summed
-from mpipipe.nn.kernels.host.flat import sums_of_squares as sums_of_squares
-from mpipipe.nn.kernels.host.products import add_parts as add_parts
-from mpipipe.nn.kernels.host.products import linear as linear
-from mpipipe.nn.kernels.host.products import linear_backward_input as linear_backward_input
-from mpipipe.nn.kernels.host.products import linear_backward_weight as linear_backward_weight
-from mpipipe.nn.kernels.host.products import products as products
-from mpipipe.nn.kernels.host.products import sum_rows as sum_rows
+from mpipipe.nn.kernels.host.flat import adamw, sgd, sum_of_squares, summed, sums_of_squares  # noqa: F401  # kernels, too
+from mpipipe.nn.kernels.host.products import (  # noqa: F401  # kernels, too
+    add_parts,
+    linear,
+    linear_backward_input,
+    linear_backward_weight,
+    products,
+    sum_rows,
+)
 from mpipipe.nn.random import random_bits
 from mpipipe.processor import each
 
@@ -62,8 +61,9 @@ _add = partial(np.add, casting="same_kind")
 
 def _copy(source: np.ndarray, out: np.ndarray) -> None:
     # Short rows move faster than their elements.
-    if source.size >= LAID and source.ndim > 1 and source.dtype == out.dtype:
-        if source.strides[-1] == out.strides[-1] == source.itemsize and source.shape[-1] <= SHORT:
+    short = source.ndim > 1 and source.shape[-1] <= SHORT
+    if source.size >= LAID and short and source.dtype == out.dtype:
+        if source.strides[-1] == out.strides[-1] == source.itemsize:
             row = np.dtype((np.void, source.itemsize * source.shape[-1]))
             source = source.view(row)
             out = out.view(row)
@@ -177,19 +177,14 @@ _CUBE = 0.044715
 
 def gelu(x: np.ndarray) -> np.ndarray:
     """Return y."""
-    flat = x.reshape(-1)
-    y = np.empty(flat.shape, flat.dtype)
 
-    def work(at: slice) -> None:
-        part = flat[at]
-        out = y[at]
-        _tanh_term(part, out)
+    def work(x: np.ndarray, out: np.ndarray) -> None:
+        _tanh_term(x, out)
         np.add(out, 1, out=out)
-        np.multiply(out, part, out=out)
+        np.multiply(out, x, out=out)
         np.multiply(out, 0.5, out=out)
 
-    each(work, blocks(flat.size))
-    return y.reshape(x.shape)
+    return elementwise(work, np.empty(x.shape, x.dtype), x)
 
 
 def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -197,28 +192,22 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
 
     Here t = tanh(u) and u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2).
     """
-    dflat = dy.reshape(-1)
-    flat = x.reshape(-1)
-    dx = np.empty(dflat.shape, dflat.dtype)
 
-    def work(at: slice) -> None:
-        part = flat[at]
-        out = dx[at]
-        t = _tanh_term(part, np.empty(part.shape, part.dtype))
-        np.multiply(part, part, out=out)
+    def work(dy: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+        t = _tanh_term(x, np.empty(x.shape, x.dtype))
+        np.multiply(x, x, out=out)
         np.multiply(out, 3 * _CUBE * _ROOT, out=out)
         np.add(out, _ROOT, out=out)
-        np.multiply(out, part, out=out)
+        np.multiply(out, x, out=out)
         rest = np.multiply(t, t)
         np.subtract(1, rest, out=rest)
         np.multiply(out, rest, out=out)
         np.add(out, t, out=out)
         np.add(out, 1, out=out)
         np.multiply(out, 0.5, out=out)
-        np.multiply(out, dflat[at], out=out)
+        np.multiply(out, dy, out=out)
 
-    each(work, blocks(dflat.size))
-    return dx.reshape(dy.shape)
+    return elementwise(work, np.empty(dy.shape, dy.dtype), dy, x)
 
 
 def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -325,10 +314,11 @@ def norm_backward(
     """Return (dx, part of dgain) and, where rows were centred, part of dbias."""
     dx = np.empty(x.shape, x.dtype)
     pieces = blocks(*x.shape)
-    dgain, dbias = (np.empty((len(pieces), len(gain)), gain.dtype) for _ in range(2))
+    dgain = np.empty((len(pieces), len(gain)), gain.dtype)
+    dbias = np.empty_like(dgain)
 
-    def mean(products: np.ndarray) -> np.ndarray:
-        return np.divide(products, len(gain), out=products)
+    def mean(sums: np.ndarray) -> np.ndarray:
+        return np.divide(sums, len(gain), out=sums)
 
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
