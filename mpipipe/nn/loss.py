@@ -64,10 +64,11 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
             found=kinds,
             expected="real targets, or complex output",
         )
-    _check_side(output, target)
-    fits = arrays.is_device(target) and arrays.is_floating(target.dtype)
-    if arrays.is_device(output) and not fits:
-        target = arrays.upload(arrays.on_host(target).astype(output.dtype))
+    if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
+        _check_side(output, target)
+        fits = arrays.is_device(target) and arrays.is_floating(target.dtype)
+        if arrays.is_device(output) and not fits:
+            target = arrays.upload(arrays.on_host(target).astype(output.dtype))
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
         target = target if target.dtype == output.dtype else target.astype(output.dtype)
         parts = arrays.as_reals(output), arrays.as_reals(target)

@@ -14,7 +14,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf, mixes
+from mpipipe.nn.layers.layer import Differentiable, Layer, Position, full_name, leaf, mixes
 from mpipipe.nn.layers.names import NamedChain, check_links, no_branches_error, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
@@ -207,7 +207,7 @@ class Stage(Differentiable):
         arrays_by_name = {}
         for name, layer in self._named_layers():
             for key, array in layer.state.items():
-                arrays_by_name[f"{name}.{key}"] = array
+                arrays_by_name[full_name(name, key)] = array
         return arrays_by_name
 
     @property
@@ -272,7 +272,7 @@ class Stage(Differentiable):
         places = {}
         for name, layer in self._named_layers():
             for key in layer.declared:
-                places[f"{name}.{key}"] = layer, key
+                places[full_name(name, key)] = layer, key
         return places
 
     # -- the copy of parameters that layers compute with, and the sums with their adapters

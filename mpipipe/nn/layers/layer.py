@@ -300,8 +300,8 @@ class Layer(Differentiable):
         self.stage = stage
         self.name = name
         for key in self.declared:
-            setattr(self, key, stage.compute[f"{name}.{key}"])
-            setattr(self, f"{key}_grad", stage.gradients.get(f"{name}.{key}"))
+            setattr(self, key, stage.compute[full_name(name, key)])
+            setattr(self, f"{key}_grad", stage.gradients.get(full_name(name, key)))
         self.bound()
 
     def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
@@ -351,6 +351,14 @@ class Layer(Differentiable):
             kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
             inner = kernels.linear_backward_input(columns, b)
             kernels.linear_backward_weight(kernels.scale(inner, scale, inner), x, da)
+
+
+def full_name(name: str, key: str) -> str:
+    """Return the name in the model of what a layer of this name calls `key`.
+
+    A layer of PyTorch or JAX may have the empty name.
+    """
+    return f"{name}.{key}" if name else key
 
 
 def mixes(layer: Layer) -> bool:

@@ -64,17 +64,23 @@ class Linear(Layer):
         return {"linear": Projection("weight", 0, self.outputs)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        check_features(self, x, self.inputs)
-        flat = rows(x)
-        y = self.stage.kernels.linear(flat, self.weight, self.bias)
-        return y.reshape(*x.shape[:-1], self.outputs), flat
+        if x.ndim != 2:
+            check_features(self, x, self.inputs)
+            y, saved = self.forward(rows(x))
+            return y.reshape(*x.shape[:-1], self.outputs), saved
+        if x.shape[1] != self.inputs:
+            check_features(self, x, self.inputs)
+        return self.stage.kernels.linear(x, self.weight, self.bias), x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array | None, Any]:
-        pending = rows(dy), saved
+        if dy.ndim != 2:
+            dx, pending = self.backward_input(rows(dy), saved)
+            if dx is not None:
+                dx = dx.reshape(*dy.shape[:-1], self.inputs)
+            return dx, pending
         if self.ends:
-            return None, pending
-        dx = self.stage.kernels.linear_backward_input(pending[0], self.weight)
-        return dx.reshape(*dy.shape[:-1], self.inputs), pending
+            return None, (dy, saved)
+        return self.stage.kernels.linear_backward_input(dy, self.weight), (dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending

@@ -77,23 +77,22 @@ def linear_backward_weight(
     Without `add` the pieces are the same, so that the product has the same bits.
     """
     if grad.size <= PIECE:
-        _multiply(dy.T, x, grad, add)
+        if add:
+            np.add(grad, np.matmul(dy.T, x), out=grad)
+        else:
+            np.matmul(dy.T, x, out=grad)
         return
     outputs, inputs = grad.shape
 
     def work(at: slice) -> None:
-        _multiply(dy[:, at].T, x, grad[at], add)
+        part = grad[at]
+        if add:
+            np.add(part, np.matmul(dy[:, at].T, x), out=part)
+        else:
+            np.matmul(dy[:, at].T, x, out=part)
 
     step = max(16, PIECE // inputs)
     each(work, [slice(start, start + step) for start in range(0, outputs, step)])
-
-
-def _multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray, add: bool) -> None:
-    """Out = a b or, with `add`, out += a b."""
-    if add:
-        np.add(out, np.matmul(a, b), out=out)
-    else:
-        np.matmul(a, b, out=out)
 
 
 def products(
@@ -114,7 +113,11 @@ def products(
     b = np.broadcast_to(b, (count, *b.shape[1:]))
 
     def work(at: slice) -> None:
-        _multiply(a[at], b[at], c[at], add)
+        part = c[at]
+        if add:
+            np.add(part, np.matmul(a[at], b[at]), out=part)
+        else:
+            np.matmul(a[at], b[at], out=part)
 
     step = max(1, count if c.size * a.shape[2] < WORK else -(-count // 64))
     each(work, [slice(start, start + step) for start in range(0, count, step)])
@@ -122,6 +125,9 @@ def products(
 
 def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
     """Grad += the sum of the rows of dy."""
+    if dy.size <= SUMMED:
+        np.add(grad, np.add.reduce(dy, 0), out=grad)
+        return
 
     def work(at: slice) -> None:
         np.add(grad[at], np.add.reduce(dy[:, at], 0), out=grad[at])
@@ -140,5 +146,7 @@ def columns_of(x: np.ndarray) -> list[slice]:
 
 def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
     """Grad += the sum of the rows of parts."""
-    total = parts[0] if len(parts) == 1 else np.add.reduce(parts, 0)
-    np.add(grad, total, out=grad)
+    if len(parts) == 1:
+        np.add(grad, parts[0], out=grad)
+    else:
+        np.add(grad, np.add.reduce(parts, 0), out=grad)
