@@ -68,8 +68,9 @@ class Cut(list[nn.Stage]):
         self.placement = plan.schedule.placement
         self.schedule = plan.schedule
         last = len(plan.layer_ranges) - 1
-        self.stages = tuple(
-            CutStage(
+        entries = []
+        for index, stage in zip(plan.schedule.stages_of(rank), stages):
+            entry = CutStage(
                 index=index,
                 layers=range(*plan.layer_ranges[index]),
                 is_first=index == 0,
@@ -77,21 +78,16 @@ class Cut(list[nn.Stage]):
                 parameters=sum(array.size for array in stage.parameters.values()),
                 bytes=stage.buffers.nbytes,
             )
-            for index, stage in zip(plan.schedule.stages_of(rank), stages)
-        )
+            entries.append(entry)
+        self.stages = tuple(entries)
         self.is_first = any(stage.is_first for stage in self.stages)
         self.is_last = any(stage.is_last for stage in self.stages)
 
     def __str__(self) -> str:
-        cells = [
-            [
-                str(each.index),
-                f"{each.layers.start}-{each.layers.stop - 1}",
-                f"{each.parameters:,}",
-                f"{each.bytes:,}",
-            ]
-            for each in self.stages
-        ]
+        cells = []
+        for stage in self.stages:
+            layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
+            cells.append([f"{stage.index}", layers, f"{stage.parameters:,}", f"{stage.bytes:,}"])
         return "\n".join(text_table(["stage", "layers", "parameters", "bytes"], cells, left=(1,)))
 
 
@@ -147,14 +143,14 @@ def cut(
         raise ArgumentError(
             "no such rank in the schedule", found=rank, expected=f"0 to {schedule.ranks - 1}"
         )
-    layers, each = list(layers), [1.0] * len(layers) if costs is None else list(costs)
-    if len(each) != len(layers):
+    layers = list(layers)
+    costs = [1.0] * len(layers) if costs is None else list(costs)
+    if len(costs) != len(layers):
         raise ArgumentError(
             "costs must say what each layer costs",
-            found=f"{counted(len(each), 'cost')} for {counted(len(layers), 'layer')}",
+            found=f"{counted(len(costs), 'cost')} for {counted(len(layers), 'layer')}",
             expected="one for each",
         )
-    plan = LayerPlan(schedule, schedules.partition(each, schedule.stages), rows=0).with_names(
-        layers
-    )
+    ranges = schedules.partition(costs, schedule.stages)
+    plan = LayerPlan(schedule, ranges, rows=0).with_names(layers)
     return Cut(plan, rank, plan.stages(rank, layers, dtype, seed, device, frozen))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mpipipe.job import group_of
+from mpipipe import processor
+from mpipipe.errors import ConfigError
+from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
 from mpipipe.planning.predict import Choice, predict
 from mpipipe.planning.probe import MeasuredLayers, measure_layers
@@ -15,14 +19,13 @@ from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import Plan, find_plans
 from mpipipe.text import counted, shown_bytes, text_table
 
-REAL = 3  # plans of which real steps are made
-
 
 @dataclass(frozen=True)
 class PlanReport:
     """The plans of a training: all of them on rank 0, the fastest on every rank.
 
-    The last fields are those of `RankPlaces`.
+    The last fields are the most ranks on a node, the most threads of a rank, and which ranks share
+    cores.
     """
 
     plans: Sequence[Plan]
@@ -38,9 +41,16 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
     problem = measured.problem
     group = group_of(measured.mesh.comm)
     with group.raise_together("plan: what is asked for"):
-        measured.check_place(place)
+        if place != "cpu":
+            # On a GPU the host's clock says nothing of a layer.
+            raise ConfigError(
+                "a plan is made on the CPU only",
+                found=f"device {place}",
+                remedy="choose schedule, chunks and microbatches by hand, with --device cpu make "
+                "a plan of the CPU's",
+            )
         space = problem.space
-    places = measured.places()
+    places = _places(group)
     profile = measure(measured)
     plans: list[Plan] = []
     with group.raise_together("plan: the search"):
@@ -50,17 +60,25 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
     whole = [replace(choice, slices=1) for choice in tried]  # sequences, as they are measured
     times = [trial_seconds(measured, choice) for choice in whole]
     if group.rank == 0:
-        expected = [
-            predict(profile, choice, problem.rows, problem.trained_layers).seconds
-            for choice in whole
-        ]
-        scales = [
-            max(1e-9, seconds - profile.step) / max(1e-9, each - profile.step)
-            for each, seconds in zip(expected, times)
-        ]
+        scales = []
+        for choice, seconds in zip(whole, times):
+            expected = predict(profile, choice, problem.rows, problem.trained_layers).seconds
+            scales.append(max(1e-9, seconds - profile.step) / max(1e-9, expected - profile.step))
         plans = [_scaled(plan, profile.step, median(scales)) for plan in plans]
         profile = replace(profile, scale=median(scales))
     return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), *places)
+
+
+def _places(group: RankGroup) -> tuple[int, int, str]:
+    """Find out how ranks share nodes and cores; collective."""
+    mine = {"rank": group.rank, "host": socket.gethostname(), "cores": own_cores()}
+    everyone = group.gather("plan: the cores", (mine, processor.thread_count()))
+    places = [place for place, _ in everyone]
+    text = oversubscribed(places) or ""
+    if text:
+        text += ": times depend on who waits meanwhile, and predictions are rough"
+    most = max(Counter(place["host"] for place in places).values())
+    return most, max(threads for _, threads in everyone), text
 
 
 def measure(measured: MeasuredRanks) -> Profile:
@@ -71,22 +89,22 @@ def measure(measured: MeasuredRanks) -> Profile:
     links = measure_links(measured, action)
     step = measure_step(measured, action, links)
     mine = measure_layers(measured)
-    costs = {
-        size: replace(of_size, action=of_size.action + action)
-        for size, of_size in mine.costs.items()
-    }
+    for size, of_size in mine.costs.items():
+        mine.costs[size] = replace(of_size, action=action)
     everyone = group_of(mesh.comm).gather(
-        "plan: what all ranks have measured", (mesh.pipe.rank, replace(mine, costs=costs), step)
+        "plan: what all ranks have measured", (mesh.pipe.rank, mine, step)
     )
-    replicas = (
-        [layers for rank, layers, _ in everyone if rank == at] for at in range(mesh.pipe.size)
-    )
-    ranks = [
-        max(of_rank, key=_seconds) for of_rank in replicas
-    ]  # replicas wait for the slowest of them
+    ranks = []
+    for place in range(mesh.pipe.size):
+        # Replicas wait for the slowest of them.
+        replicas = [layers for rank, layers, _ in everyone if rank == place]
+        ranks.append(max(replicas, key=_seconds))
+    costs = {}
+    for size in mine.costs:
+        costs[size] = tuple(rank.costs[size] for rank in ranks)
     return Profile(
         kinds=problem.kinds,
-        costs={size: tuple(rank.costs[size] for rank in ranks) for size in costs},
+        costs=costs,
         links=links,
         sizes=mine.sizes,
         states=problem.states,
@@ -98,10 +116,11 @@ def measure(measured: MeasuredRanks) -> Profile:
     )
 
 
-def _seconds(layers: MeasuredLayers) -> float:
-    return sum(
-        layer.forward + layer.backward for rank in layers.costs.values() for layer in rank.layers
-    )
+def _seconds(measured: MeasuredLayers) -> float:
+    total = 0.0
+    for rank in measured.costs.values():
+        total += sum(layer.forward + layer.backward for layer in rank.layers)
+    return total
 
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:
@@ -110,17 +129,13 @@ def _different(plans: Sequence[Plan]) -> list[Choice]:
         return []
     best = plans[0].choice
     tried = [best]
-    for same in (
-        lambda choice: choice.microbatches,
-        lambda choice: (choice.schedule, choice.chunks),
-    ):
-        other = next(
-            (p.choice for p in plans if p.choice not in tried and same(p.choice) != same(best)),
-            None,
-        )
-        if other is not None:
-            tried.append(other)
-    return tried[:REAL]
+    choices = [plan.choice for plan in plans]
+    counts = [choice for choice in choices if choice.microbatches != best.microbatches]
+    form = best.schedule, best.chunks
+    forms = [choice for choice in choices if (choice.schedule, choice.chunks) != form]
+    for others in (counts, forms):
+        tried += [choice for choice in others if choice not in tried][:1]
+    return tried
 
 
 def _scaled(plan: Plan, step: float, scale: float) -> Plan:

@@ -69,17 +69,11 @@ class LayerPlan:
         An entry of `layers` is whatever `adapters.as_layer` takes; functions among them make the
         layers of this rank.
         """
-        return [
-            nn.Stage(
-                [as_layer(layers[place], place, seed) for place in range(start, stop)],
-                dtype,
-                seed,
-                device,
-                first=start,
-                frozen=frozen,
-            )
-            for start, stop in self.ranges_of(rank)
-        ]
+        stages = []
+        for start, stop in self.ranges_of(rank):
+            own = [as_layer(layers[place], place, seed) for place in range(start, stop)]
+            stages.append(nn.Stage(own, dtype, seed, device, first=start, frozen=frozen))
+        return stages
 
 
 def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:

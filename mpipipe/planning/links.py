@@ -11,7 +11,7 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
@@ -48,8 +48,8 @@ def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Lin
     pipe = group_of(measured.mesh.pipe)
     found: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
     for phase in _phases(pipe.size):
-        links = {rank: link for link in phase for rank in (link, (link + 1) % pipe.size)}
-        mine = links.get(pipe.rank)
+        ends = [link for link in phase if pipe.rank in (link, (link + 1) % pipe.size)]
+        mine = ends[0] if ends else None
         color = pipe.size + pipe.rank if mine is None else mine
         pair = pipe.split(color, int(pipe.rank != mine), "plan: two neighbours")
         if mine is not None:
@@ -58,16 +58,14 @@ def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Lin
         pipe.agree("plan: these neighbours are measured")
         pair.Free()
     everyone = pipe.gather("plan: the links", found)
-    if pipe.size == 1:
-        return {size: (Link(),) for size in found}
-    merged = {
-        size: {link: each for other in everyone for link, each in other[size].items()}
-        for size in found
-    }
-    return {
-        size: tuple(links.get(link, links[0]) for link in range(pipe.size))
-        for size, links in merged.items()
-    }
+    merged = {}
+    for size in found:
+        links: dict[int, Link] = {}
+        for other in everyone:
+            links |= other[size]
+        # The only rank has a link to itself; the last of two ranks has that of the first.
+        merged[size] = tuple(links.get(link, links.get(0, Link())) for link in range(pipe.size))
+    return merged
 
 
 def measure_step(
@@ -161,12 +159,12 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
     """
     problem = measured.problem
     mesh = measured.mesh
-    group = group_of(measured.mesh.comm)
+    group = group_of(mesh.comm)
     with group.raise_together("plan: the stages"):
         plan = problem.plan(choice)
-        layers = measured.layers()
+        rank = mesh.pipe.rank
         stages = plan.stages(
-            mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen
+            rank, measured.layers(), problem.dtype, measured.seed, frozen=measured.frozen
         )
         loss = measured.loss_for(stages[-1], plan.microbatch_rows)
     with (
@@ -185,12 +183,11 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
         scaler = measured.scaler()
         inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
         placement = plan.schedule.placement
-        rank = mesh.pipe.rank
         batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
         for stage in stages:
             stage.optimizer_writes_compute()
 
-        def step(batch: tuple[Any, Any]) -> None:
+        def step() -> None:
             pipeline.step(*batch, scale=scaler.scale)
             norm = optim.scaled_step(
                 optimizer, scaler, measured.clip, lr=measured.lr / 100, over=over
@@ -198,21 +195,19 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
             if norm is not None:
                 float(norm)  # waits for a GPU
 
-        timed_steps(group, step, [batch] * WARMUP)
-        first = median(timed_steps(group, step, [batch] * FIRST))
-        return median(timed_steps(group, step, [batch] * repeats_in(TRIAL_SECONDS, first, REPEATS)))
+        timed_steps(group, step, WARMUP)
+        first = median(timed_steps(group, step, FIRST))
+        return median(timed_steps(group, step, repeats_in(TRIAL_SECONDS, first, REPEATS)))
 
 
-def timed_steps(
-    group: RankGroup, step: Callable[[tuple[Any, Any]], None], batches: Iterable[tuple[Any, Any]]
-) -> list[float]:
+def timed_steps(group: RankGroup, step: Callable[[], None], count: int) -> list[float]:
     """Make steps one after the other; return the seconds of each on the slowest rank."""
     group.agree("plan: all ranks begin to make steps")
     times = []
     last = perf_counter()
-    for batch in batches:
-        step(batch)
+    for _ in range(count):
+        step()
         now = perf_counter()
         times.append(now - last)
         last = now
-    return [max(of_ranks) for of_ranks in zip(*group.gather("plan: the seconds of steps", times))]
+    return list(map(max, zip(*group.gather("plan: the seconds of steps", times))))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from mpipipe import schedules
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.profile import Link, Profile
 from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
@@ -74,66 +75,70 @@ def predict(
     (15.5, 0.2, (208, 108))
     """
     schedule = choice.build(profile.ranks, trained)
-    size = -(-rows // choice.microbatches)
-    costs = _costs(profile, schedule, choice.ranges, size, rows / (size * schedule.units))
-    timeline = schedules.simulate(schedule, costs)
-    own = [_layers(schedule, choice.ranges, rank) for rank in range(profile.ranks)]
-    counts = [sum(profile.trained[layer] for layer in layers) for layers in own]
-    summed = max(
-        end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums)
-    )
-    updated = max(count * each for count, each in zip(counts, profile.optimizer))
-    activations = _activations(profile, schedule, choice.ranges, size)
-    states = [sum(profile.states[layer] for layer in layers) for layers in own]
-    more = profile.process + profile.sizes[size].scratch
+    plan = LayerPlan(schedule, choice.ranges, rows)
+    timeline = schedules.simulate(schedule, _costs(profile, plan))
+    activations = _activations(profile, plan)
+    more = profile.process + profile.sizes[plan.microbatch_rows].scratch
+    summed = 0.0
+    updated = 0.0
+    memory = []
+    for rank in range(profile.ranks):
+        layers = plan.layers_of(rank)
+        count = sum(profile.trained[layer] for layer in layers)
+        summed = max(summed, timeline.ends[rank] + count * profile.sums[rank])
+        updated = max(updated, count * profile.optimizer[rank])
+        state = sum(profile.states[layer] for layer in layers)
+        memory.append(round(activations[rank] + state) + more)
     return Prediction(
         seconds=profile.step + profile.scale * (summed + updated),
         bubble=timeline.bubble_fraction,
-        memory=tuple(round(held + state) + more for held, state in zip(activations, states)),
+        memory=tuple(memory),
         schedule=schedule,
     )
 
 
-def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) -> list[int]:
-    return [layer for stage in schedule.stages_of(rank) for layer in range(*ranges[stage])]
-
-
-def _costs(
-    profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float
-) -> Costs:
-    """Return the costs of stages.
-
-    `share` is the mean unit's part of a micro-batch of `size` sequences.
-    """
-    ranks = profile.costs[size]
+def _costs(profile: Profile, plan: LayerPlan) -> Costs:
+    """Return the costs of stages, for a unit of the mean size."""
+    schedule = plan.schedule
+    size = plan.microbatch_rows
+    share = plan.rows / (size * schedule.units)
     last = schedule.stages - 1
-    splits = {
-        action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD
-    }
+    splits = _splits(schedule)
     links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
     forward = []
     input_grad = []
     weight_grad = []
     recompute = []
     for stage, rank in enumerate(schedule.placement):
-        mine = ranks[rank]
-        layers = [mine.layers[profile.kinds[layer]] for layer in range(*ranges[stage])]
-        messages = links[stage].message + (links[stage + 1].message if stage < last else 0.0)
-        more = mine.action + messages
-        loss = mine.loss if stage == last else 0.0
-        forward.append(share * (sum(each.forward for each in layers) + loss) + more)
-        whole = share * sum(each.backward for each in layers)
-        second = (
-            share * sum(each.weight_grad for each in layers) + mine.action
-            if stage in splits
-            else 0.0
-        )
-        first = share * sum(each.input_grad for each in layers) if stage in splits else whole
-        input_grad.append(first + more)
+        of_rank = profile.costs[size][rank]
+        action = of_rank.action
+        kinds = [profile.kinds[layer] for layer in range(*plan.layer_ranges[stage])]
+        layers = [of_rank.layers[kind] for kind in kinds]
+        work = sum(layer.forward for layer in layers)
+        again = sum(layer.forward if layer.again is None else layer.again for layer in layers)
+        messages = links[stage].message
+        if stage < last:
+            messages += links[stage + 1].message
+        else:
+            work += of_rank.loss
+        first = share * sum(layer.backward for layer in layers)
+        second = 0.0
+        if stage in splits:
+            first = share * sum(layer.input_grad for layer in layers)
+            second = share * sum(layer.weight_grad for layer in layers) + action
+        forward.append(share * work + (action + messages))
+        input_grad.append(first + (action + messages))
         weight_grad.append(second)
-        again = share * sum(each.forward if each.again is None else each.again for each in layers)
-        recompute.append(again + mine.action)
+        recompute.append(share * again + action)
     return Costs(forward, input_grad, weight_grad, [link.transfer for link in links], recompute)
+
+
+def _splits(schedule: Schedule) -> set[int]:
+    """Return the stages whose backward is split."""
+    splits = set()
+    for order in schedule.orders:
+        splits |= {action.stage for action in order if action.op == INPUT_GRAD}
+    return splits
 
 
 def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
@@ -145,24 +150,22 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
-def _activations(
-    profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int
-) -> Sequence[float]:
-    sizes = profile.sizes[size]
-    splits = {
-        action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD
-    }
-    whole = []
-    for stage, cut in enumerate(ranges):
-        kinds = [profile.kinds[layer] for layer in range(*cut)]
-        kept = sum(
-            max(sizes.activation[kind], sizes.split[kind] * (stage in splits)) for kind in kinds
-        )
-        whole.append(kept + (sizes.loss if stage == schedule.stages - 1 else 0))
-    parts = [each / schedule.slices for each in whole]
-    return schedules.peak_memory(
-        schedule, parts, [min(each, sizes.message / schedule.slices) for each in parts]
-    )
+def _activations(profile: Profile, plan: LayerPlan) -> Sequence[float]:
+    schedule = plan.schedule
+    sizes = profile.sizes[plan.microbatch_rows]
+    splits = _splits(schedule)
+    parts = []
+    for stage, cut in enumerate(plan.layer_ranges):
+        whole = 0
+        for layer in range(*cut):
+            kind = profile.kinds[layer]
+            split = sizes.split[kind] if stage in splits else 0
+            whole += max(sizes.activation[kind], split)
+        if stage == schedule.stages - 1:
+            whole += sizes.loss
+        parts.append(whole / schedule.slices)
+    message = sizes.message / schedule.slices
+    return schedules.peak_memory(schedule, parts, [min(part, message) for part in parts])
 
 
 # -- What a plan decides, and the schedule that follows from it ------------------------------------
@@ -258,12 +261,8 @@ def completed(
 ) -> Schedule:
     """Take out backwards of frozen stages, and put in forwards that are run again."""
     if trained is not None:
-        frozen = {
-            stage
-            for stage, cut in enumerate(ranges)
-            if not any(layer in trained for layer in range(*cut))
-        }
-        schedule = schedules.with_frozen(schedule, frozen)
+        frozen = [stage for stage, cut in enumerate(ranges) if not set(range(*cut)) & set(trained)]
+        schedule = schedules.with_frozen(schedule, set(frozen))
     if recompute_limit is not None:
         schedule = schedules.with_recompute(schedule, memory_limit=recompute_limit)
     return schedule

@@ -30,8 +30,8 @@ from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
 from mpipipe.planning.step_memory import (
     LoneLayer,
     Shapes,
-    each_layer,
     layer_bytes,
+    lone_layers,
     shapes_of,
     zeros_of,
 )
@@ -87,10 +87,12 @@ class LayerTimes:
         """Return the medians, for each kind of layer."""
         by_kind: dict[int, LayerCosts] = {}
         for place, actions in self.actions.items():
-            found = defaultdict(float, {name: median(seconds) for name, seconds in actions.items()})
-            again = max(0.0, found["R"] + found["B after R"] - found["B"])
+            times = dict.fromkeys(("F", "B", "I", "W", "R", "B after R"), 0.0)
+            for name, seconds in actions.items():
+                times[name] = median(seconds)
+            again = max(0.0, times["R"] + times["B after R"] - times["B"])
             by_kind[kinds[place]] = LayerCosts(
-                found["F"], found["B"], found["I"], found["W"], again
+                times["F"], times["B"], times["I"], times["W"], again
             )
         return RankCosts(tuple(by_kind[kind] for kind in sorted(by_kind)), median(self.loss))
 
@@ -164,28 +166,28 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
 
-        def prepared(lone: LoneLayer, drawing: int) -> tuple[Timer, Shapes]:
-            stack.enter_context(lone.taking_head())
-            if timers:  # the first layer has the example itself
-                lone.x = _in_memory(lone.x)
-            timer = Timer(lone, targets)
-            timers[lone.stage.first] = timer
-            return timer, timer.forward("F")
-
         timers: dict[int, Timer] = {}
-        each_layer(
+        layers = lone_layers(
             measured.problem,
             measured.layers(),
             lambda stage: measured.loss_for(stage, size),
             x,
             measured.frozen,
-            prepared,
+            {},
         )
+        for lone in layers:
+            if lone.shapes is None:
+                stack.enter_context(lone.taking_head())
+                # The first layer has the example itself.
+                if timers:
+                    lone.x = _in_memory(lone.x)
+                timers[lone.stage.first] = timer = Timer(lone, targets)
+                lone.shapes = timer.forward("F")
         for timer in timers.values():
             timer.saved.clear()
-        layers = list(timers.values())
+        turns = list(timers.values())
         start = perf_counter()
-        _turn(layers)
+        _turn(turns)
         # A ring has messages in each turn: all ranks must make the same number of turns.
         seconds = group_of(measured.mesh.comm).gather(
             "plan: the seconds of a turn", perf_counter() - start
@@ -193,9 +195,9 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
         for place, timer in timers.items():
             timer.actions = times.actions.setdefault(place, defaultdict(list))
         for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
-            _turn(layers)
-        times.loss += layers[-1].actions.pop("loss")
-    return _optimizer(measured, [timer.lone.stage for timer in layers])
+            _turn(turns)
+        times.loss += turns[-1].actions.pop("loss")
+    return _optimizer(measured, [timer.lone.stage for timer in turns])
 
 
 def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
@@ -241,18 +243,18 @@ def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
         example,
         measured.frozen,
     )
-    alike = [
-        [each for each, kind in zip(found, problem.kinds) if kind == one]
-        for one in range(max(problem.kinds) + 1)
-    ]
-    actions = (
-        (each.forward - each.saved, each.backward, each.input_grad, each.weight_grad)
-        for each in found
-    )
+    activation = [0] * (max(problem.kinds) + 1)
+    split = [*activation]
+    scratch = 0.0
+    for kind, layer in zip(problem.kinds, found):
+        activation[kind] = max(activation[kind], round(layer.saved + layer.keeps_input))
+        split[kind] = max(split[kind], round(layer.pending + layer.pends_input))
+        forward = layer.forward - layer.saved
+        scratch = max(scratch, forward, layer.backward, layer.input_grad, layer.weight_grad)
     return Sizes(
-        tuple(max(round(each.saved + each.keeps_input) for each in kind) for kind in alike),
-        tuple(max(round(each.pending + each.pends_input) for each in kind) for kind in alike),
+        tuple(activation),
+        tuple(split),
         math.prod(measured.message_shape(size)) * dtype_of(problem.dtype).itemsize,
         round(found[-1].loss),
-        max(0, round(max(map(max, actions)))),
+        round(scratch),
     )

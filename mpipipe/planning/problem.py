@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays, nn, optim, processor
+from mpipipe import arrays, nn, optim
 from mpipipe.comm import Mesh
-from mpipipe.errors import ConfigError
-from mpipipe.job import group_of, oversubscribed, own_cores
 from mpipipe.nn import Parameter
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Choice
@@ -25,12 +21,12 @@ Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
 
 def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
     """Return all parameters of layers from `first` on, by names such as 3.norm.weight."""
-    return {
-        f"{name}.{key}": parameter
-        for place, top in enumerate(layers, first)
-        for name, layer in top.walk(str(place))
-        for key, parameter in layer.declared.items()
-    }
+    parameters = {}
+    for place, top in enumerate(layers, first):
+        for name, layer in top.walk(str(place)):
+            for key, parameter in layer.declared.items():
+                parameters[f"{name}.{key}"] = parameter
+    return parameters
 
 
 def layers_with(names: Iterable[str]) -> frozenset[int]:
@@ -73,6 +69,11 @@ class PlanningProblem:
     def rows(self) -> int:
         """Samples of a step in each replica."""
         return self.batch // self.replicas
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in gradients, moments, and parameters as they are updated."""
+        return arrays.accumulator(arrays.dtype(self.dtype)).itemsize
 
     @cached_property
     def trained_layers(self) -> frozenset[int]:
@@ -117,33 +118,31 @@ class PlanningProblem:
     @cached_property
     def states(self) -> tuple[int, ...]:
         """Bytes of parameters, gradients and the optimizer's state of each layer."""
-        wide = arrays.accumulator(arrays.dtype(self.dtype)).itemsize
-        counts = self._per_layer(declared(self.layers))
-        return tuple(
-            self.parameter_bytes(count, trained) + trained * wide + self.moment_bytes(trained)
-            for count, trained in zip(counts, self.trained_counts)
-        )
+        sizes = []
+        for count, trained in zip(self._per_layer(declared(self.layers)), self.trained_counts):
+            more = trained * self.wide + self.moment_bytes(trained)
+            sizes.append(self.parameter_bytes(count, trained) + more)
+        return tuple(sizes)
 
     def parameter_bytes(self, count: int, trained: int) -> int:
         """Return the bytes of parameters in a training, with copies in a half dtype.
 
         Replicas keep a share of the originals each, but for adapters (optim/shards.py).
         """
-        narrow = arrays.dtype(self.dtype)
-        wide = arrays.accumulator(narrow)
-        if narrow == wide:
-            return count * wide.itemsize
+        narrow = arrays.dtype(self.dtype).itemsize
+        if narrow == self.wide:
+            return count * self.wide
         adapted = any(part.adapters for layer in self.layers for _, part in layer.walk(""))
-        elsewhere = 0 if adapted else trained - -(-trained // self.shards)
-        return (count - elsewhere) * wide.itemsize + count * narrow.itemsize
+        elsewhere = 0 if adapted else trained - self._share(trained)
+        return (count - elsewhere) * self.wide + count * narrow
 
     def moment_bytes(self, trained: int) -> int:
         """Bytes of the optimizer's state of this number of parameters, on one rank."""
-        return (
-            -(-trained // self.shards)
-            * arrays.accumulator(arrays.dtype(self.dtype)).itemsize
-            * self.moments
-        )
+        return self._share(trained) * self.wide * self.moments
+
+    def _share(self, count: int) -> int:
+        """Return how many of these numbers one of the replicas that share them keeps."""
+        return -(-count // self.shards)
 
     def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
         counts = [0] * len(self.layers)
@@ -178,39 +177,6 @@ class MeasuredRanks:
     seed: int
     frozen: Sequence[str] = ()
 
-    def check_place(self, place: str) -> None:
-        """Refuse a GPU, on which the host's clock says nothing of a layer."""
-        if place != "cpu":
-            raise ConfigError(
-                "a plan is made on the CPU only",
-                found=f"device {place}",
-                remedy="choose schedule, chunks and microbatches by hand, with --device cpu make "
-                "a plan of the CPU's",
-            )
-
-    def places(self) -> RankPlaces:
-        """Find out how ranks share nodes and cores; collective."""
-        comm = self.mesh.comm
-        mine = {"rank": comm.rank, "host": socket.gethostname(), "cores": own_cores()}
-        everyone = group_of(comm).gather("plan: the cores", (mine, processor.thread_count()))
-        places = [place for place, _ in everyone]
-        text = oversubscribed(places)
-        rough = (
-            f"{text}: times depend on who waits meanwhile, and predictions are rough"
-            if text
-            else ""
-        )
-        ranks_per_node = max(Counter(place["host"] for place in places).values())
-        return RankPlaces(ranks_per_node, max(threads for _, threads in everyone), rough)
-
-
-class RankPlaces(NamedTuple):
-    """Most ranks on a node, most threads of a rank, and which ranks share cores."""
-
-    ranks_per_node: int
-    threads: int
-    oversubscribed: str
-
 
 def parameters_of(layers: Sequence[nn.Layer]) -> int:
     """Count the elements of all arrays that the layers declare."""
@@ -220,4 +186,6 @@ def parameters_of(layers: Sequence[nn.Layer]) -> int:
 def attentions(layers: Sequence[nn.Layer]) -> Iterator[nn.SelfAttention]:
     """Yield the attention layers among these layers and their parts."""
     for top in layers:
-        yield from (layer for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention))
+        for _, layer in top.walk(""):
+            if isinstance(layer, nn.SelfAttention):
+                yield layer

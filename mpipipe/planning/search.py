@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,14 +141,10 @@ class Space:
         return sorted({-(-self.rows // count) for count in self.microbatches})
 
     @property
-    def recomputation(self) -> dict[str, Any] | None:
-        """What is fixed of recomputation; None where nothing is."""
-        found = {
-            name: self.fixed[name]
-            for name in ("recompute", "recompute_limit")
-            if name in self.fixed
-        }
-        return found or None
+    def recomputation(self) -> dict[str, Any]:
+        """What is fixed of recomputation, by name."""
+        names = ("recompute", "recompute_limit")
+        return {name: self.fixed[name] for name in names if name in self.fixed}
 
 
 def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) -> list[Plan]:
@@ -185,10 +182,11 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     >>> best.choice.schedule, best.prediction.seconds
     ('zero_bubble_h1', 13.0)
     """
-    found = [plan for plan in _plans(profile, space, memory_limit) if plan is not None]
-    kept = [plan for plan in found if memory_limit is None or plan.prediction.peak <= memory_limit]
+    most = math.inf if memory_limit is None else memory_limit
+    plans = list(_plans(profile, space, most))
+    kept = [plan for plan in plans if plan.prediction.peak <= most]
     if not kept:
-        least = min((plan.prediction.peak for plan in found), default=None)
+        least = min((plan.prediction.peak for plan in plans), default=None)
         raise ConfigError(
             "no plan keeps this memory limit",
             found=f"memory_limit {exact_bytes(memory_limit or 0)} on each rank",
@@ -197,7 +195,7 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
             "the sizes of the model",
         )
     kept.sort(key=_rank)
-    refined = [_refined(profile, space, plan, memory_limit) for plan in kept[:REFINED]]
+    refined = [_refined(profile, space, plan, most) for plan in kept[:REFINED]]
     return sorted([*refined, *kept[REFINED:]], key=_rank)
 
 
@@ -205,7 +203,7 @@ def _rank(plan: Plan) -> tuple[float, int]:
     return plan.prediction.seconds, plan.prediction.peak
 
 
-def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator[Plan | None]:
+def _plans(profile: Profile, space: Space, memory_limit: float) -> Iterator[Plan]:
     seen = set()  # some schedules are the same with one stage on each rank
     slices = space.fixed.get("slices", 1)
     # Candidates that are too large are left out; where all of them are, the smallest is built,
@@ -222,28 +220,23 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
                 profile, size, chunks * space.ranks
             )
             choice = Choice(
-                name, chunks, microbatches, partition, slices=slices, **(space.recomputation or {})
+                name, chunks, microbatches, partition, slices=slices, **space.recomputation
             )
             plan = _predicted(profile, space, choice)
-            key = (
-                None
-                if plan is None
-                else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
-            )
-            if key is not None and key in seen:
+            if plan is None:
+                continue
+            schedule = plan.prediction.schedule
+            key = schedule.placement, schedule.orders
+            if key in seen:
                 continue
             seen.add(key)
-            if plan is None or memory_limit is None or plan.prediction.peak <= memory_limit:
-                yield plan
-            elif space.recomputation is not None:
+            if plan.prediction.peak <= memory_limit or space.recomputation:
                 yield plan
             else:
                 yield from _recomputing(profile, space, plan, memory_limit)
 
 
-def _recomputing(
-    profile: Profile, space: Space, plan: Plan, memory_limit: int
-) -> Iterator[Plan | None]:
+def _recomputing(profile: Profile, space: Space, plan: Plan, memory_limit: float) -> Iterator[Plan]:
     """Yield the plan with as many forwards run again as the limit asks for."""
     held = max(schedules.simulate(plan.prediction.schedule).peak_activations)
     limits = sorted(
@@ -254,7 +247,8 @@ def _recomputing(
         if tried is not None and tried.prediction.peak <= memory_limit:
             yield tried
             return
-    yield _predicted(profile, space, replace(plan.choice, recompute=True))
+    again = replace(plan.choice, recompute=True)
+    yield Plan(again, predict(profile, again, space.rows, space.trained))
 
 
 def _predicted(profile: Profile, space: Space, choice: Choice) -> Plan | None:
@@ -267,7 +261,7 @@ def _predicted(profile: Profile, space: Space, choice: Choice) -> Plan | None:
         return None
 
 
-def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | None) -> Plan:
+def _refined(profile: Profile, space: Space, plan: Plan, most: float) -> Plan:
     """Move layers between neighbouring stages, as long as that makes the step faster."""
     if "partition" in space.fixed:
         return plan
@@ -277,10 +271,9 @@ def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | Non
         if partition is None:
             break
         other = _predicted(profile, space, replace(plan.choice, partition=partition))
-        keeps = other is not None and (
-            memory_limit is None or other.prediction.peak <= memory_limit
-        )
-        if other is not None and keeps and other.prediction.seconds < plan.prediction.seconds:
+        if other is None or other.prediction.peak > most:
+            continue
+        if other.prediction.seconds < plan.prediction.seconds:
             plan = other
             partitions = _neighbours(partition)
     return plan

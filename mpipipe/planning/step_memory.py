@@ -6,16 +6,16 @@ once meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer, counting
-from mpipipe.arrays import Branches, Structure, Tree
+from mpipipe.arrays import Structure, Tree
 from mpipipe.pipeline import Loss, receive_window
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import (
@@ -80,7 +80,7 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
     for each in reversed(layers):
         backward = max(backward, gradient + each.backward)
         input_grad = max(input_grad, added + gradient + each.input_grad)
-        added = added + each.added
+        added += each.added
         gradient = each.input
     return StageBytes(
         tables=sum(each.tables for each in layers) + max(each.shared for each in layers),
@@ -110,88 +110,88 @@ def layer_bytes(
     `layers` are unbound, and taken out of the list, `loss_for` makes the loss after the last one,
     and `example` are inputs and targets of a micro-batch.
     """
-    # a loss may divide by what is in its targets
+    # A loss may divide by what is in its targets.
     x = zeros_of(shapes_of(example[0]))
-    targets = example[1]
-
-    def measured(lone: LoneLayer, drawing: int) -> tuple[StageBytes, Shapes]:
-        with np.errstate(all="ignore"), counting(), lone.taking_head():
-            found, shapes = _micro_batch(lone.stage, lone.loss, lone.x, targets, lone.trained)
-        return replace(found, drawing=drawing), shapes
-
+    values: dict[str, Tree] = {}
+    results = []
+    known: dict[LoneLayer, StageBytes] = {}
     with tracing():
-        found, values = each_layer(problem, layers, loss_for, x, frozen, measured)
-    return found, {name: bytes_of(value) for name, value in values.items()}
+        for lone in lone_layers(problem, layers, loss_for, x, frozen, values):
+            if lone not in known:
+                with np.errstate(all="ignore"), counting(), lone.taking_head():
+                    sizes = _micro_batch(lone, example[1])
+                known[lone] = replace(sizes, drawing=lone.drawing)
+            results.append(known[lone])
+    return results, {name: bytes_of(value) for name, value in values.items()}
 
 
 @dataclass(eq=False)
 class LoneLayer:
-    """A layer in a stage by itself, with an input, and the loss after it if it is last."""
+    """A layer in a stage by itself, with an input, and the loss after it if it is last.
+
+    `drawing` are bytes that drawing its parameters takes. Who runs it sets `shapes`, those of its
+    output.
+    """
 
     stage: nn.Stage
     x: Tree
     trained: bool
     loss: Loss | None
+    drawing: int
+    shapes: Shapes | None = None
 
     def taking_head(self) -> AbstractContextManager[None]:
         """Let the loss compute the product of the head in a block, if it does in a pipeline."""
         return nullcontext() if self.loss is None else self.loss.taking_head()
 
 
-Measured = TypeVar("Measured")
-
-
-def each_layer(
+def lone_layers(
     problem: PlanningProblem,
     layers: list[nn.Layer],
     loss_for: Callable[[nn.Stage], Callable[..., Any]],
     x: Tree,
     frozen: Sequence[str],
-    measure: Callable[[LoneLayer, int], tuple[Measured, Shapes]],
-) -> tuple[list[Measured], dict[str, Tree]]:
-    """Measure each layer; return the results, and what layers give and take by names.
+    values: dict[str, Tree],
+) -> Iterator[LoneLayer]:
+    """Yield each layer, to be run; again the same for one of its kind with inputs of its shapes.
 
-    Layers of one kind whose inputs have the same shapes are measured once. `x` is the input of the
-    first one, and `measure` takes the bytes for drawing parameters, too, and returns its result and
-    the shapes of the output.
+    `x` is the input of the first one, and what layers give and take by names is put into `values`.
     """
-    values: dict[str, Tree] = {}
-    known: dict[tuple, tuple[Measured, Shapes, bool]] = {}
-    results: list[Measured] = []
+    known: dict[tuple, LoneLayer] = {}
+    place = 0
     # below all that is trained
     below = True
-    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
     while layers:
         layer = layers.pop(0)
         takes, gives, _ = nn.names_of([layer])
         x = nn.handed(x, values, takes)
-        key = problem.kinds[len(results)], shapes_of(x), gives, below, bool(layers)
+        key = problem.kinds[place], shapes_of(x), gives, below, bool(layers)
         if key not in known:
-            needs = {
-                f"{parameters_of([layer]):,} parameters and their gradients": 2
-                * wide
-                * parameters_of([layer])
-            }
+            count = parameters_of([layer])
+            needs = {f"{count:,} parameters and their gradients": 2 * problem.wide * count}
             check_memory("measuring a layer", needs, "run it on a machine with more memory")
             taken = taking()
-            stage = nn.Stage([layer], problem.dtype, first=len(results), frozen=frozen)
+            stage = nn.Stage([layer], problem.dtype, first=place, frozen=frozen)
             drawing = max(0, taken() - stage.buffers.nbytes)
             stage.optimizer_writes_compute()
-            still = below and layer.frozen
-            stage.end_backward(below and not still)
+            trained = not (below and layer.frozen)
+            stage.end_backward(below and trained)
             stage.hand_on(stage.gives)
             loss = None if layers else Loss(loss_for(stage))
-            known[key] = (*measure(LoneLayer(stage, x, not still, loss), drawing), still)
-        result, shapes, below = known[key]
-        results.append(result)
-        x = zeros_of(shapes)
-    return results, values
+            known[key] = LoneLayer(stage, x, trained, loss, drawing)
+        lone = known[key]
+        yield lone
+        assert lone.shapes is not None
+        below = below and not lone.trained
+        x = zeros_of(lone.shapes)
+        place += 1
 
 
-def _micro_batch(
-    stage: nn.Stage, loss: Loss | None, x: Tree, targets: Tree, trained: bool
-) -> tuple[StageBytes, Shapes]:
+def _micro_batch(lone: LoneLayer, targets: Tree) -> StageBytes:
     """Run one micro-batch as the executor does, after another one that makes tables."""
+    stage = lone.stage
+    x = lone.x
+    loss = lone.loss
     dy: Tree = None
     shared = {*array_bytes((stage.buffers, x, targets))}
 
@@ -200,28 +200,30 @@ def _micro_batch(
         y, saved = stage.forward(x)
         if loss is not None:
             return y, saved, loss.scaled(loss.checked(loss.call(y, targets, 1.0))[1], 1.0, y)
-        dy = zeros_of(shapes_of(y), gradient=True) if dy is None else dy
+        if dy is None:
+            dy = zeros_of(shapes_of(y), gradient=True)
         return y, saved, dy
 
     for _ in range(2):
         taken = taking()
         y, saved, gradient = forward()
-        before, after = (each.main if isinstance(each, Branches) else each for each in (x, y))
-        held = saved if trained else ()
-        kept, more = new_bytes([held, gradient if loss else ()], shared)
-        found = StageBytes(
+        before = getattr(x, "main", x)
+        after = getattr(y, "main", y)
+        kept = saved if lone.trained else ()
+        size, more = new_bytes([kept, gradient if loss else ()], shared)
+        sizes = StageBytes(
             input=bytes_of(before),
             output=bytes_of(after),
-            saved=kept,
-            keeps_output=_within(after, held),
-            keeps_input=_within(before, held),
+            saved=size,
+            keeps_output=_within(after, kept),
+            keeps_input=_within(before, kept),
             loss=more,
         )
-        least = kept + more + found.output - found.keeps_output
-        found = replace(found, forward=max(least, taken()))
-        shapes = shapes_of(y)
-        del y, after, held
-        if not trained:
+        least = size + more + sizes.output - sizes.keeps_output
+        sizes = replace(sizes, forward=max(least, taken()))
+        lone.shapes = shapes_of(y)
+        del y, after, kept
+        if not lone.trained:
             continue
         taken = taking()
         stage.backward(gradient, saved)
@@ -231,21 +233,28 @@ def _micro_batch(
         taken = taking()
         pending = stage.backward_input(gradient, saved)[1]
         input_grad = taken()
-        (waiting,), (_, added) = new_bytes([pending], shared), new_bytes([saved, pending], shared)
+        (waiting,) = new_bytes([pending], shared)
+        _, added = new_bytes([saved, pending], shared)
         pends = _within(before, pending)
         del saved, gradient
         taken = taking()
         stage.backward_weight(pending)
-        found = replace(
-            found, pending=waiting, added=added, pends_input=pends,
-            backward=backward, input_grad=max(added, input_grad), weight_grad=taken(),
-        )  # fmt: skip
+        sizes = replace(
+            sizes,
+            pending=waiting,
+            added=added,
+            pends_input=pends,
+            backward=backward,
+            input_grad=max(added, input_grad),
+            weight_grad=taken(),
+        )
         del pending
-    parts = [
-        vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)
-    ]
+    parts = []
+    for _, part in stage.layers[0].walk(""):
+        if not isinstance(part, ForeignLayer):
+            parts.append(vars(part))
     common, own = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
-    return replace(found, tables=own, shared=common), shapes
+    return replace(sizes, tables=own, shared=common)
 
 
 def _within(tree: Tree, kept: Any) -> int:
@@ -267,10 +276,11 @@ def shapes_of(tree: Tree) -> Shapes:
 def zeros_of(shapes: Shapes, gradient: bool = False) -> Tree:
     """Return a tree of zeros; of a gradient, integers have none."""
     structure, leaves = shapes
-    kept = [not gradient or arrays.is_floating(kind) for _, kind in leaves]
-    return arrays.unflatten(
-        [np.zeros(*each) if there else None for each, there in zip(leaves, kept)], structure
-    )
+    zeros: list[Any] = []
+    for shape, kind in leaves:
+        without = gradient and not arrays.is_floating(kind)
+        zeros.append(None if without else np.zeros(shape, kind))
+    return arrays.unflatten(zeros, structure)
 
 
 def bytes_of(tree: Tree) -> int:
@@ -345,52 +355,47 @@ def rank_bytes(
     """
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     layers, named = measured
-    first = arrays.flatten(example[0])[0][0]
-    if problem.seq > 1:
-        positions = first.shape[0] * first.shape[1]
-        layers = [
-            with_ring(each, layer, positions, problem.dtype)
-            for each, layer in zip(layers, problem.layers)
-        ]
-    if schedule.slices > 1:
-        positions = first.shape[0] * first.shape[1]
-        layers = [
-            with_slices(each, layer, positions, problem.dtype)
-            for each, layer in zip(layers, problem.layers)
-        ]
-    stages: list[StageBytes] = []
-    inputs: list[float] = []
-    for number, (start, stop) in enumerate(plan.layer_ranges):
-        whole = joined(layers[start:stop])
-        inputs.append(
-            whole.input + sum(named[skip.name] for skip in schedule.skips if skip.target == number)
-        )
-        gives = {skip.name for skip in schedule.skips if skip.source == number}
-        stages.append(replace(whole, output=whole.output + sum(named[name] for name in gives)))
+    if problem.seq > 1 or schedule.slices > 1:
+        rows, length, *_ = arrays.flatten(example[0])[0][0].shape
+        layers = list(layers)
+        for place, layer in enumerate(problem.layers):
+            widths = [2 * part.kv_heads * part.head_dim for part in attentions([layer])]
+            counts = [width * rows * length for width in widths]
+            if problem.seq > 1:
+                layers[place] = _with_ring(layers[place], counts, problem.dtype)
+            if schedule.slices > 1:
+                layers[place] = _with_slices(layers[place], counts, problem.dtype)
+    stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
+    inputs = [stage.input for stage in stages]
+    for skip in schedule.skips:
+        inputs[skip.target] += named[skip.name]
+    for name, source in {(skip.name, skip.source) for skip in schedule.skips}:
+        output = stages[source].output + named[name]
+        stages[source] = replace(stages[source], output=output)
     timeline = simulate(schedule)
     process = process_bytes()
     # A pipeline keeps its batch until the next step.
     row = 2 * sum(map(bytes_of, example)) * plan.rows // plan.microbatch_rows
-    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
+    wide = problem.wide
     ranks = []
     for rank in range(problem.ranks):
         window = receive_window(timeline, rank) if schedule.ranks > 1 else 0
-        held = [
-            round(part) for part in peak_of_step(schedule, rank, stages, inputs, window, shares)
-        ]
-        batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
+        peak = map(round, peak_of_step(schedule, rank, stages, inputs, window, shares))
+        activations, messages, scratch = peak
+        batch = [schedule.placement[0], schedule.placement[-1]].count(rank) * row
         ranges = plan.ranges_of(rank)
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
         own = [stages[number] for number in schedule.stages_of(rank)]
         count = sum(sizes)
         trained = sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-        step = sum(held) + batch
+        step = activations + messages + scratch + batch
         parameters = problem.parameter_bytes(count, trained)
         elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
-        buffers = [
-            *([size * wide for size in (*sizes, *sizes)] if copied else []),
-            *([trained * wide] if elsewhere else []),
-        ]
+        buffers = []
+        if copied:
+            buffers += [size * wide for size in (*sizes, *sizes)]
+        if elsewhere:
+            buffers.append(trained * wide)
         ranks.append(
             RankBytes(
                 rank=rank,
@@ -400,9 +405,9 @@ def rank_bytes(
                 gradients=trained * wide,
                 moments=problem.moment_bytes(trained),
                 tables=round(sum(stage.tables for stage in own)),
-                activations=held[0],
-                messages=held[1],
-                scratch=held[2],
+                activations=activations,
+                messages=messages,
+                scratch=scratch,
                 batch=batch,
                 start=round(max(stage.drawing for stage in own)) + elsewhere,
                 sample=_with_buffers(step, buffers) if buffers else 0,
@@ -450,25 +455,26 @@ def peak_of_step(
     `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of
     `receive_window`, and `shares` are those of the slices in a sequence.
     """
-    parts = [
-        ([share_of(stage, share) for stage in stages], [share * size for size in inputs])
-        for share in shares
-    ]
+    parts = []
+    for share in shares:
+        of_stages = [share_of(stage, share) for stage in stages]
+        parts.append((of_stages, [share * size for size in inputs]))
     placement = schedule.placement
     last = schedule.stages - 1
+    final = schedule.slices - 1
+    # Whether the input comes from another rank, and the gradient of the output.
+    away = {}
+    largest = 0.0
+    for stage in schedule.stages_of(rank):
+        below = stage > 0 and placement[stage - 1] != rank
+        above = stage < last and placement[stage + 1] != rank
+        away[stage] = below, above
+        ends = inputs[max(stage, 1) : min(stage + 2, last + 1)]
+        largest = max([largest, *ends])
+    largest *= max(shares)
     order = schedule.orders[rank]
-    away = {
-        stage: (
-            stage > 0 and placement[stage - 1] != rank,
-            stage < last and placement[stage + 1] != rank,
-        )
-        for stage in schedule.stages_of(rank)
-    }  # whether the input comes from another rank, and the gradient of the output
     receives = [op in "FBI" and away[stage][op != "F"] for stage, op, _ in order]
     waiting = sum(receives)
-    largest = max(
-        (inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0
-    ) * max(shares)
     best = (0.0, 0.0, 0.0)
     activations = 0.0
     local = 0.0
@@ -477,13 +483,10 @@ def peak_of_step(
     buffers = 0
     for (stage, op, microbatch), receiving in zip(order, receives):
         number = microbatch % schedule.slices
-        final = schedule.slices - 1
         of_stages, inputs = parts[number]
-        own, trained, (from_away, to_away) = (
-            of_stages[stage],
-            schedule.has_backward(stage),
-            away[stage],
-        )
+        own = of_stages[stage]
+        trained = schedule.has_backward(stage)
+        from_away, to_away = away[stage]
         here = inputs[stage] if stage and not from_away else 0.0
         if receiving:
             buffers = max(buffers, leased + min(window, waiting))
@@ -491,9 +494,9 @@ def peak_of_step(
             leased += 1
         elif op == "F":
             local += here
-        stays = op == "R" or (
-            op == "F" and trained and (stage, microbatch) not in schedule.recomputed
-        )
+        stays = op == "R"
+        if op == "F":
+            stays = trained and (stage, microbatch) not in schedule.recomputed
         saved = own.saved if stays else 0.0
         scratch, more = {
             "F": (own.forward - saved, saved),
@@ -502,25 +505,25 @@ def peak_of_step(
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
-        activations += own.keys * (op == "F" and number == 0) + own.sums * (
-            op in "BI" and number == final
-        )
-        best = max(
-            best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum
-        )
+        if op == "F" and number == 0:
+            activations += own.keys
+        if op in "BI" and number == final:
+            activations += own.sums
+        peak = (activations + saved + local, buffers * largest, scratch + leaving)
+        best = max(best, peak, key=sum)
         activations += more
-        if number == (0 if trained else final) and op in ("BI" if trained else "F"):
-            activations -= own.keys + own.sums * trained
-        leaving = (
-            own.output
-            if op == "F" and to_away
-            else inputs[stage]
-            if op in "BI" and from_away
-            else 0.0
-        )
-        if op in "BW" or (
-            op == "F" and not trained
-        ):  # the input of the forward, and the gradient of the output
+        # Keys and values go with the last action that needs them.
+        if trained and op in "BI" and number == 0:
+            activations -= own.keys + own.sums
+        if not trained and op == "F" and number == final:
+            activations -= own.keys
+        leaving = 0.0
+        if op == "F" and to_away:
+            leaving = own.output
+        elif op in "BI" and from_away:
+            leaving = inputs[stage]
+        # The input of the forward, and the gradient of the output.
+        if op in "BW" or (op == "F" and not trained):
             local -= here
             leased -= from_away + (op != "F" and to_away)
     return best
@@ -534,20 +537,21 @@ def share_of(whole: StageBytes, share: float) -> StageBytes:
     return replace(whole, **kept)
 
 
-# -- Attention over a ring takes messages with keys and values, too --------------------------------
+# -- Attention over a ring takes messages with keys and values; slices have those of a sequence ----
+#
+# `counts` are the keys and values of each attention of a layer on this rank, for a micro-batch.
 
 
-def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
+def _with_ring(measured: StageBytes, counts: Sequence[int], dtype: str) -> StageBytes:
     """Return the bytes of a layer that was measured on one rank, for a ring.
 
     A forward keeps the last block that has come by, and has another one on its way. In a backward
     two messages are under way, each with a block and its gradients, which are sums in the wider
-    dtype. A micro-batch has `positions` on this rank.
+    dtype.
     """
     kind = arrays.dtype(dtype)
-    widths = [2 * each.kv_heads * each.head_dim * positions for each in attentions([layer])]
-    kept = sum(widths) * kind.itemsize
-    largest = max(widths, default=0)
+    kept = sum(counts) * kind.itemsize
+    largest = max(counts, default=0)
     under_way = 2 * largest * (kind.itemsize + arrays.accumulator(kind).itemsize)
     return replace(
         measured,
@@ -558,23 +562,12 @@ def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str)
     )
 
 
-# -- Attention to slices: keys and values are those of the whole sequence --------------------------
-
-
-def with_slices(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
-    """Return the bytes of a layer measured on whole sequences, with keys and values apart.
-
-    A micro-batch has `positions` on this rank.
-    """
+def _with_slices(measured: StageBytes, counts: Sequence[int], dtype: str) -> StageBytes:
+    """Return the bytes of a layer measured on whole sequences, with keys and values apart."""
     kind = arrays.dtype(dtype)
-    width = sum(2 * each.kv_heads * each.head_dim * positions for each in attentions([layer]))
-    keys = width * kind.itemsize
-    return replace(
-        measured,
-        saved=measured.saved - keys,
-        keys=keys,
-        sums=width * arrays.accumulator(kind).itemsize,
-    )
+    keys = sum(counts) * kind.itemsize
+    sums = sum(counts) * arrays.accumulator(kind).itemsize
+    return replace(measured, saved=measured.saved - keys, keys=keys, sums=sums)
 
 
 # -- Models and batches that do not fit into this machine are refused ------------------------------
@@ -597,15 +590,14 @@ def check_training(
     """
     own = plan.layers_of(rank)
     count = parameters_of([problem.layers[layer] for layer in own])
-    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
-    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * wide}
+    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * problem.wide}
     if device == "cpu":
         trained = sum(problem.trained_counts[layer] for layer in own)
-        needs |= {
-            f"gradients and state of {problem.optimizer}": trained * wide
-            + problem.moment_bytes(trained),
-            "activations of one micro-batch": len(own) * message,
-        }
-    check_memory("training on pipeline rank "
-                 f"{rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
-                 "more ranks for a pipeline")  # fmt: skip
+        state = trained * problem.wide + problem.moment_bytes(trained)
+        needs[f"gradients and state of {problem.optimizer}"] = state
+        needs["activations of one micro-batch"] = len(own) * message
+    check_memory(
+        f"training on pipeline rank {rank}",
+        needs,
+        "lower dim, hidden, layers, batch or seq_len, or use more ranks for a pipeline",
+    )

@@ -12,7 +12,7 @@ The room trains any model, and knows nothing of tokens:
     setup           from a task and a configuration to a trainer that runs
     trainer         the loop
     progress        the state of a training
-    resume          where it begins, and its checkpoints
+    resume          where it begins
     report          what people and programs see; screen, metrics: where it is written
     output_folder   the run folder
     training_plan   layers of each rank; plans and memory, with mpipipe.planning

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from signal import Signals
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
@@ -245,18 +245,6 @@ class ClusterOptions:
     )
 
 
-@dataclass(frozen=True)
-class RunOptions(ClusterOptions, OutputOptions, TrainingOptions):
-    """The run: its steps, what it writes and shows, and what keeps it safe."""
-
-    @property
-    def may_save(self) -> bool:
-        """True if a checkpoint may be saved, such as where the training has to leave."""
-        # SLURM may set a limit where none is here.
-        limited = self.time_limit is None or self.time_limit > 0
-        return self.save_every > 0 or bool(self.preempt_signals) or limited
-
-
 # -- What other programs, or earlier versions, have as an option -----------------------------------
 
 # What has no option here, and what to do instead.
@@ -291,11 +279,8 @@ for _names, _remedy in _WITHOUT.items():
 # -- One configuration of all options --------------------------------------------------------------
 
 
-Config = TypeVar("Config", bound="TaskConfig")
-
-
 @dataclass(frozen=True)
-class TaskConfig(RunOptions, ParallelOptions):
+class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions):
     """The configuration of the training of any task.
 
     Field names are the keys of a TOML file and, with dashes, the flags of a command. Texts with a
@@ -311,8 +296,15 @@ class TaskConfig(RunOptions, ParallelOptions):
         read_fields(self)
         _check_together(self)
 
+    @property
+    def may_save(self) -> bool:
+        """True if a checkpoint may be saved, such as where the training has to leave."""
+        # SLURM may set a limit where none is here.
+        limited = self.time_limit is None or self.time_limit > 0
+        return self.save_every > 0 or bool(self.preempt_signals) or limited
+
     @classmethod
-    def load(cls: type[Config], path: str | None = None, **flags: Any) -> Config:
+    def load(cls, path: str | None = None, **flags: Any) -> Self:
         """Read a configuration: the keys of a file replace defaults, and flags replace keys.
 
         Raises ConfigError where the constructor does, for a file that cannot be read, and for an
@@ -332,12 +324,10 @@ class TaskConfig(RunOptions, ParallelOptions):
         100
         """
         names = {key_of(entry): entry.name for entry in fields(cls)}
-        keys = read_keys(path)
+        given = {key: value for key, value in flags.items() if value is not None}
         values: dict[str, Any] = {}
-        for source, part in ((path, keys), ("the flags", flags)):
+        for source, part in ((path, read_keys(path)), ("the flags", given)):
             for key, value in part.items():
-                if source == "the flags" and value is None:
-                    continue
                 name = names.get(key, key)
                 if name not in names.values():
                     raise _unknown_key_error(key, f"{source}", names)
@@ -372,9 +362,11 @@ def _check_together(config: TaskConfig) -> None:
         if value is not None and 0 < value < 1:
             raise ConfigError(f"{name} is too small", found=value, expected="0, or at least 1")
     if config.resume == "auto" and config.out is None:
-        expected = "the folder in which to look"
-        remedy = "name it with --out"
-        raise ConfigError("resume = auto without out", expected=expected, remedy=remedy)
+        raise ConfigError(
+            "resume = auto without out",
+            expected="the folder in which to look",
+            remedy="name it with --out",
+        )
     init = getattr(config, "init", None)
     if config.resume not in ("auto", "no") and init is not None:
         raise _both_given(

@@ -95,12 +95,12 @@ def records_until(out: Path, step: int) -> tuple[str, bool]:
         raise _metrics_error(path, f"line {len(lines) + 1} is no record")
     records = ""
     for number, line in enumerate(lines, 1):
-        record = None
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
+        done = None
+        with suppress(ValueError, RecursionError, TypeError, KeyError):
+            done = json.loads(line)["step"]
+        if type(done) is not int:
             raise _metrics_error(path, f"line {number} is no record")
-        if 0 < step >= record["step"]:
+        if 0 < step >= done:
             records += f"{line}\n"
     return records, len(records) < len(text)
 

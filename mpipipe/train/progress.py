@@ -13,7 +13,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import group_of
 from mpipipe.pipeline import Pipeline
-from mpipipe.train.config import TrainingOptions
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.report import Record
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import call, place_of
@@ -30,7 +30,7 @@ class Progress:
     numbers.
     """
 
-    def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
+    def __init__(self, config: TaskConfig, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
         self.pipeline = pipeline
         self.mesh = mesh
         self.optimizer = make_optimizer(config, pipeline.stages, task, mesh)
@@ -55,8 +55,8 @@ class Progress:
     def state(self, facts: Mapping[str, object]) -> dict[str, object]:
         """Return what a checkpoint remembers besides arrays: `facts`, and this state."""
         scaler = self.scaler
-        facts_of_record = self.record.facts().items()
-        record = {name: value for name, value in facts_of_record if math.isfinite(value)}
+        measured = self.record.facts().items()
+        record = {name: value for name, value in measured if math.isfinite(value)}
         return {
             **facts,
             "record": record,
@@ -95,7 +95,7 @@ class Progress:
 
 
 def make_optimizer(
-    config: TrainingOptions, stages: Sequence[nn.Stage], task: Task, mesh: Mesh | None
+    config: TaskConfig, stages: Sequence[nn.Stage], task: Task, mesh: Mesh | None
 ) -> Any:
     """Return the optimizer of the task, or the one that options name; collective over a mesh."""
     together: AbstractContextManager[None] = nullcontext()
@@ -118,7 +118,7 @@ def make_optimizer(
     return optim.SGD(stages, config.lr, momentum=config.momentum, **common)
 
 
-def _check_optimizer(optimizer: object, config: TrainingOptions, task: Task) -> None:
+def _check_optimizer(optimizer: object, config: TaskConfig, task: Task) -> None:
     lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]
     if lacking:
         raise ConfigError(
@@ -135,7 +135,7 @@ def _check_optimizer(optimizer: object, config: TrainingOptions, task: Task) -> 
         )
 
 
-def make_scaler(config: TrainingOptions) -> optim.LossScaler:
+def make_scaler(config: TaskConfig) -> optim.LossScaler:
     """Return the scaler of the loss; a dynamic one changes it as the gradients allow."""
     if config.loss_scale == 0 or (config.loss_scale is None and config.dtype == "float16"):
         return optim.LossScaler()

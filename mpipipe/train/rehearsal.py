@@ -8,10 +8,9 @@ job is queued, and compares gradients, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, 
 from mpipipe.exchange import AllToAll, HaloExchange
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge, rows_of_any
-from mpipipe.planning import LayerPlan
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
 from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, shapes_of, where
@@ -51,24 +49,22 @@ SEEDED = (
 )
 
 
-def seq_warnings(task: Task, shard: Shard) -> list[str]:
-    """Name the layers that see a part of each row alone, in lines for the start of a training."""
-    if shard.size == 1:
-        return []
+def seq_warning(task: Task, shard: Shard) -> str:
+    """Name the layers that see a part of each row alone, in a line for the start of a training."""
     apart = set()
     for outer in task.outline:
         for _, layer in outer.walk(""):
             if _sees_part_alone(layer, shard):
                 apart.add(type(layer).__name__)
-    if not apart:
-        return []
-    return [
+    if shard.size == 1 or not apart:
+        return ""
+    return (
         f"mpipipe: note: {', '.join(sorted(apart))}: on each rank of seq they see its own part of "
         "a row alone, which "
         "is right where they work along an axis that is not shared, or at each point by itself; "
         "mpipipe.exchange.HaloConv and HaloExchange, and shard.attend, take what they need from "
         "other ranks"
-    ]
+    )
 
 
 def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
@@ -102,21 +98,20 @@ def check_row(
     One rank takes the inputs of a pipeline, another one the targets: rows that are drawn without a
     seed would not belong together. With `among_others`, the row out of a batch, it is to be that.
     """
-    readings: list[Pair] = []
+    fingerprints = []
     with group.raise_together("train: the first row"):
         if reads:
             rows = range(row, row + 1)
             alone = call(task, method, number, rows, shard, when=where(method, number, rows))
-            readings.append(alone[:2])
+            fingerprints.append(list(map(row_fingerprint, alone[:2])))
         if among_others is not None:
-            readings.append(among_others)
-    fingerprints = [list(map(row_fingerprint, pair)) for pair in readings]
-    gathered = pipe.gather("train: the first row", fingerprints)
+            fingerprints.append(list(map(row_fingerprint, among_others)))
+    pairs: list[Any] = []
+    for of_rank in pipe.gather("train: the first row", fingerprints):
+        pairs += of_rank
     with group.raise_together("train: the first row on all ranks"):
-        for side, name in enumerate(("inputs", "targets")):
-            known = []
-            for of_rank in gathered:
-                known += [pair[side] for pair in of_rank if pair[side] is not None]
+        for name, side in zip(("inputs", "targets"), zip(*pairs)):
+            known = [norms for norms in side if norms is not None]
             for other in known[1:]:
                 if len(other) == len(known[0]) and np.allclose(other, known[0], rtol=ROUGH, atol=0):
                     continue
@@ -310,7 +305,7 @@ def _twice(output: Tree, target: Tree, axis: int) -> Pair | None:
     return outputs, merge([target, target], axis)
 
 
-# -- A rehearsal, and a validation -----------------------------------------------------------------
+# -- A rehearsal -----------------------------------------------------------------------------------
 
 
 def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: TaskLoss) -> None:
@@ -319,10 +314,8 @@ def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Ta
     group = group_of(mesh.comm)
     pipe = group_of(mesh.pipe)
     for method, number in (("batch", step), ("validation", 0)):
-        pair: Pair = None, None
         with group.raise_together(f"train: the first {method}"):
-            if reader.reads:
-                pair = reader.begun(reader.read(method, number))
+            pair = reader.pair(method, number)
         reads = reader.reads and pipe.size > 1
         check_row(task, method, number, 0, reader.shard, pipe=pipe, group=group, reads=reads)
         loss.samples = True
@@ -334,19 +327,11 @@ def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Ta
             if sample is not None:
                 call(task, "loss", loss, sample, by=check_sample)
                 check_metrics(loss, sample)
+    # A loss that says nothing is a mean over entries, of which each array has the same share.
+    says = loss.declared is not None or loss.over_batch or task.per_microbatch
     entries: list[int] = []
-    if (
-        sample is not None
-        and sample.weight is None
-        and loss.declared is None
-        and not (loss.over_batch or task.per_microbatch)
-    ):
+    if sample is not None and sample.weight is None and not says:
         entries = [leaf.size for leaf in arrays.flatten(sample.target)[0]]
-    _check_entries(group, entries)
-
-
-def _check_entries(group: RankGroup, entries: list[int]) -> None:
-    """Raise ConfigError on all ranks where they have other shares of one array than of another."""
     of_ranks = [sizes for sizes in group.gather("train: the entries of targets", entries) if sizes]
     for sizes in of_ranks:
         first = of_ranks[0]
@@ -361,69 +346,11 @@ def _check_entries(group: RankGroup, entries: list[int]) -> None:
             raise found_by_all(problem, [group])
 
 
-def validate(
-    pipeline: Pipeline, reader: Reader, loss: Callable[..., Any], batches: int, group: RankGroup
-) -> tuple[float, dict[str, float]]:
-    """Return the mean loss over the batches of the validation, and metrics; collective.
-
-    Where the loss returns weights, each batch counts by the sum of its weights.
-    """
-    scores = None
-    if isinstance(loss, TaskLoss) and loss.has_metrics:
-        scores = loss
-        scores.collects = True
-    total = 0.0
-    weights = 0.0
-    for index in range(batches):
-        batch = reader.validation(index)
-        evaluate = pipeline.weighed_evaluation
-        value, weight = call(reader.task, "layers", *batch, when=" in the validation", by=evaluate)
-        total += value * weight
-        weights += weight
-    if scores is None:
-        return total / weights, {}
-    scores.collects = False
-    return total / weights, scores.means(group)
-
-
-def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
-    """Return what `Task.show` says of the first micro-batch of the validation; collective."""
-    if type(task).show is Task.show:
-        return ""
-    group = group_of(mesh.comm)
-    inputs = None
-    targets = None
-    with group.raise_together("train: the batch to show"):
-        if shard.reads_inputs or shard.reads_targets:
-            begin = mesh.data.rank * plan.rows
-            rows = range(begin, begin + plan.microbatch_rows)
-            inputs, targets, _ = read(task, "validation", 0, rows, shard)
-    output = pipeline.forward(inputs)
-    text = ""
-    with group.raise_together("train: what the task shows"):
-        if shard.reads_targets and mesh.data.rank == 0:
-            y = arrays.mapped(arrays.on_host, output)
-            goal = arrays.mapped(arrays.on_host, targets)
-            try:
-                text = str(call(task, "show", y, goal, shard) or "")
-            except MpipipeError as error:
-                # The training is done and saved. A program that was to end here says so as before.
-                if isinstance(error.__cause__, SystemExit):
-                    raise
-                text = f"mpipipe: warning: {error.message}"
-    return next(filter(None, group.gather("train: what the task shows", text)), "")
-
-
 # -- `train --check`: one batch on one rank, before a job is queued --------------------------------
 
 
-@dataclass
-class SingleRow:
-    """A row by itself on its way through the layers: what has become of it, and of its names."""
-
-    x: Tree
-    target: Tree
-    names: dict[str, Tree] = field(default_factory=dict)
+# A line about a part of a task, and whether that is right.
+Finding: TypeAlias = "tuple[str, bool]"
 
 
 def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
@@ -440,9 +367,11 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         check_row(task, method, 0, rows - 1, shard, pipe=group, group=group, among_others=last)
     inputs, target = example(task, rows, 1, shard)
     singles = [_single(task, "batch", row, shard, (inputs, target)) for row in range(rows)]
-    alone = [SingleRow(x, goal) for x, goal in singles]
+    # What has become of each row by itself, and of its names.
+    alone = [x for x, _ in singles]
+    names: list[dict[str, Tree]] = [{} for _ in singles]
     still = nn.Position(training=False)
-    lines: list[str] = []
+    findings: list[Finding] = []
     passed: list[tuple[nn.Stage, Tree]] = []
     right = True
     mixing = ""
@@ -450,55 +379,28 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         layer = stage.layers[0]
         module = layer.entry if isinstance(layer, ForeignLayer) else layer
         name = f"layers[{place}] {type(module).__name__}"
-        line, fine = _checked(name, stage, x, nn.Position())
-        lines.append(line)
-        right = right and fine
+        findings.append(_checked(name, stage, x, nn.Position()))
+        right = right and findings[-1][1]
         output = stage.forward(x, still)[0]
         passed.append((stage, output))
-        for row in alone:
-            row.x = nn.handed(row.x, row.names, stage.takes)
-            row.x = call(task, "layers", row.x, still, by=stage.forward)[0]
-        if right and not mixing and difference(output, [row.x for row in alone], NEAR):
+        for row, values in enumerate(names):
+            alone[row] = nn.handed(alone[row], values, stage.takes)
+            alone[row] = call(task, "layers", alone[row], still, by=stage.forward)[0]
+        if right and not mixing and difference(output, alone, NEAR):
             mixing = name
     if mixing:
-        lines.append(
+        line = (
             f"{mixing}: gives other rows for a batch than for each row alone, so the result "
             "depends on --microbatches; "
             "let no row change another one: take norms and means of each row by itself"
         )
-    facts, fine = _facts(passed)
-    lines += facts
-    right = right and fine and not mixing
-    loss = TaskLoss(task)
-    line, fine = _checked_loss(loss, output, target, alone if right else [])
-    return [*lines, line], right and fine
-
-
-def _checked_loss(
-    loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[SingleRow]
-) -> tuple[str, bool]:
-    """Return a line about the loss and its metrics, and whether they are right."""
-    training: Mapping[str, object] = {}
-    still: Mapping[str, object] = {}
-    if loss.plain.takes_position:
-        training = {"position": nn.Position()}
-        still = {"position": nn.Position(training=False)}
-    line, fine = _checked("loss", _LossStage(partial(loss, **training), target), output)
-    if training:
-        line += "; random numbers that it draws are those of step, micro-batch and replica"
-    if not fine or loss.over_batch:
-        return line, fine
-    problem = None
-    if alone:
-        how = f"for {len(alone)} rows, where the first is the mean of each alone"
-        parts = [(row.x, row.target) for row in alone]
-        arguments = (loss, parts, (output, target), NEAR, how, still)
-        problem = call(loss.task, "loss", *arguments, by=mean_error)
-    if problem is not None:
-        reason = [problem.message, problem.found, problem.expected, problem.remedy]
-        return f"loss: {'; '.join(map(str, reason))}", False
-    check_metrics(loss, Sample(output, target, still, None))
-    return line, True
+        findings.append((line, False))
+    findings += _facts(passed)
+    parts: list[Pair] = []
+    if all(fine for _, fine in findings):
+        parts = [(x, goal) for x, (_, goal) in zip(alone, singles)]
+    findings.append(_checked_loss(TaskLoss(task), output, target, parts))
+    return [line for line, _ in findings], all(fine for _, fine in findings)
 
 
 def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair:
@@ -509,40 +411,7 @@ def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair
     return inputs, targets
 
 
-def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> tuple[list[str], bool]:
-    """Return lines about ties, state, dtypes between layers and backwards; whether ties agree."""
-    # By key: names with shapes, and the shapes.
-    ties: dict[str, list[str]] = {}
-    shapes: dict[str, set[arrays.Shape]] = {}
-    state: list[str] = []
-    whole: list[str] = []
-    between: list[str] = []
-    for stage, output in passed:
-        state += stage.state
-        between.append(shapes_of(getattr(output, "main", output)))
-        if getattr(stage.layers[0], "in_one_walk", False):
-            whole.append(f"layers[{stage.first}]")
-        for key, names in stage.ties.items():
-            for name in names:
-                shape = stage.parameters[name].shape
-                ties.setdefault(key, []).append(f"{name} {list(shape)}")
-                shapes.setdefault(key, set()).add(shape)
-    fine = max(map(len, shapes.values()), default=1) == 1
-    tied = ", ".join(map(" = ".join, ties.values())) or "none"
-    if not fine:
-        tied += "; tied parameters have one shape"
-    lines = [
-        f"ties: {tied}",
-        f"state in checkpoints: {', '.join(state) or 'none'}",
-        f"between layers: {'; '.join(between[:-1]) or 'nothing'}",
-        f"whole backward in I, and nothing left for W: {', '.join(whole) or 'no layer'}",
-    ]
-    return lines, fine
-
-
-def _checked(
-    name: str, stage: nn.Stage | _LossStage, x: Tree, position: nn.Position | None = None
-) -> tuple[str, bool]:
+def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None = None) -> Finding:
     try:
         differences = nn.check_gradients(stage, x, position=position)
     except StageError as error:
@@ -554,16 +423,61 @@ def _checked(
     return f"{name}: right to {max(differences.values()):.0e} ({', '.join(differences)})", True
 
 
-class _LossStage:
-    """A loss as a stage whose output is the value, and whose backward gives the gradient."""
+def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
+    """Yield lines about ties, state, dtypes between layers and backwards."""
+    ties: dict[str, list[tuple[str, arrays.Shape]]] = {}
+    state: list[str] = []
+    whole: list[str] = []
+    between: list[str] = []
+    for stage, output in passed:
+        state += stage.state
+        between.append(shapes_of(getattr(output, "main", output)))
+        if getattr(stage.layers[0], "in_one_walk", False):
+            whole.append(f"layers[{stage.first}]")
+        for key, names in stage.ties.items():
+            for name in names:
+                ties.setdefault(key, []).append((name, stage.parameters[name].shape))
+    fine = True
+    tied = []
+    for entries in ties.values():
+        fine = fine and len({shape for _, shape in entries}) == 1
+        tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries))
+    end = "" if fine else "; tied parameters have one shape"
+    yield f"ties: {', '.join(tied) or 'none'}{end}", fine
+    yield f"state in checkpoints: {', '.join(state) or 'none'}", True
+    yield f"between layers: {'; '.join(between[:-1]) or 'nothing'}", True
+    yield f"whole backward in I, and nothing left for W: {', '.join(whole) or 'no layer'}", True
 
-    def __init__(self, loss: Callable[..., Any], target: Tree) -> None:
-        self.loss = loss
-        self.target = target
 
-    def forward(self, x: Tree) -> tuple[Array, Tree]:
-        value, gradient = self.loss(x, self.target)[:2]
+def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pair]) -> Finding:
+    """Return a line about the loss and its metrics; `alone` are outputs and targets of each row."""
+    training: Mapping[str, object] = {}
+    still: Mapping[str, object] = {}
+    end = ""
+    if loss.plain.takes_position:
+        training = {"position": nn.Position()}
+        still = {"position": nn.Position(training=False)}
+        end = "; random numbers that it draws are those of step, micro-batch and replica"
+
+    def forward(x: Tree) -> tuple[Array, Tree]:
+        value, gradient = loss(x, target, **training)[:2]
         return np.reshape(np.asarray(value, np.float64), 1), gradient
 
-    def backward(self, dy: Array, saved: Tree) -> Tree:
+    def backward(dy: Array, saved: Tree) -> Tree:
         return arrays.mapped(lambda leaf: dy[0] * leaf, saved)
+
+    # A stage whose output is the value, and whose backward gives the gradient.
+    line, fine = _checked("loss", SimpleNamespace(forward=forward, backward=backward), output)
+    line += end
+    if not fine or loss.over_batch:
+        return line, fine
+    problem = None
+    if alone:
+        how = f"for {len(alone)} rows, where the first is the mean of each alone"
+        arguments = (loss, alone, (output, target), NEAR, how, still)
+        problem = call(loss.task, "loss", *arguments, by=mean_error)
+    if problem is not None:
+        reason = [problem.message, problem.found, problem.expected, problem.remedy]
+        return f"loss: {'; '.join(map(str, reason))}", False
+    check_metrics(loss, Sample(output, target, still, None))
+    return line, True

@@ -71,21 +71,15 @@ class Record:
     @classmethod
     def of(cls, facts: Facts) -> Record:
         """Make the record that has these facts."""
-        known: dict[str, Any] = {}
-        metrics: dict[str, float] = {}
-        for name, value in facts.items():
-            part = known if name in FIELDS else metrics
-            part[name] = value
-        return cls(**known, metrics=metrics)
+        more = dict(facts)
+        known: dict[str, Any] = {name: more.pop(name) for name in FIELDS if name in facts}
+        return cls(**known, metrics=more)
 
     def facts(self) -> Facts:
         """Return what was measured, by name: fields in their order, and the metrics."""
-        facts = {}
-        for name in FIELDS:
-            value = getattr(self, name)
-            if value is not None:
-                facts[name] = value
-        return {**facts, **self.metrics}
+        facts = {name: getattr(self, name) for name in FIELDS}
+        measured = {name: value for name, value in facts.items() if value is not None}
+        return {**measured, **self.metrics}
 
 
 FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
@@ -203,11 +197,8 @@ class Reporter:
         """Append a record to the metrics, and show it as a line or two."""
         facts = {**record.facts(), **self.pace.stamp()}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
-        numbers: dict[str, float | None] = dict(facts)
-        for name, value in facts.items():
-            if not math.isfinite(value):
-                numbers[name] = None
-        self.metrics.append(json.dumps(numbers, allow_nan=False))
+        finite = {name: value for name, value in facts.items() if math.isfinite(value)}
+        self.metrics.append(json.dumps({**dict.fromkeys(facts), **finite}, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
         timing = self.pace.timing() if self.pace.done else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ from mpipipe import checkpoint
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import Preemption, group_of
+from mpipipe.job import group_of
 from mpipipe.nn import Stage
 from mpipipe.options import option_of, written
 from mpipipe.train import metrics, output_folder
-from mpipipe.train.config import RunOptions, TaskConfig
-from mpipipe.train.progress import Progress
-from mpipipe.train.report import NullReporter, Reporter
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import Task
 from mpipipe.train.task_file import TaskFileConfig
 
@@ -195,57 +193,3 @@ def leave_behind(start: Checkpoint | None, out: Path) -> list[Path]:
         if checkpoint.step_of(path) >= start.step and path.name != start.path.name:
             renamed.append(checkpoint.set_aside(path))
     return renamed
-
-
-# -- The checkpoints of a training while it runs: written meanwhile --------------------------------
-
-
-@dataclass(eq=False)
-class Checkpoints:
-    """Saves the progress of a training.
-
-    Every method is collective. `saver` is a context manager, whose end finishes what is in flight.
-    Where a checkpoint cannot be written, all ranks raise StorageError.
-
-    The metrics of `reporter` must not end before a checkpoint does, and `preemption` learns how
-    long a save takes.
-    """
-
-    config: RunOptions
-    root: Path
-    progress: Progress
-    facts: Mapping[str, object]
-    reporter: Reporter | NullReporter
-    preemption: Preemption
-
-    def __post_init__(self) -> None:
-        progress = self.progress
-        self.saver = checkpoint.Saver(
-            self.root,
-            progress.mesh,
-            progress.pipeline.stages,
-            progress.optimizer,
-            keep=self.config.keep,
-        )
-
-    def follow(self, leaves: bool) -> None:
-        """After a step: look at the save in flight; begin one if it is time or the job `leaves`."""
-        self._note(self.saver.poll())
-        config = self.config
-        step = self.progress.step
-        is_time = config.save_every and (step % config.save_every == 0 or step == config.steps)
-        if leaves or is_time:
-            # An earlier one may turn out to have failed.
-            self.finish()
-            self.saver.save(step, self.progress.state(self.facts), beforehand=self.reporter.sync)
-        if leaves:
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait until nothing is in flight."""
-        self._note(self.saver.wait())
-
-    def _note(self, saved: Path | None) -> None:
-        """Tell `preemption` how long a save has taken."""
-        if saved is not None:
-            self.preemption.save_took(self.saver.seconds)

@@ -18,7 +18,7 @@ from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import check_training
+from mpipipe.planning import LayerPlan, PlanningProblem, check_training
 from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
@@ -34,7 +34,6 @@ from mpipipe.train.training_plan import (
     make_shard,
     pipe_of,
     plan_layers,
-    problem_of,
     shard_of,
     with_order,
 )
@@ -82,13 +81,37 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
 
 
 def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:
+    device = select_device(config.device, mesh.comm)
     with ExitStack() as stack:
-        setup = Setup(mesh, task, config, out, stack)
-        setup.make_plan()
-        setup.make_stages()
-        setup.begin()
-        setup.open_output()
-        trainer = setup.make_trainer(trace)
+        stack.enter_context(arrays.own_stream(device))
+        task.find_data(group_of(mesh.comm))
+        shard, layers, problem = make_shard(config, task, mesh)
+        chosen = ""
+        if config.plan == "auto":
+            config, chosen = best_plan(config, task, mesh, device)
+        plan = _plan(mesh, task, config, device, problem)
+        start = resume.find_start(config, task, mesh, out)
+        reader = Reader(task, shard, plan, mesh, config.steps)
+        progress, loss, norm = _progress(stack, config, reader, mesh, device, layers)
+        # They may hold whole models.
+        del layers
+        _begin(config, reader, progress, loss, start)
+        reporter = _reporter(config, reader, mesh, device, out, start)
+        stack.enter_context(reporter)
+        preemption = Preemption(
+            mesh.comm,
+            signals=config.preempt_signals,
+            time_limit=config.time_limit,
+            grace=config.preempt_grace,
+            say=reporter.say,
+        )
+        stack.enter_context(preemption)
+        tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
+        trainer = Trainer(config, progress, reader, loss, norm, reporter, preemption, tracing, out)
+        preemption.whereabouts = trainer.whereabouts
+        if chosen:
+            reporter.say(chosen)
+        stack.enter_context(trainer.saver)
         try:
             return trainer.run()
         except KeyboardInterrupt as error:
@@ -97,169 +120,108 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
             raise
 
 
-class Setup:
-    """The steps from a task and a configuration to a trainer, in their order; all collective.
+def _plan(
+    mesh: Mesh, task: Task, config: TaskConfig, device: str, problem: PlanningProblem
+) -> LayerPlan:
+    """Plan the layers of each rank, check that they fit into memory, and open the data."""
+    with group_of(mesh.comm).raise_together("train: the plan"):
+        plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
+        sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
+        check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
+        task.check(plan, mesh)
+    task.open_data(plan, mesh)
+    return plan
 
-    What has to be closed again is on the `stack`.
-    """
 
-    reporter: Reporter | NullReporter
+def _progress(
+    stack: ExitStack, config: TaskConfig, reader: Reader, mesh: Mesh, device: str, layers: list[Any]
+) -> tuple[Progress, Callable[..., Any], optim.GlobalNorm]:
+    """Make the stages of this rank, the loss, the pipeline and the optimizer, on the `stack`."""
+    group = group_of(mesh.comm)
+    task = reader.task
+    plan = reader.plan
+    with group.raise_together("train: the stages"):
+        kernels.check_choice(device)
+        stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
+        loss = task.loss_for(stages[-1], plan.microbatch_rows, reader.shard)
+        loss = loss or TaskLoss(task, config.slices > 1)
+    pipeline = Pipeline(
+        stages,
+        plan.schedule,
+        mesh.pipe,
+        loss,
+        config.recompute,
+        mesh.replicas,
+        input_grads=False,
+        slice_lengths=reader.shard.slice_lengths,
+    )
+    stack.enter_context(pipeline)
+    norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
+    with group.raise_together("train: the optimizer"):
+        return Progress(config, pipeline, mesh, task), loss, norm
 
-    def __init__(
-        self, mesh: Mesh, task: Task, config: TaskConfig, out: Path, stack: ExitStack
-    ) -> None:
-        self.mesh = mesh
-        self.task = task
-        self.config = config
-        self.out = out
-        self.stack = stack
-        self.group = group_of(mesh.comm)
-        self.device = select_device(config.device, mesh.comm)
-        # A line about a plan that was made.
-        self.chosen = ""
-        stack.enter_context(arrays.own_stream(self.device))
 
-    def make_plan(self) -> None:
-        """Find the data, plan the training, and check that it fits into memory."""
-        task = self.task
-        mesh = self.mesh
-        task.find_data(self.group)
-        self.shard, self.layers = make_shard(self.config, task, mesh)
-        if self.config.plan == "auto":
-            self.config, self.chosen = best_plan(self.config, task, mesh, self.device, self.shard)
-        config = self.config
-        with self.group.raise_together("train: the plan"):
-            plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
-            sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
-            problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-            check_training(
-                problem, plan, mesh.pipe.rank, self.device, sample=sample, message=message
+def _begin(
+    config: TaskConfig,
+    reader: Reader,
+    progress: Progress,
+    loss: Callable[..., Any],
+    start: checkpoint.Checkpoint | None,
+) -> None:
+    """Take the state of a checkpoint or a new one, and rehearse the first batches."""
+    mesh = progress.mesh
+    pipeline = progress.pipeline
+    if start is not None:
+        progress.load(start)
+    else:
+        with progress.whole_parameters():
+            resume.begin(config, reader.task, mesh, pipeline.stages)
+    if isinstance(loss, TaskLoss):
+        # Values may have been drawn without the seed.
+        check_replicas(mesh, pipeline.stages)
+        rehearse(reader, pipeline, mesh, progress.step, loss)
+
+
+def _reporter(
+    config: TaskConfig,
+    reader: Reader,
+    mesh: Mesh,
+    device: str,
+    out: Path,
+    start: checkpoint.Checkpoint | None,
+) -> Reporter | NullReporter:
+    """Make the run folder, say in it where the numbers come from, and make the reporter."""
+    task = reader.task
+    output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
+    surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
+    step = 0 if start is None else start.step
+    with group_of(mesh.comm).raise_together("train: the reporter"):
+        if surroundings is None:
+            return NullReporter()
+        with output_folder.using(out):
+            renamed = resume.leave_behind(start, out)
+            metrics.cut(out, step)
+            reporter = Reporter(
+                config.steps,
+                out,
+                unit=task.unit,
+                oversubscribed=surroundings["oversubscribed"],
+                done=None if config.resume == "no" else step,
+                tensorboard=config.tensorboard,
             )
-            task.check(plan, mesh)
-        self.plan = plan
-        task.open_data(plan, mesh)
-
-    def make_stages(self) -> None:
-        """Find where the training begins, and make the stages of this rank, and the loss."""
-        config = self.config
-        task = self.task
-        self.start = resume.find_start(config, task, self.mesh, self.out)
-        with self.group.raise_together("train: the stages"):
-            kernels.check_choice(self.device)
-            stages = self.plan.stages(
-                self.mesh.pipe.rank,
-                self.layers,
-                config.dtype,
-                config.seed,
-                self.device,
-                task.freeze,
+        for path in renamed:
+            reporter.say(
+                f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
             )
-            self.loss: Callable[..., Any] = task.loss_for(
-                stages[-1], self.plan.microbatch_rows, self.shard
-            ) or TaskLoss(task, config.slices > 1)
-        self.stages = stages
-        # They may hold whole models.
-        del self.layers
-
-    def begin(self) -> None:
-        """Make pipeline and optimizer, with the state of a checkpoint or a new one; rehearse."""
-        config = self.config
-        mesh = self.mesh
-        self.reader = Reader(self.task, self.shard, self.plan, mesh, config.steps)
-        pipeline = Pipeline(
-            self.stages,
-            self.plan.schedule,
-            mesh.pipe,
-            self.loss,
-            config.recompute,
-            mesh.replicas,
-            input_grads=False,
-            slice_lengths=self.shard.slice_lengths,
-        )
-        self.stack.enter_context(pipeline)
-        self.norm = optim.GlobalNorm(self.stages, mesh.pipe, replicas=mesh.replicas)
-        self.stack.enter_context(self.norm)
-        with self.group.raise_together("train: the optimizer"):
-            progress = Progress(config, pipeline, mesh, self.task)
-        if self.start is not None:
-            progress.load(self.start)
-        else:
-            with progress.whole_parameters():
-                resume.begin(config, self.task, mesh, self.stages)
-        self.progress = progress
-        if isinstance(self.loss, TaskLoss):
-            # Values may have been drawn without the seed.
-            check_replicas(mesh, self.stages)
-            rehearse(self.reader, pipeline, mesh, progress.step, self.loss)
-
-    def open_output(self) -> None:
-        """Make the run folder, say in it where the numbers come from, and make the reporter."""
-        config = self.config
-        out = self.out
-        writes = self.mesh.replicas.rank == 0 or config.may_save
-        output_folder.make_folder(out, self.mesh.comm, writes)
-        surroundings = environment.gather(self.mesh.comm, gpus=self.device != "cpu")
-        with self.group.raise_together("train: the reporter"):
-            if surroundings is None:
-                self.reporter = NullReporter()
-                return
-            step = 0 if self.start is None else self.start.step
-            with output_folder.using(out):
-                renamed = resume.leave_behind(self.start, out)
-                metrics.cut(out, step)
-                self.reporter = reporter = Reporter(
-                    config.steps,
-                    out,
-                    unit=self.task.unit,
-                    oversubscribed=surroundings["oversubscribed"],
-                    done=None if config.resume == "no" else step,
-                    tensorboard=config.tensorboard,
-                )
-            for path in renamed:
-                reporter.say(
-                    f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
-                )
-            keys = output_folder.resolved(
-                config, self.task, self.plan, self.device, self.mesh.pipe.size
+        keys = output_folder.resolved(config, task, reader.plan, device, mesh.pipe.size)
+        try:
+            output_folder.write(out, keys, surroundings, task)
+        except OSError as error:
+            reporter.warn(
+                f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training "
+                "goes on"
             )
-            try:
-                output_folder.write(out, keys, surroundings, self.task)
-            except OSError as error:
-                reporter.warn(
-                    f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training "
-                    "goes on"
-                )
-
-    def make_trainer(self, trace: Path | None) -> Trainer:
-        """Watch for the end of the job, and make the trainer; `trace` is a folder, or None."""
-        config = self.config
-        self.stack.enter_context(self.reporter)
-        say = self.reporter.say
-        preemption = Preemption(
-            self.mesh.comm,
-            signals=config.preempt_signals,
-            time_limit=config.time_limit,
-            grace=config.preempt_grace,
-            say=say,
-        )
-        self.stack.enter_context(preemption)
-        trainer = Trainer(
-            config,
-            self.progress,
-            self.reader,
-            self.plan,
-            self.loss,
-            self.norm,
-            self.reporter,
-            preemption=preemption,
-            tracing=Tracing(trace, self.progress.pipeline, self.mesh, say),
-            out=self.out,
-        )
-        preemption.whereabouts = trainer.whereabouts
-        if self.chosen:
-            say(self.chosen)
-        self.stack.enter_context(trainer.checkpoints.saver)
-        return trainer
+        return reporter
 
 
 def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
@@ -318,12 +280,6 @@ def export(run: Path, target: Path) -> str:
     config = _config_of(run)
     task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
     weights = resume.newest_state(run)
-
-    def values(name: str, entry: checkpoint.TensorEntry) -> Array:
-        array = np.empty(entry.shape, entry.kind)
-        checkpoint.read_arrays(weights, {name: array})
-        return array
-
     planned: dict[str, checkpoint.Planned] = {}
     for content in weights.files.values():
         for name, entry in content.arrays.items():
@@ -338,9 +294,15 @@ def export(run: Path, target: Path) -> str:
                     found=repr(called),
                     expected="a text that no other parameter has, and not __metadata__",
                 )
-            read = partial(values, name, entry)
+            read = partial(_values, weights, name, entry)
             planned[called] = checkpoint.Planned(entry.kind, entry.shape, read)
     files.check_new("the file of weights", target)
     with files.writing("the file of weights", target, remedy="make room, or choose another file"):
         checkpoint.write_tensors(target, dict(sorted(planned.items())))
     return f"wrote {len(planned)} arrays of step {weights.step} from {weights.path} into {target}"
+
+
+def _values(weights: checkpoint.Checkpoint, name: str, entry: checkpoint.TensorEntry) -> Array:
+    array = np.empty(entry.shape, entry.kind)
+    checkpoint.read_arrays(weights, {name: array})
+    return array

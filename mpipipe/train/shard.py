@@ -69,8 +69,7 @@ class Shard:
             return self._divided[length]
         layout = Layout(self.kind, self.size, length, self.cut and self.cut(length))
         slices = self._slices(layout) or [layout]
-        shortest = min(part.length(rank) for part in slices for rank in range(self.size))
-        if shortest == 0:
+        if any(part.length(rank) == 0 for part in slices for rank in range(self.size)):
             raise ConfigError(
                 "a rank would hold no part of the sequence",
                 found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}, in "

@@ -253,15 +253,12 @@ class Task:
         unfit = []
         for pattern in self.freeze:
             if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
-                unfit.append(f"freeze {pattern}")
+                unfit.append(("freeze", pattern))
+        entries = everything.items()
         for group in self.groups:
-            fits = False
-            for name, entry in everything.items():
-                fits = fits or group._has(entry.tie or name, entry.shape)
-            if not fits:
-                unfit.append(f"groups {group.match}")
-        if unfit:
-            what, _, pattern = unfit[0].partition(" ")
+            if not any(group._has(entry.tie or name, entry.shape) for name, entry in entries):
+                unfit.append(("groups", f"{group.match}"))
+        for what, pattern in unfit:
             of_adapter = " of an adapter" if any(map(is_adapter, names)) else ""
             raise ConfigError(
                 f"a pattern of {what} fits no parameter{of_adapter}",

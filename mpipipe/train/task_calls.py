@@ -222,7 +222,7 @@ def shapes_of(tree: Tree) -> str:
     return f"{structure}: {shapes}"
 
 
-def agree_on_layers(task: Task, problem: PlanningProblem, shard: Shard, group: RankGroup) -> None:
+def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> None:
     """Raise MismatchError on all ranks where they have different layers; collective."""
     facts: list[tuple[str, object]] = [("layers", len(problem.layers))]
     facts += [(f"layer {number}", text) for number, text in enumerate(problem.signatures)]
@@ -272,12 +272,9 @@ def read_all(
     """Read the rows of all micro-batches; lists where the task gives these one by one."""
     if not task.per_microbatch:
         return read(task, method, number, rows, shard)
-    readings = []
-    for part in even_split(len(rows), microbatches):
-        readings.append(read(task, method, number, rows[part.start : part.stop], shard))
-    columns: list[list[Any] | None] = []
-    for column in zip(*readings):
-        columns.append(None if column[0] is None else [*column])
+    parts = [rows[part.start : part.stop] for part in even_split(len(rows), microbatches)]
+    readings = [read(task, method, number, part, shard) for part in parts]
+    columns = [None if column[0] is None else [*column] for column in zip(*readings)]
     inputs, targets, more = columns
     return inputs, targets, more
 
@@ -367,12 +364,12 @@ class Reader:
     def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
         self.task = task
         self.shard = shard
+        self.plan = plan
         self.steps = steps
         self.rank = mesh.rank
         self.waited = 0.0
         begin = mesh.data.rank * plan.rows
         self.rows = range(begin, begin + plan.rows)
-        self.microbatches = plan.schedule.microbatches
         placement = plan.schedule.placement
         shard.reads_inputs = mesh.pipe.rank == placement[0]
         shard.reads_targets = mesh.pipe.rank == placement[-1]
@@ -384,41 +381,39 @@ class Reader:
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step; where the task reads ahead, begin with that of the next."""
-        if not self.reads:
-            return None, None
         start = perf_counter()
-        reading = self.read("batch", step) if self.ahead is None else self._read_ahead(step)
-        self.waited = perf_counter() - start
-        pair = self.begun(reading)
-        if self.task.read_ahead and step + 1 < self.steps:
-            self.ahead = ThreadTask(partial(self.read, "batch", step + 1), "mpipipe batches")
+        ahead = self.ahead
+        if ahead is None:
+            pair = self.pair("batch", step)
+            self.waited = perf_counter() - start
+        else:
+            self.ahead = None
+            wait_locally(ahead.wait, f"the batch of step {step}")
+            if ahead.problem is not None:
+                raise ahead.problem
+            self.waited = perf_counter() - start
+            pair = self._begun(ahead.result)
+        if self.reads and self.task.read_ahead and step + 1 < self.steps:
+            self.ahead = ThreadTask(partial(self._read, "batch", step + 1), "mpipipe batches")
         return pair
 
-    def _read_ahead(self, step: int) -> Reading:
-        assert self.ahead is not None
-        ahead = self.ahead
-        self.ahead = None
-        wait_locally(ahead.wait, f"the batch of step {step}")
-        if ahead.problem is not None:
-            raise ahead.problem
-        return ahead.result
+    def pair(self, method: str, number: int) -> Pair:
+        """Return the inputs and targets of this rank that a method gives, if it needs some."""
+        if not self.reads:
+            return None, None
+        return self._begun(self._read(method, number))
 
-    def read(self, method: str, number: int) -> Reading:
+    def _read(self, method: str, number: int) -> Reading:
         """Return what the task gives of all rows of this rank."""
         try:
-            return read_all(self.task, method, number, self.rows, self.microbatches, self.shard)
+            microbatches = self.plan.schedule.microbatches
+            return read_all(self.task, method, number, self.rows, microbatches, self.shard)
         except MpipipeError as error:
             if error.rank is None:
                 error.rank = self.rank
             raise
 
-    def validation(self, index: int) -> Pair:
-        """Return a batch of the validation."""
-        if not self.reads:
-            return None, None
-        return self.begun(self.read("validation", index))
-
-    def begun(self, reading: Reading) -> Pair:
+    def _begun(self, reading: Reading) -> Pair:
         """Return inputs and targets of a reading, and give the task what came with them."""
         inputs, targets, more = reading
         if more is not None:

@@ -141,36 +141,33 @@ def imported(path: Path, code: bytes) -> ModuleType:
 def neighbours(folder: Path) -> dict[str, bytes]:
     """Return the modules that were imported from a folder, their content by paths in there."""
     content = {}
-    for name, file in not_installed():
-        for inside in places_of(name):
-            if os.path.realpath(file) == os.path.realpath(folder / inside):
-                content[inside] = Path(file).read_bytes()
+    for _, file, inside in not_installed():
+        if os.path.realpath(file) == os.path.realpath(folder / inside):
+            content[inside] = Path(file).read_bytes()
     return content
 
 
 def forget_others(folder: Path) -> None:
     """Forget modules from elsewhere that are in this folder, too: a copy imports its own copies."""
-    for name, file in not_installed():
-        for inside in places_of(name):
-            path = folder / inside
-            if path.is_file() and os.path.realpath(path) != os.path.realpath(file):
-                sys.modules.pop(name, None)
+    for name, file, inside in not_installed():
+        path = folder / inside
+        if path.is_file() and os.path.realpath(path) != os.path.realpath(file):
+            sys.modules.pop(name, None)
 
 
-def not_installed() -> Iterator[tuple[str, str]]:
-    """Yield names and files of imported modules that no installation and no package here has."""
+def not_installed() -> Iterator[tuple[str, str, str]]:
+    """Yield imported modules that no installation and no package here has.
+
+    Each has its name, its file, and both places in a folder where a module of this name may be.
+    """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
         of_package = name.partition(".")[0] in ("mpipipe", "__main__")
         if file and not (installed or of_package or file.startswith(STANDARD)):
-            yield name, file
-
-
-def places_of(name: str) -> tuple[str, str]:
-    """Return where in a folder a module of this name may be."""
-    path = name.replace(".", "/")
-    return f"{path}.py", f"{path}/__init__.py"
+            path = name.replace(".", "/")
+            yield name, file, f"{path}.py"
+            yield name, file, f"{path}/__init__.py"
 
 
 def task_class(module: ModuleType, path: Path, name: str) -> type[Task]:

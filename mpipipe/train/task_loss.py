@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 class TaskLoss:
     """The loss of a task as that of a pipeline.
 
-    While `collects` is true it sums the metrics of the task. While `samples` is true it remembers
+    While it has `sums` it adds up the metrics of the task. While `samples` is true it remembers
     one micro-batch: the first whose weight is not 0, else the last.
     """
 
@@ -46,8 +46,8 @@ class TaskLoss:
         self.axis = int(in_slices)
         self.plain = Loss(task.loss)
         self.has_metrics = getattr(task.metrics, "__func__", None) is not Task.metrics
-        self.collects = False
-        self.sums: dict[str, Array] = {}
+        # Of metrics times weights, and of weights, while somebody wants their means.
+        self.sums: dict[str, Array] | None = None
         self.samples = False
         self.sample: Sample | None = None
         self.declared = getattr(task.loss, "mean_over_entries", None)
@@ -73,9 +73,16 @@ class TaskLoss:
             # A stage may write the next output into the same memory.
             copies = [arrays.mapped(arrays.copied, tree) for tree in outputs]
             self.sample = Sample(copies if self.over_batch else copies[0], target, keywords, weight)
-        if self.collects:
-            for y, goal in zip(outputs, targets):
-                self._collect(y, goal, None if self.over_batch else weight)
+        if self.sums is None:
+            return result
+        for y, goal in zip(outputs, targets):
+            share = weight
+            if share is None or self.over_batch:
+                share = sum(leaf.size for leaf in arrays.flatten(goal)[0])
+            # Nothing counts in a micro-batch without a share.
+            metrics = self.metrics(y, goal) if share else {}
+            for name, mean in metrics.items():
+                self.sums.setdefault(name, np.zeros(2))[:] += mean * share, share
         return result
 
     def evaluate(self, output: Any, target: Any, **keywords: object) -> tuple[Any, ...]:
@@ -117,20 +124,11 @@ class TaskLoss:
             metrics[name] = float(value)
         return metrics
 
-    def _collect(self, output: Tree, target: Tree, weight: float | None) -> None:
-        if weight is None:
-            weight = sum(leaf.size for leaf in arrays.flatten(target)[0])
-        if weight == 0:
-            # Nothing counts in this micro-batch.
-            return
-        for name, value in self.metrics(output, target).items():
-            self.sums.setdefault(name, np.zeros(2))[:] += value * weight, weight
-
     def means(self, group: RankGroup) -> dict[str, float]:
-        """Return the means over all ranks since the last call; collective."""
+        """Return the means of the `sums` over all ranks, which end here; collective."""
         totals: dict[str, Array] = {}
         for sums in group.gather("train: the metrics", self.sums):
             for name, both in sums.items():
                 totals.setdefault(name, np.zeros(2))[:] += both
-        self.sums = {}
+        self.sums = None
         return {name: float(value / weight) for name, (value, weight) in totals.items()}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import checkpoint, optim, schedules
+from mpipipe import arrays, checkpoint, optim, schedules
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
@@ -19,17 +19,16 @@ from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteEr
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
 from mpipipe.nn import announce_write
 from mpipipe.pipeline import Pipeline, StepResult
-from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
 from mpipipe.tracing import Recording, check_new
 from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import seq_warnings, shown, validate
+from mpipipe.train.rehearsal import seq_warning
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
-from mpipipe.train.resume import Checkpoints
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, rate_of
+from mpipipe.train.task_calls import Reader, call, rate_of, read
+from mpipipe.train.task_loss import TaskLoss
 
 
 class Made(NamedTuple):
@@ -53,7 +52,6 @@ class Trainer:
     config: TaskConfig
     progress: Progress
     reader: Reader
-    plan: LayerPlan
     loss: Callable[..., Any]
     norm: optim.GlobalNorm
     reporter: Reporter | NullReporter
@@ -65,15 +63,17 @@ class Trainer:
         self.task = self.reader.task
         self.mesh = self.progress.mesh
         self.group = group_of(self.mesh.comm)
-        self.checkpoints = Checkpoints(
-            self.config,
+        pipeline = self.progress.pipeline
+        # Its end finishes what is in flight.
+        self.saver = checkpoint.Saver(
             resume.checkpoints_of(self.out),
-            self.progress,
-            resume.facts_of(self.config, self.task),
-            self.reporter,
-            self.preemption,
+            self.mesh,
+            pipeline.stages,
+            self.progress.optimizer,
+            keep=self.config.keep,
         )
-        for stage in self.progress.pipeline.stages:
+        self.facts = resume.facts_of(self.config, self.task)
+        for stage in pipeline.stages:
             # No other code than the optimizer changes parameters here.
             stage.optimizer_writes_compute()
         # Since the last record and in all: steps, and seconds in them by the host's clock, busy
@@ -103,19 +103,29 @@ class Trainer:
     def _introduce(self) -> None:
         """Say what is trained, and validate what a new training begins with."""
         task = self.task
+        mesh = self.mesh
+        say = self.reporter.say
+        schedule = self.reader.plan.schedule
         place = "CPUs" if self.progress.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(introduction(task, self.plan, self.mesh, place=place, out=self.out))
+        say(
+            f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
+            f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
+            f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}\n"
+            f"mpipipe: {task.description(place)}\n"
+            f"mpipipe: metrics in {self.out}"
+        )
         if self.progress.step:
-            self.reporter.say(f"mpipipe: goes on after step {self.progress.step}")
+            say(f"mpipipe: goes on after step {self.progress.step}")
             return
         beginning = task.beginning()
         init = getattr(self.config, "init", None)
         if init is not None:
             beginning = f"the weights in {init}"
         if beginning:
-            self.reporter.say(f"mpipipe: begins with {beginning}")
-        for line in seq_warnings(task, self.reader.shard):
-            self.reporter.say(line)
+            say(f"mpipipe: begins with {beginning}")
+        warning = seq_warning(task, self.reader.shard)
+        if warning:
+            say(warning)
         self._report(self._validated(Record(0)))
 
     def _after_step(self, made: Made) -> None:
@@ -125,22 +135,28 @@ class Trainer:
         done = progress.step
         if config.check_weights and done % config.check_weights == 0:
             checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
-        validates = done % config.eval_every == 0 or done == config.steps
-        saves = config.save_every and done % config.save_every == 0
-        leaves = False
+        ends = done == config.steps
+        validates = ends or done % config.eval_every == 0
         if validates or done == 1 or done % config.log_every == 0:
             self._record(made, validates)
-        elif saves:
-            # No checkpoint is of a training that has failed.
-            self._read(made)
-        if done < config.steps:
-            leaves = self.preemption.due(self.checkpoints.saver.in_flight)
+        leaves = not ends and self.preemption.due(self.saver.in_flight)
+        saves = config.save_every and (ends or done % config.save_every == 0)
+        if not (leaves or saves):
+            self._note(self.saver.poll())
+            return
+        # No checkpoint is of a training that has failed.
+        self._read(made)
+        self._note(self.saver.wait())
+        self.saver.save(done, progress.state(self.facts), beforehand=self.reporter.sync)
         if leaves:
-            self._read(made)
-        self.checkpoints.follow(leaves)
-        if leaves:
+            self._note(self.saver.wait())
             self.tracing.finish()
             self._leave()
+
+    def _note(self, saved: Path | None) -> None:
+        """Tell `preemption` how long a save has taken."""
+        if saved is not None:
+            self.preemption.save_took(self.saver.seconds)
 
     def _record(self, made: Made, validates: bool) -> None:
         loss, norm = self._read(made)
@@ -173,17 +189,16 @@ class Trainer:
         """Leave the weights, a sample, and the last line."""
         task = self.task
         pipeline = self.progress.pipeline
-        shard = self.reader.shard
         self.tracing.finish()
-        self.checkpoints.finish()
+        self.saver.wait()
         record = self.progress.record
         if record.validation is None:
             # A training that was resumed at its end, which was no end before.
             record = self._validated(replace(record, step=self.progress.step))
         with self.progress.whole_parameters():
-            task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
-            sample = task.sample(self.plan, pipeline, self.mesh, shard)
-            sample = sample or shown(task, self.plan, pipeline, self.mesh, shard)
+            plan = self.reader.plan
+            task.save(self.out, plan, pipeline.stages, self.mesh, self.progress.step)
+            sample = task.sample(plan, pipeline, self.mesh, self.reader.shard) or self._shown()
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
@@ -251,12 +266,57 @@ class Trainer:
             raise agreed_by(error, self.group) from None
 
     def _validated(self, record: Record) -> Record:
-        """Return a record with the mean loss and the metrics over the validation; collective."""
-        validation, metrics = validate(
-            self.progress.pipeline, self.reader, self.loss, self.config.eval_batches, self.group
-        )
+        """Return a record with the mean loss and the metrics over the validation; collective.
+
+        Where the loss returns weights, each batch counts by the sum of its weights.
+        """
+        scores = None
+        if isinstance(self.loss, TaskLoss) and self.loss.has_metrics:
+            scores = self.loss
+            scores.sums = {}
+        evaluate = self.progress.pipeline.weighed_evaluation
+        total = 0.0
+        weights = 0.0
+        for index in range(self.config.eval_batches):
+            batch = self.reader.pair("validation", index)
+            value, weight = call(
+                self.task, "layers", *batch, when=" in the validation", by=evaluate
+            )
+            total += value * weight
+            weights += weight
+        validation = total / weights
+        metrics = {} if scores is None else scores.means(self.group)
         more = self.task.derived(record.loss, validation)
         return replace(record, validation=validation, metrics=metrics, **more)
+
+    def _shown(self) -> str:
+        """Return what `Task.show` says of the first micro-batch of the validation; collective."""
+        task = self.task
+        if type(task).show is Task.show:
+            return ""
+        shard = self.reader.shard
+        group = self.group
+        inputs = None
+        targets = None
+        with group.raise_together("train: the batch to show"):
+            if shard.reads_inputs or shard.reads_targets:
+                rows = self.reader.rows[: self.reader.plan.microbatch_rows]
+                inputs, targets, _ = read(task, "validation", 0, rows, shard)
+        output = self.progress.pipeline.forward(inputs)
+        text = ""
+        with group.raise_together("train: what the task shows"):
+            if shard.reads_targets and self.mesh.data.rank == 0:
+                y = arrays.mapped(arrays.on_host, output)
+                goal = arrays.mapped(arrays.on_host, targets)
+                try:
+                    text = str(call(task, "show", y, goal, shard) or "")
+                except MpipipeError as error:
+                    # The training is done and saved. A program that was to end here says so as
+                    # before.
+                    if isinstance(error.__cause__, SystemExit):
+                        raise
+                    text = f"mpipipe: warning: {error.message}"
+        return next(filter(None, group.gather("train: what the task shows", text)), "")
 
     def speed(self, times: Array) -> dict[str, Any]:
         """Return samples per second, bubble and predicted bubble of some steps; collective."""
@@ -271,18 +331,6 @@ class Trainer:
             "bubble": 1 - sum(busy) / sum(elapsed),
             "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
         }
-
-
-def introduction(task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path) -> str:
-    """Say what is trained, on which ranks, and where metrics go; `place` is CPUs or GPUs."""
-    schedule = plan.schedule
-    return (
-        f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
-        f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}\n"
-        f"mpipipe: {task.description(place)}\n"
-        f"mpipipe: metrics in {out}"
-    )
 
 
 # -- `train --trace DIR`: a few early steps are recorded, and written once they are made -----------

@@ -15,14 +15,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
-from mpipipe.train.config import (
-    PLANNED,
-    ParallelOptions,
-    TaskConfig,
-    TrainingOptions,
-    in_one_text,
-    is_table,
-)
+from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
@@ -39,14 +32,14 @@ from mpipipe.train.task_calls import (
 from mpipipe.train.task_loss import TaskLoss
 
 
-def pipe_of(config: ParallelOptions, ranks: int) -> int:
+def pipe_of(config: TaskConfig, ranks: int) -> int:
     """Return the ranks of one pipeline, in a job of this size."""
     if config.pipe is None:
         return max(1, ranks // config.seq)
     return config.pipe
 
 
-def rows_of(config: TrainingOptions, replicas: int) -> int:
+def rows_of(config: TaskConfig, replicas: int) -> int:
     """Return the samples of a step in each replica. ConfigError where the batch does not divide."""
     rows, rest = divmod(config.batch, replicas)
     if rest:
@@ -204,8 +197,11 @@ def shard_of(
 
 def make_shard(
     config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True
-) -> tuple[Shard, list[Any]]:
-    """Return the share of samples, `sliced` or whole, and the layers; sets the outline."""
+) -> tuple[Shard, list[Any], planning.PlanningProblem]:
+    """Return the share of samples, `sliced` or whole, the layers and the problem.
+
+    The outline of the task is set.
+    """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
         shard = shard_of(config, task, mesh.seq, mesh.seq.size, sliced)
@@ -214,24 +210,15 @@ def make_shard(
         layers = outline(task, shard, config.seed)
     with group.raise_together("train: the layers on paper"):
         problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-    agree_on_layers(task, problem, shard, group)
-    return shard, layers
+    agree_on_layers(task, problem, group)
+    return shard, layers, problem
 
 
-def measured_ranks(
-    config: TaskConfig, task: Task, mesh: Mesh, made: Shard | None = None
-) -> planning.MeasuredRanks:
-    """Return the ranks of a job, to measure a training on them; collective.
-
-    `made` is the shard, if there is one.
-    """
-    shard = made
-    if shard is None or shard.cut is not None:
-        shard, _ = make_shard(config, task, mesh, sliced=False)
-    whole: Shard = shard
+def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.MeasuredRanks:
+    """Return the ranks of a job, to measure a training on them; collective."""
+    whole, _, problem = make_shard(config, task, mesh, sliced=False)
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, whole)
-    problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
     largest = max(map(elements, inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
@@ -261,11 +248,9 @@ def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
     return [x for _, x in chain(task, shard, config.seed)]
 
 
-def best_plan(
-    config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard
-) -> tuple[TaskConfig, str]:
+def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
     """Return the configuration with the best plan, and a line about it; collective."""
-    report = planning.find_plan(measured_ranks(config, task, mesh, shard), device)
+    report = planning.find_plan(measured_ranks(config, task, mesh), device)
     line = ""
     if report.plans:
         line = f"mpipipe: plan: {planning.in_words(report.plans[0])}"
