@@ -119,13 +119,6 @@ def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoRetu
     raise found_by_all(problem, [group], origin)
 
 
-def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
-    """Raise an error that ranks found in different groups: no group takes it for agreed."""
-    problem.reported_elsewhere = reported_elsewhere
-    problem.agreed = frozenset()
-    raise problem
-
-
 def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
     problem.agreed |= frozenset(group.members)
@@ -231,13 +224,9 @@ def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
 
 def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
     """Return what every rank has pickled, where all know the `sizes` in bytes."""
-    if group.size == 1:
-        return [pickle.loads(content)]
     padded = np.zeros(max(sizes), np.uint8)
-    table = np.empty((group.size, max(sizes)), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
-    with group.failing(what):
-        wait_for(own(group.comm.Iallgather(padded, table)), what, group, everyone=True)
+    table = _all_rows(group, padded, what)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
 
 
@@ -251,9 +240,14 @@ def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
     group.begin()
     padded = np.zeros(2 + VALUES, np.int64)
     padded[: len(row)] = row
+    return _all_rows(group, padded, what)
+
+
+def _all_rows(group: OpenGroup, row: np.ndarray, what: str) -> np.ndarray:
+    """Return the rows of all ranks, one below the other."""
     if group.size == 1:
-        return padded[None]
-    table = np.empty((group.size, padded.size), np.int64)
+        return row[None]
+    table = np.empty((group.size, row.size), row.dtype)
     with group.failing(what):
-        wait_for(own(group.comm.Iallgather(padded, table)), what, group, everyone=True)
+        wait_for(own(group.comm.Iallgather(row, table)), what, group)
     return table

@@ -52,13 +52,12 @@ class ControlMessages:
         message = np.zeros(MESSAGE_BYTES, np.uint8)
         message[: 8 * HEAD].view(np.int64)[:] = kind, self.comm.rank, number
         message[8 * HEAD : 8 * HEAD + len(content)] = np.frombuffer(content, np.uint8)
-        self.all_sent()
+        self.drop_sent()
         self.sending.append(own(self.comm.Isend(message, peer, 0)))
 
     def read(self) -> list[ControlMessage]:
         """Return all messages that have arrived; never waits."""
-        if self.sending:
-            self.all_sent()
+        self.drop_sent()
         arrived = []
         while self.receiving is not None or self.comm.Iprobe():
             if self.receiving is None:
@@ -73,7 +72,6 @@ class ControlMessages:
             arrived.append(ControlMessage(ControlKind(kind), source, number, text))
         return arrived
 
-    def all_sent(self) -> bool:
-        """Drop the messages that have left this rank; return whether all have."""
+    def drop_sent(self) -> None:
+        """Drop the messages that have left this rank."""
         self.sending = [request for request in self.sending if not request.Test()]
-        return not self.sending

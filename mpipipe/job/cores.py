@@ -25,7 +25,7 @@ def own_cores() -> str:
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
     """Return a sentence such as "4 ranks share 2 cores"; None if each rank has its own."""
-    full = _fullest(binding, lambda places: len(places))
+    full = _fullest(binding, len)
     if full is None:
         return None
     text = f"share {counted(full.cores, 'core')}"

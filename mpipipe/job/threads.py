@@ -17,6 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -252,10 +253,7 @@ class ThreadCommunicator:
         part = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
 
         def finish(parts: list[np.ndarray]) -> None:
-            total = parts[0].copy()
-            for part in parts[1:]:
-                total += part
-            recvbuf[...] = total
+            recvbuf[...] = reduce(np.add, parts)
 
         return self._collective("Iallreduce", part, finish)
 

@@ -19,7 +19,6 @@ from mpipipe.job import (
     RankGroup,
     agreed_by,
     attributes,
-    raise_for_partners,
     raise_on_all,
     runtime,
     settings,
@@ -246,7 +245,10 @@ def _error_of_replicas(
         lacking: MpipipeError = error or PeerError(
             "some ranks of another pipeline were given no replicas"
         )
-        raise_for_partners(lacking, lacking.reported_elsewhere or error is None)
+        # Partners found it in different groups, so no group takes it for agreed.
+        lacking.reported_elsewhere |= error is None
+        lacking.agreed = frozenset()
+        raise lacking
     facts: tuple = ()
     problem: Exception | None = error
     if error is None:

@@ -92,7 +92,7 @@ def open_channel(group: RankGroup, first: Callable[[Any, int], object], purpose:
     identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
     task = NcclTask(partial(Channel, group.size, group.rank, identity, first), what)
     with group.failing(what):
-        group.wait(task, what, everyone=True)
+        group.wait(task, what)
         channel = task.value()
     group.agree(what)
     return channel

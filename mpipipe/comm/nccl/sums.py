@@ -181,7 +181,7 @@ class NcclRow:
 
         try:
             with self.failing():
-                self.group.wait(Condition(ended), self.what, everyone=True)
+                self.group.wait(Condition(ended), self.what)
         except BaseException:
             keep_forever(keeping)
             self.abort()

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from mpipipe.job import communicators, runtime
-from mpipipe.job.communicators import wait_for_ranks
+from mpipipe.job.communicators import gather_rows
 from mpipipe.job.context import RankContext
 from mpipipe.job.flight import Snapshot
 from mpipipe.job.requests import own
@@ -100,10 +100,8 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     private.Set_name("mpipipe watchdog")
     text = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}"
     row = np.frombuffer(text.encode().ljust(PLACE_BYTES, b"\0")[:PLACE_BYTES], np.uint8)
-    table = np.empty((comm.size, PLACE_BYTES), np.uint8)
-    wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
     places = []
-    for line in table:
+    for line in gather_rows(private, row, "the hosts of all ranks", members):
         words = line.tobytes().rstrip(b"\0").decode("utf-8", "replace")
         pid, threaded, descriptor, host = words.split(" ", 3)
         places.append(RankPlace(host, int(pid), threaded == "1", int(descriptor)))
@@ -166,9 +164,8 @@ def make_dump(
                 name = threads[number].name if number in threads else number
                 lines = "".join(traceback.format_stack(frame))
                 stacks.append(f"thread {name}, most recent call last:\n{lines}")
-    others = [thread for thread in threads.values() if thread.ident != context.thread]
     reached = None
-    if context.is_thread or all(thread.daemon for thread in others):
+    if context.single_threaded(context.thread):
         groups = tuple(context.groups)
         reached = {group.key: group.calls for group in groups}
         reached |= context.passed | context.makings

@@ -28,10 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe.job import runtime, settings
-from mpipipe.job.communicators import ARRIVAL_SECONDS, wait_for_ranks
+from mpipipe.job.communicators import gather_rows
 from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.report import abort_job
-from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, RankWait
 from mpipipe.job.watch import verdict
 from mpipipe.job.watch.channel import (
@@ -309,11 +308,7 @@ def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) ->
     watchdog = context.watchdog
     covered = comm.size == 1 or not isinstance(watchdog, Watchdog) or watchdog.covers(members)
     row = np.array([covered, members[comm.rank], context.groups_named], np.int64)
-    if comm.size == 1:
-        return tuple(row[1:].tolist())
-    table = np.empty((comm.size, row.size), np.int64)
-    request = own(comm.Iallgather(row, table))
-    wait_for_ranks(request, "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
+    table = gather_rows(comm, row, "all ranks of a new group", members)
     if isinstance(watchdog, Watchdog) and not table[:, 0].all():
         watchdog.add(open_channel(comm, members))  # type: ignore[arg-type]  # ranks of MPI
     return tuple(table[0, 1:].tolist())
