@@ -118,12 +118,14 @@ def single_cores() -> list[int]:
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:
     """Return the cores of hardware threads, each by its first thread, or itself if unknown."""
-    cores: dict[int, Collection[int]] = {thread: {thread} for thread in threads}
+    cores = set()
     for thread in threads:
+        core = thread
         with suppress(OSError, ValueError):
             siblings = (topology / f"cpu{thread}/topology/thread_siblings_list").read_text().strip()
-            cores[thread] = parse_cores(siblings) or {thread}
-    return frozenset(map(min, cores.values()))
+            core = min(parse_cores(siblings), default=thread)
+        cores.add(core)
+    return frozenset(cores)
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:

@@ -119,9 +119,7 @@ class Send:
         self.source = source
         self.tag = tag
         self.array = array if synchronous else array.copy()
-        self.visible = time.monotonic() + (
-            world.random.uniform(0, world.delay) if world.delay else 0.0
-        )
+        self.visible = time.monotonic() + world.random.uniform(0, world.delay)
         self.done = not synchronous
         with world.lock:
             world.sent[box].append(self)

@@ -79,7 +79,7 @@ def _wait(
         if test():
             return
         os.sched_yield()
-    with LongWait(context, what or "other ranks", group, peer, start) as long_wait:
+    with LongWait(context, what or "other ranks", group, peer) as long_wait:
         while not test():
             long_wait.look()
             time.sleep(context.pause)
@@ -104,9 +104,8 @@ class LongWait(RankWait):
         what: object,
         group: OpenGroup | None = None,
         peer: int | None = None,
-        start: float | None = None,
     ) -> None:
-        super().__init__(what, (), None, time.perf_counter() if start is None else start)
+        super().__init__(what, (), None, time.perf_counter())
         if group is not None and peer is not None:
             member = group.members[peer]
             self.members = (member,)

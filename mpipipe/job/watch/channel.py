@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -113,7 +113,6 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
 
 TRIES = 5  # a list may change while another thread reads it
 PACKAGE = str(Path(__file__).parents[2])
-Item = TypeVar("Item")
 
 
 class Waits(NamedTuple):
@@ -151,8 +150,7 @@ def make_dump(
     watcher: int | None = None,
 ) -> Dump:
     """Describe a rank that has been quiet so long; with its stacks, if for `limit` seconds."""
-    snapshots = _patiently(lambda: tuple(thing.snapshot() for thing in context.inspectables))
-    waits = _patiently(lambda: tuple(_waits_of(wait) for wait in tuple(context.long_waits)))
+    snapshots = _snapshots(context)
     busy = [snapshot.thread for snapshot in snapshots if snapshot.doing]
     frames = sys._current_frames()
     threads = {thread.ident: thread for thread in threading.enumerate()}
@@ -173,7 +171,7 @@ def make_dump(
         rank=rank,
         host=socket.gethostname(),
         quiet=quiet,
-        waits=waits,
+        waits=tuple(map(_waits_of, tuple(context.long_waits))),
         snapshots=snapshots,
         ended=context.ended,
         where=_where(frames.get(rank_thread or 0)),
@@ -183,11 +181,11 @@ def make_dump(
     )
 
 
-def _patiently(make: Callable[[], tuple[Item, ...]]) -> tuple[Item, ...]:
-    """Return `make()`, tried again where the rank went on meanwhile."""
+def _snapshots(context: RankContext) -> tuple[Snapshot, ...]:
+    """Return how far the plans of a rank are, asked again where it went on meanwhile."""
     for _ in range(TRIES):
         try:
-            return make()
+            return tuple(thing.snapshot() for thing in context.inspectables)
         except (RuntimeError, IndexError, KeyError):  # a deque or a dict changed
             time.sleep(1e-3)
     return ()

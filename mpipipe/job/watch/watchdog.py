@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
@@ -203,7 +204,8 @@ class Watchdog:
         question = self._question
         if dump is not None:
             if question is not None and number == question.number:
-                question.answers[source] = dump
+                question.silent.discard(source)
+                question.dumps.append(dump)
             return
         if source < channel.rank or question is None:
             self._question = None
@@ -243,22 +245,21 @@ class Watchdog:
             dump = make_dump(self.context, rank, self.quiet, self.limit)
             self._report({rank: dump}, dict.fromkeys(sorted(missing), UNKNOWN))
             return
+        others = set(range(len(channel.members))) - {channel.rank}
         self._questions += 1
-        self._question = Question(channel, self._questions, wait)
-        for peer in self._question.others:
+        self._question = Question(channel, self._questions, wait, others)
+        for peer in others:
             channel.send(peer, self._questions, None)
 
     def _go_on(self, question: Question) -> None:
         channel = question.channel
-        answers = question.answers
-        silent = [rank for rank in question.others if rank not in answers]
-        if silent and question.waited < self.window:
+        if question.silent and question.waited < self.window:
             return
-        dumps = {dump.rank: dump for dump in (self._dump(channel), *answers.values())}
+        dumps = {dump.rank: dump for dump in (self._dump(channel), *question.dumps)}
         least = min(dump.quiet for dump in dumps.values())
         if least >= self.limit:
             places = {}
-            for rank in silent:
+            for rank in sorted(question.silent):
                 if channel.members[rank] not in self.context.left:
                     places[channel.members[rank]] = channel.places[rank]
             self._report(dumps, places)
@@ -279,16 +280,16 @@ class Watchdog:
             abort_job(world, verdict.HUNG)
 
 
+@dataclass
 class Question:
     """A question of one watchdog to the ranks of a channel, and the answers so far."""
 
-    def __init__(self, channel: WatchChannel, number: int, wait: RankWait) -> None:
-        self.channel = channel
-        self.number = number
-        self.wait = wait
-        self.others = [rank for rank in range(len(channel.members)) if rank != channel.rank]
-        self.waited = 0.0  # seconds since then
-        self.answers: dict[int, Dump] = {}  # rank of the channel -> its dump
+    channel: WatchChannel
+    number: int
+    wait: RankWait
+    silent: set[int]  # ranks of the channel that have not answered
+    waited: float = 0.0  # seconds since then
+    dumps: list[Dump] = field(default_factory=list)  # the answers
 
 
 # -- Which ranks watch over each other: every new group is in some channel -------------------------
