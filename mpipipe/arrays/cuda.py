@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,12 @@ C_TYPES = dict(
 )
 
 
+# The names and values of constants that a source is compiled with.
+Constants: TypeAlias = "tuple[tuple[str, np.dtype | int], ...]"
+
+
 @cache
-def _module(path: Path, constants: tuple[tuple[str, np.dtype | int], ...], _device: int) -> Any:
+def _module(path: Path, constants: Constants, _device: int) -> Any:
     # not by #include and -D: CuPy's cache of compiled code does not look into included files, and
     # macros reach headers
     code = "\n".join([COMMON.read_text(), *cuda_declarations(dict(constants)), path.read_text()])
@@ -32,9 +36,7 @@ def _module(path: Path, constants: tuple[tuple[str, np.dtype | int], ...], _devi
 
 
 @cache
-def _function(
-    path: Path, name: str, constants: tuple[tuple[str, np.dtype | int], ...], device: int
-) -> Callable:
+def _function(path: Path, name: str, constants: Constants, device: int) -> Callable:
     return _module(path, constants, device).get_function(name)
 
 
@@ -169,7 +171,6 @@ def over(
 
 # Packed calls that one kernel keeps; where shapes never repeat, all are dropped at once.
 MOST = 4096
-LOW = WORD - 1
 
 
 C = TypeVar("C", bound="Launch | None")
@@ -214,7 +215,7 @@ class Packed(Generic[C]):
         """
         facts: list[Any] = [options, _current_gpu()()]
         for x in inputs:
-            facts += x.shape, x.strides, x.dtype, x.data.ptr & LOW
+            facts += x.shape, x.strides, x.dtype, x.data.ptr % WORD
         key = tuple(facts)
         try:
             return self._known[key]
