@@ -40,14 +40,15 @@ def _function(path: Path, name: str, constants: Constants, device: int) -> Calla
     return _module(path, constants, device).get_function(name)
 
 
-def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...]:
+def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> list[str]:
     """Write constants as C++ declarations: 'typedef float T;', 'constexpr int N = 4;'."""
-    return tuple(
-        f"typedef {C_TYPES[value.name]} {name};"
-        if isinstance(value, np.dtype)
-        else f"constexpr int {name} = {value};"
-        for name, value in constants.items()
-    )
+    lines = []
+    for name, value in constants.items():
+        line = f"constexpr int {name} = {value};"
+        if isinstance(value, np.dtype):
+            line = f"typedef {C_TYPES[value.name]} {name};"
+        lines.append(line)
+    return lines
 
 
 def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callable:
@@ -85,14 +86,14 @@ class Launch(NamedTuple):
         self.function(self.grid, self.block, (*inputs, *self.numbers, *varying))
 
 
-def vector_width(first: DeviceArray, *others: DeviceArray, divides: int = 0) -> int:
+def vector_width(*arrays: DeviceArray, divides: int = 0) -> int:
     """Return how many elements move as one word of memory: a power of two, of `divides`.
 
     All addresses must allow it. A word has at most 16 bytes of the widest dtype.
     """
-    limits = divides | first.data.ptr // first.itemsize
-    widest = first.itemsize
-    for array in others:
+    limits = divides
+    widest = 1
+    for array in arrays:
         limits |= array.data.ptr // array.itemsize
         widest = max(widest, array.itemsize)
     limits |= WORD // widest

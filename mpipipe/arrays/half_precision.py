@@ -36,9 +36,10 @@ def upcast_halves(
             for i in written:
                 round_into(values[i], seen[i])
             if isinstance(results, tuple):
-                results = tuple(
-                    rounded(x, dtype) if i in returned else x for i, x in enumerate(results)
-                )
+                rounded_once = list(results)
+                for i in returned:
+                    rounded_once[i] = rounded(results[i], dtype)
+                results = tuple(rounded_once)
             elif returned:
                 results = rounded(results, dtype)
         return results

@@ -152,18 +152,13 @@ def named_leaves(
         return
     if isinstance(value, Mapping):
         inner = [(f"{name}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        inner = [(f"{name}.{key}", item) for key, item in zip(value._fields, value)]
     elif isinstance(value, (tuple, list)):
-        keys = getattr(value, "_fields", None)
-        inner = [
-            (f"{name}.{keys[i]}" if keys else f"{name}[{i}]", item) for i, item in enumerate(value)
-        ]
-    elif (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and (grown or not getattr(value, "grows", False))
-    ):
-        inner = [
-            (f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)
-        ]
+        inner = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    elif is_dataclass(value) and not isinstance(value, type):
+        if grown or not getattr(value, "grows", False):
+            for field in fields(value):
+                inner.append((f"{name}.{field.name}", getattr(value, field.name, None)))
     for key, item in inner:
         yield from named_leaves(item, key, (*above, id(value)), grown)
