@@ -286,6 +286,5 @@ def _finalize(code: int) -> None:
 
 def other_threads() -> list[threading.Thread]:
     """Return the other threads that the end of the interpreter waits for."""
-    return [
-        t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon
-    ]
+    current = threading.current_thread()
+    return [t for t in threading.enumerate() if t is not current and not t.daemon]

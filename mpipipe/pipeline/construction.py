@@ -19,6 +19,7 @@ from mpipipe.job import (
     RankGroup,
     agreed_by,
     attributes,
+    raise_for_partners,
     raise_on_all,
     runtime,
     settings,
@@ -245,10 +246,7 @@ def _error_of_replicas(
         lacking: MpipipeError = error or PeerError(
             "some ranks of another pipeline were given no replicas"
         )
-        # Partners found it in different groups, so no group takes it for agreed.
-        lacking.reported_elsewhere |= error is None
-        lacking.agreed = frozenset()
-        raise lacking
+        raise_for_partners(lacking, lacking.reported_elsewhere or error is None)
     facts: tuple = ()
     problem: Exception | None = error
     if error is None:

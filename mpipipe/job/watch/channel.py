@@ -67,7 +67,6 @@ class WatchChannel:
     def send(self, peer: int, number: int, dump: Dump | None) -> None:
         """Ask a rank where it is, or answer the question `number`; never waits."""
         data = np.frombuffer(pickle.dumps((number, dump)), np.uint8)
-        self.sending = [request for request in self.sending if not request.Test()]
         self.sending.append(own(self.comm.Isend(data, peer)))
 
     def read(self) -> list[tuple[int, int, Dump | None]]:
