@@ -247,15 +247,12 @@ class _DeviceSum:
             if taken is None:
                 break
             self.buckets.popleft()
-            (first, last), values = (
-                self.how.range_of_rank(start, stop),
-                taken[:nbytes].view(self.flat.dtype),
-            )
+            values = taken[:nbytes].view(self.flat.dtype)
+            first, last = self.how.range_of_rank(start, stop)
             with self.outward:
                 if first < last:
-                    arrays.copy_to_host(
-                        values[first - start : last - start].view(np.uint8), self.flat[first:last]
-                    )
+                    part = values[first - start : last - start]
+                    arrays.copy_to_host(part.view(np.uint8), self.flat[first:last])
                 self.copying.append((arrays.record(), taken, values, (start, stop)))
         return not self.buckets and not self.copying
 

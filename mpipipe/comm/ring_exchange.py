@@ -88,8 +88,12 @@ class RingExchange:
     def finish(self) -> None:
         while self.pending:
             exchange, receives, request = self.pending[0]
-            what = exchange if receives else f"{exchange.subject} to be received by {exchange.dest}"
-            self.group.wait(request, what, peer=exchange.source if receives else exchange.dest)
+            what: object = exchange
+            peer = exchange.source
+            if not receives:
+                what = f"{exchange.subject} to be received by {exchange.dest}"
+                peer = exchange.dest
+            self.group.wait(request, what, peer)
             self.pending.popleft()
 
     # -- for the report of a hang ------------------------------------------------------------------

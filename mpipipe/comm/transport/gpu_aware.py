@@ -48,10 +48,9 @@ def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:
     """One verdict for all ranks, with the reason of the first rank that is against."""
     for rank, verdict in enumerate(verdicts):
         if not verdict.direct:
-            everywhere = all(other == verdict for other in verdicts)
-            return GpuAwareness(
-                False, verdict.reason if everywhere else f"on rank {rank}: {verdict.reason}"
-            )
+            if any(other != verdict for other in verdicts):
+                return GpuAwareness(False, f"on rank {rank}: {verdict.reason}")
+            return verdict
     return verdicts[0]
 
 
