@@ -73,7 +73,8 @@ class Ballot:
                 "too many values in an agreement", found=len(values), expected=f"at most {VALUES}"
             )
         self.groups.append(group)
-        number = self.number = group.calls + 1 if self.number is None else self.number
+        if self.number is None:
+            self.number = group.calls + 1
         code = REFUSED
         if not self.failed:
             try:
@@ -82,7 +83,7 @@ class Ballot:
                 self.refuse(
                     ArgumentError(f"facts that have no text: {type(error).__name__}: {error}")
                 )
-        table = exchange(group, [code, number, *values], self.text)
+        table = exchange(group, [code, self.number, *values], self.text)
         heads = table[:, :2].tolist()
         if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):
             self.failed = True

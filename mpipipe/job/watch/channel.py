@@ -58,11 +58,13 @@ class WatchChannel:
         self.sending: list[Request] = []
         self._receiving: tuple[Request, np.ndarray, int] | None = None
 
-    @property
-    def neighbours(self) -> list[int]:
-        """The ranks on the host of this one."""
-        host = self.places[self.rank].host
-        return [rank for rank, place in enumerate(self.places) if place.host == host]
+    def states_on_host(self) -> dict[int, str]:
+        """Return the state of the process of each world rank on the host of this one."""
+        states = {}
+        for member, place in zip(self.members, self.places):
+            if place.host == self.places[self.rank].host:
+                states[member] = state_of(place.pid)
+        return states
 
     def send(self, peer: int, number: int, dump: Dump | None) -> None:
         """Ask a rank where it is, or answer the question `number`; never waits."""

@@ -43,7 +43,6 @@ from mpipipe.job.watch.channel import (
     make_dump,
     open_channel,
     stacks_of,
-    state_of,
     threads_allowed,
 )
 
@@ -103,9 +102,9 @@ class Watchdog:
         """Return the world ranks on this host whose process has ended."""
         ended = set()
         for channel in self._channels:
-            for rank in channel.neighbours:
-                if state_of(channel.places[rank].pid) == GONE:
-                    ended.add(channel.members[rank])
+            for member, state in channel.states_on_host().items():
+                if state == GONE:
+                    ended.add(member)
         return ended
 
     def add(self, channel: WatchChannel) -> None:
@@ -215,10 +214,7 @@ class Watchdog:
 
     def _dump(self, channel: WatchChannel) -> Dump:
         watcher = None if self._thread is None else self._thread.ident
-        states = {}
-        if self.quiet >= self.limit:
-            for rank in channel.neighbours:
-                states[channel.members[rank]] = state_of(channel.places[rank].pid)
+        states = channel.states_on_host() if self.quiet >= self.limit else None
         rank = channel.members[channel.rank]
         return make_dump(self.context, rank, self.quiet, self.limit, states, watcher)
 
