@@ -7,7 +7,6 @@ Without a yes of all ranks messages are staged through the host, which works eve
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -55,8 +54,7 @@ def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:
 
 
 def _of_this_rank() -> GpuAwareness:
-    setting = os.environ.get(GPU_DIRECT.name)
-    GPU_DIRECT.check(setting)
+    setting = GPU_DIRECT.text
     if setting != "0" and _allocator_is_async():
         reason = "CuPy's allocator is an asynchronous or managed one, whose memory MPI cannot share"
         return GpuAwareness(False, f"{reason} (use cupy.cuda.MemoryPool())")
