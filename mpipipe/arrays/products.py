@@ -35,7 +35,7 @@ class _Kind(NamedTuple):
 
     number: int  # its own
     compute: int  # how to compute with factors of it
-    sums: np.dtype  # that of its accumulator
+    sums: np.dtype  # the dtype of its accumulator
 
 
 class _Kinds(dict[np.dtype, _Kind]):

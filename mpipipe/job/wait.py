@@ -254,7 +254,7 @@ class ThreadTask(Generic[Result]):
     The thread is a daemon: the end of the interpreter does not wait for it.
     """
 
-    result: Result  # what the work returned, once it has ended well
+    result: Result  # returned by the work, once it has ended well
 
     def __init__(self, work: Callable[[], Result], name: str) -> None:
         self._work = work
