@@ -15,10 +15,19 @@ calling thread. Nothing here waits for the device but `download`, and `upload` o
     torch_memory               PyTorch's tensors on the memory of arrays
 """
 
-# several lines for one file, where its names need them
-# isort: off
-from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, cuda_function, grid, launch
-from mpipipe.arrays.cuda import over, scalar_type, vector_width
+from mpipipe.arrays.cuda import (
+    BLOCK,
+    WORD,
+    Launch,
+    Packed,
+    bitwise_or,
+    cuda_function,
+    grid,
+    launch,
+    over,
+    scalar_type,
+    vector_width,
+)
 from mpipipe.arrays.device_checks import check_device, missing_parts
 from mpipipe.arrays.devices import (
     AMD_UNTRIED,
@@ -27,8 +36,11 @@ from mpipipe.arrays.devices import (
     cupy,
     current_gpu,
     describe_gpus,
+    device_count,
+    is_amd,
+    load_cuda_runtime,
+    use_gpu,
 )
-from mpipipe.arrays.devices import device_count, is_amd, load_cuda_runtime, use_gpu
 from mpipipe.arrays.dtypes import (
     COMPUTE_DTYPES,
     HALVES,
@@ -39,8 +51,6 @@ from mpipipe.arrays.dtypes import (
     Tree,
     accumulator,
     as_reals,
-)
-from mpipipe.arrays.dtypes import (
     device_of,
     dtype,
     is_array,
@@ -48,8 +58,8 @@ from mpipipe.arrays.dtypes import (
     is_floating,
     is_half,
     refuse_mask,
+    strip_subclass,
 )
-from mpipipe.arrays.dtypes import strip_subclass
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.half_precision import (
     faster_rounding,
@@ -58,8 +68,13 @@ from mpipipe.arrays.half_precision import (
     upcast,
     upcast_halves,
 )
-from mpipipe.arrays.memory import ALIGNMENT, address, aligned_empty, copy, copy_into, empty
 from mpipipe.arrays.memory import (
+    ALIGNMENT,
+    address,
+    aligned_empty,
+    copy,
+    copy_into,
+    empty,
     empty_like,
     memory_shortage,
     set_zero,
@@ -77,8 +92,8 @@ from mpipipe.arrays.streams import (
     seconds_between,
     side_stream,
     stream,
+    wait_for,
 )
-from mpipipe.arrays.streams import wait_for
 from mpipipe.arrays.strided import (
     THREADS,
     blocks_of,
@@ -87,8 +102,10 @@ from mpipipe.arrays.strided import (
     copied,
     element_strides,
     fill,
+    in_c_order,
+    strided_copy,
+    strided_copy_views,
 )
-from mpipipe.arrays.strided import in_c_order, strided_copy, strided_copy_views
 from mpipipe.arrays.torch_memory import array_of, share_threads, tensor_of
 from mpipipe.arrays.transfer import (
     Download,
@@ -98,9 +115,9 @@ from mpipipe.arrays.transfer import (
     download_all,
     host_pieces,
     on_host,
+    pinned,
+    upload,
 )
-from mpipipe.arrays.transfer import pinned
-from mpipipe.arrays.transfer import upload
 from mpipipe.arrays.trees import (
     Branches,
     Forked,

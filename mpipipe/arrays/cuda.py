@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,12 @@ C_TYPES = dict(
 )
 
 
+# The names and values of constants that a source is compiled with.
+Constants: TypeAlias = "tuple[tuple[str, np.dtype | int], ...]"
+
+
 @cache
-def _module(path: Path, constants: tuple[tuple[str, np.dtype | int], ...], _device: int) -> Any:
+def _module(path: Path, constants: Constants, _device: int) -> Any:
     # not by #include and -D: CuPy's cache of compiled code does not look into included files, and
     # macros reach headers
     code = "\n".join([COMMON.read_text(), *cuda_declarations(dict(constants)), path.read_text()])
@@ -32,20 +36,19 @@ def _module(path: Path, constants: tuple[tuple[str, np.dtype | int], ...], _devi
 
 
 @cache
-def _function(
-    path: Path, name: str, constants: tuple[tuple[str, np.dtype | int], ...], device: int
-) -> Callable:
+def _function(path: Path, name: str, constants: Constants, device: int) -> Callable:
     return _module(path, constants, device).get_function(name)
 
 
-def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...]:
+def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> list[str]:
     """Write constants as C++ declarations: 'typedef float T;', 'constexpr int N = 4;'."""
-    return tuple(
-        f"typedef {C_TYPES[value.name]} {name};"
-        if isinstance(value, np.dtype)
-        else f"constexpr int {name} = {value};"
-        for name, value in constants.items()
-    )
+    lines = []
+    for name, value in constants.items():
+        line = f"constexpr int {name} = {value};"
+        if isinstance(value, np.dtype):
+            line = f"typedef {C_TYPES[value.name]} {name};"
+        lines.append(line)
+    return lines
 
 
 def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callable:
@@ -83,14 +86,14 @@ class Launch(NamedTuple):
         self.function(self.grid, self.block, (*inputs, *self.numbers, *varying))
 
 
-def vector_width(first: DeviceArray, *others: DeviceArray, divides: int = 0) -> int:
+def vector_width(*arrays: DeviceArray, divides: int = 0) -> int:
     """Return how many elements move as one word of memory: a power of two, of `divides`.
 
     All addresses must allow it. A word has at most 16 bytes of the widest dtype.
     """
-    limits = divides | first.data.ptr // first.itemsize
-    widest = first.itemsize
-    for array in others:
+    limits = divides
+    widest = 1
+    for array in arrays:
         limits |= array.data.ptr // array.itemsize
         widest = max(widest, array.itemsize)
     limits |= WORD // widest
@@ -169,7 +172,6 @@ def over(
 
 # Packed calls that one kernel keeps; where shapes never repeat, all are dropped at once.
 MOST = 4096
-LOW = WORD - 1
 
 
 C = TypeVar("C", bound="Launch | None")
@@ -214,7 +216,7 @@ class Packed(Generic[C]):
         """
         facts: list[Any] = [options, _current_gpu()()]
         for x in inputs:
-            facts += x.shape, x.strides, x.dtype, x.data.ptr & LOW
+            facts += x.shape, x.strides, x.dtype, x.data.ptr % WORD
         key = tuple(facts)
         try:
             return self._known[key]

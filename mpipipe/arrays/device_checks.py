@@ -7,21 +7,17 @@ GPU looks for all of it at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from mpipipe.arrays.cuda import cuda_function
-from mpipipe.arrays.devices import AMD_UNTRIED, cupy, use_gpu, visible_gpus
+from mpipipe.arrays.devices import AMD_UNTRIED, cupy, first_line, use_gpu, visible_gpus
+from mpipipe.arrays.dtypes import FLOAT32
 from mpipipe.errors import BackendError
 
-PROBE = Path(__file__).with_name(
-    "fill.cu"
-)  # a short one; common.cuh in front of it includes all headers
+# A short one; common.cuh in front of it includes all headers.
+PROBE = Path(__file__).with_name("fill.cu")
 ASKED = "device 'cuda' was asked for, and"
 NO_DRIVER = (
     "run on a node with an NVIDIA GPU and its driver (nvidia-smi must answer), or use device='cpu'"
@@ -58,7 +54,7 @@ def check_device(device: str) -> str:
             raise BackendError(f"{ASKED} this process sees no GPU", found="0 GPUs", remedy=NO_GPU)
         if number:
             use_gpu(int(number))
-        missing = _looked_for(cupy(), runtime.getDevice())
+        missing = _looked_for(runtime.getDevice())
         if missing:
             untried = f". {AMD_UNTRIED}" if runtime.is_hip else ""
             raise BackendError(
@@ -71,7 +67,18 @@ def check_device(device: str) -> str:
 
 def missing_parts() -> list[str]:
     """List the parts of the CUDA toolkit that do not work on the current GPU, and why."""
-    return list(_missing(cupy()))
+    cuda = cupy().cuda
+    attempts = {
+        "the first kernel does not compile": lambda: cuda_function(PROBE, "fill", T=FLOAT32),
+        "the library cuBLAS": lambda: (cuda.cublas, cuda.device.get_cublas_handle()),
+    }
+    missing = []
+    for what, attempt in attempts.items():
+        try:
+            attempt()
+        except Exception as error:  # ImportError, RuntimeError, CompileException
+            missing.append(f"{what}: {first_line(error)}")
+    return missing
 
 
 def _remedy(runtime: Any) -> str:
@@ -84,25 +91,6 @@ def _remedy(runtime: Any) -> str:
     )
 
 
-@lru_cache(maxsize=64)
-def _looked_for(library: ModuleType, device: int) -> tuple[str, ...]:
-    return tuple(_missing(library))
-
-
-def _missing(library: ModuleType) -> Iterator[str]:
-    why = _failure(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
-    if why:
-        yield f"the first kernel does not compile: {why}"
-    why = _failure(lambda: (library.cuda.cublas, library.cuda.device.get_cublas_handle()))
-    if why:
-        yield f"the library cuBLAS: {why}"
-
-
-def _failure(attempt: Callable[[], object]) -> str:
-    """Return the first line of what an attempt raises, or ""."""
-    try:
-        attempt()
-    except Exception as error:  # missing parts raise ImportError, RuntimeError, CompileException
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return lines[0] if lines else type(error).__name__
-    return ""
+@cache
+def _looked_for(_device: int) -> list[str]:
+    return missing_parts()

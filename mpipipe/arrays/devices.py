@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,6 +80,14 @@ def use_gpu(number: int) -> None:
     cupy().cuda.Device(number).use()
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or the name of its class."""
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__
+
+
 def current_gpu() -> int:
     """Return the number of the GPU that this process computes on now, from 0."""
     return cupy().cuda.runtime.getDevice()
@@ -88,19 +95,23 @@ def current_gpu() -> int:
 
 def compute_capability() -> int:
     """Return the GPU's compute capability as one number: 90 for H100, H200."""
-    return _capability(cupy(), current_gpu())
+    return _capability(current_gpu())
 
 
-@lru_cache(maxsize=64)
-def _capability(library: ModuleType, device: int) -> int:
-    return int(library.cuda.Device(device).compute_capability)
+@cache
+def _capability(device: int) -> int:
+    return int(cupy().cuda.Device(device).compute_capability)
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _architecture(properties: dict[str, Any]) -> str:
     """Return the compiler's name of this GPU, of an AMD one without its features."""
-    gcn = properties.get("gcnArchName", b"")
+    gcn = _text(properties.get("gcnArchName", ""))
     if cupy().cuda.runtime.is_hip and gcn:
-        return f"AMD {(gcn.decode() if isinstance(gcn, bytes) else gcn).split(':')[0]}"
+        return f"AMD {gcn.split(':')[0]}"
     return f"compute capability {properties['major']}.{properties['minor']}"
 
 
@@ -109,13 +120,9 @@ def describe_gpus() -> list[str]:
     lines = []
     for number in range(device_count()):
         properties = cupy().cuda.runtime.getDeviceProperties(number)
-        name = (
-            properties["name"].decode()
-            if isinstance(properties["name"], bytes)
-            else properties["name"]
-        )
+        name = f"cuda:{number} {_text(properties['name'])}"
         memory = f"{properties['totalGlobalMem'] / 2**30:.0f} GiB"
-        lines.append(f"cuda:{number} {name}, {memory}, {_architecture(properties)}")
+        lines.append(f"{name}, {memory}, {_architecture(properties)}")
     return lines
 
 
@@ -161,6 +168,7 @@ def check_computable(kind: np.dtype, device: str) -> None:
 # (NVIDIA/cudnn-frontend#207).
 
 
+@cache
 def load_cuda_runtime() -> str:
     """Load the CUDA runtime library for this process; return its file, or its name.
 
@@ -168,22 +176,16 @@ def load_cuda_runtime() -> str:
     the functions that cuDNN's package takes from it are the same in both. Raises BackendError
     without CuPy or without such a library.
     """
-    return _loaded(cupy())
-
-
-@lru_cache(maxsize=8)
-def _loaded(library: ModuleType) -> str:
-    library_name = f"libcudart.so.{library.cuda.runtime.runtimeGetVersion() // 1000}"
+    library_name = f"libcudart.so.{cupy().cuda.runtime.runtimeGetVersion() // 1000}"
     try:
-        from cuda import (
-            pathfinder,
-        )  # a dependency of CuPy's wheels; other builds may come without it
+        # A dependency of CuPy's wheels; other builds may come without it.
+        from cuda import pathfinder
 
         path = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
     except Exception as error:
-        lines = str(error).splitlines() or [type(error).__name__]
         raise BackendError(
-            f"{library_name} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime"
+            f"{library_name} is not found ({first_line(error)})",
+            remedy="pip install nvidia-cuda-runtime",
         ) from None
     if re.search(rf"{re.escape(library_name)}(\D|$)", path):
         return path

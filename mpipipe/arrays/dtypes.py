@@ -59,11 +59,9 @@ def strip_subclass(array: Array) -> Array:
     Other arrays are returned as they are; a masked one raises ArgumentError.
     """
     refuse_mask(array)
-    return (
-        array.view(np.ndarray)
-        if isinstance(array, np.ndarray) and type(array) is not np.ndarray
-        else array
-    )
+    if type(array) is np.ndarray or not isinstance(array, np.ndarray):
+        return array
+    return array.view(np.ndarray)
 
 
 def refuse_mask(array: Any) -> None:

@@ -72,7 +72,7 @@ def _make_workspace() -> None:
 
 def refuse_recording(what: str) -> None:
     """Raise BackendError, with `what` cannot be recorded, where this thread records a graph."""
-    if _recording.alive is not None:
+    if is_recording():
         raise BackendError(
             f"{what} while a CUDA graph is recorded",
             expected="work on the device alone",

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from mpipipe.arrays.dtypes import FLOAT32, is_half
 from mpipipe.arrays.memory import aligned_empty
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def upcast_halves(
-    function: Callable[P, R], returned: tuple[int, ...] = (), written: tuple[int, ...] = ()
-) -> Callable[P, R]:
+    function: Function, returned: tuple[int, ...] = (), written: tuple[int, ...] = ()
+) -> Function:
     """Let a function of host arrays take half precision.
 
     Where its first argument is of a half dtype, the function sees each half array as a float32 one.
@@ -27,25 +26,25 @@ def upcast_halves(
     """
 
     @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        values: tuple[Any, ...] = args
+    def run(*values: Any, **kwargs: Any) -> Any:
         dtype = values[0].dtype
         if dtype.itemsize != 2:
-            return function(*args, **kwargs)
+            return function(*values, **kwargs)
         with np.errstate(over="ignore", invalid="ignore"):
             seen = [float32_like(x) if i in written else upcast(x) for i, x in enumerate(values)]
-            results: Any = cast(Any, function)(*seen, **kwargs)
+            results = function(*seen, **kwargs)
             for i in written:
                 round_into(values[i], seen[i])
             if isinstance(results, tuple):
-                results = tuple(
-                    rounded(x, dtype) if i in returned else x for i, x in enumerate(results)
-                )
+                rounded_once = list(results)
+                for i in returned:
+                    rounded_once[i] = rounded(results[i], dtype)
+                results = tuple(rounded_once)
             elif returned:
                 results = rounded(results, dtype)
-        return cast(R, results)
+        return results
 
-    return run
+    return cast(Function, run)
 
 
 def upcast(x: Any) -> Any:

@@ -94,12 +94,10 @@ def address(array: Array) -> int:
 
 def shares_memory(first: Array, second: Array) -> bool:
     """Return whether two arrays may overlap; exact for C-contiguous device arrays."""
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        return (
-            isinstance(first, np.ndarray)
-            and isinstance(second, np.ndarray)
-            and np.may_share_memory(first, second)
-        )
+    if device_of(first) != device_of(second):
+        return False
+    if isinstance(first, np.ndarray):
+        return np.may_share_memory(first, second)
     (low, high), (start, end) = _bounds(first), _bounds(second)
     return low < end and start < high
 

@@ -15,9 +15,8 @@ from mpipipe.errors import BackendError
 
 REMEDY = "pip install nvidia-nccl-cu13 (or -cu12, as CuPy is), or load the site's NCCL module"
 NUMBERS = set("int8 uint8 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split())
-PAIRS = dict(
-    complex64="float32", complex128="float64"
-)  # a sum of these is one of twice as many real numbers
+# A sum of these is one of twice as many real numbers.
+PAIRS = dict(complex64="float32", complex128="float64")
 
 
 @cache
@@ -39,11 +38,9 @@ def nccl_type(kind: np.dtype) -> tuple[int, int] | None:
     """Return (NCCL's dtype, its elements in one of ours); None if NCCL cannot add it."""
     name = dtype(kind).name
     real = PAIRS.get(name, name)
-    return (
-        (int(getattr(nccl(), f"NCCL_{real.upper()}")), 1 + (name in PAIRS))
-        if real in NUMBERS
-        else None
-    )
+    if real not in NUMBERS:
+        return None
+    return int(getattr(nccl(), f"NCCL_{real.upper()}")), 1 + (name in PAIRS)
 
 
 def bus_id() -> str:

@@ -22,18 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.arrays.devices import check_computable, cupy, is_amd
+from mpipipe.arrays.devices import check_computable, cupy, first_line, is_amd
 from mpipipe.arrays.dtypes import DeviceArray, accumulator, dtype
 from mpipipe.arrays.graphs import is_recording, workspace
 from mpipipe.arrays.memory import address, set_zero
 from mpipipe.arrays.streams import stream
 from mpipipe.errors import BackendError
-
-# the host numbers (0, 1) that cuBLAS multiplies with, and their addresses, by itemsize
-NUMBERS = {
-    kind.itemsize: np.array([0, 1], kind) for kind in (np.dtype(np.float32), np.dtype(np.float64))
-}
-ZERO_AND_ONE = {size: (address(pair), address(pair) + size) for size, pair in NUMBERS.items()}
 
 
 class _Kind(NamedTuple):
@@ -41,7 +35,7 @@ class _Kind(NamedTuple):
 
     number: int  # its own
     compute: int  # how to compute with factors of it
-    zero_and_one: tuple[int, int]  # addresses of these numbers, in its accumulator's dtype
+    sums: np.dtype  # the dtype of its accumulator
 
 
 class _Kinds(dict[np.dtype, _Kind]):
@@ -73,33 +67,29 @@ def _library() -> _Library:
     cuda = cupy().cuda
     runtime = cuda.runtime
     cublas = cuda.cublas
-    numbers = {
-        "float16": runtime.CUDA_R_16F,
-        "float32": runtime.CUDA_R_32F,
-        "float64": runtime.CUDA_R_64F,
-    }
+    kinds = _Kinds()
+
+    def add(name: str, number: int, compute: int) -> None:
+        kind = dtype(name)
+        kinds[kind] = _Kind(number, compute, accumulator(kind))
+
     if is_amd():
         single = runtime.CUDA_R_32F
         fast = runtime.CUDA_R_32F
         double = runtime.CUDA_R_64F
     else:
-        numbers["bfloat16"] = runtime.CUDA_R_16BF
         single = cublas.CUBLAS_COMPUTE_32F
+        fast = single
         double = cublas.CUBLAS_COMPUTE_64F
-        fast = (
-            cublas.CUBLAS_COMPUTE_32F_FAST_TF32
-            if int(os.environ.get("CUPY_TF32", "0")) > 0
-            else single
-        )
-    compute = {"float16": single, "bfloat16": single, "float32": fast, "float64": double}
-    kinds = _Kinds()
-    for name, number in numbers.items():
-        kind = dtype(name)
-        kinds[kind] = _Kind(number, compute[name], ZERO_AND_ONE[accumulator(kind).itemsize])
-    default = cublas.CUBLAS_GEMM_DEFAULT
+        if int(os.environ.get("CUPY_TF32", "0")) > 0:
+            fast = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
+        add("bfloat16", runtime.CUDA_R_16BF, single)
+    add("float16", runtime.CUDA_R_16F, single)
+    add("float32", runtime.CUDA_R_32F, fast)
+    add("float64", runtime.CUDA_R_64F, double)
     handle = cuda.device.get_cublas_handle if is_amd() else _exact_handle
     functions = _Functions(cublas.gemmEx, cublas.gemmStridedBatchedEx)
-    return _Library(functions, handle, default, kinds)
+    return _Library(functions, handle, cublas.CUBLAS_GEMM_DEFAULT, kinds)
 
 
 FLOAT32_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION of cublasMath_t
@@ -143,12 +133,14 @@ def gemm(
         if not add:
             set_zero(c)
         return
-    number, compute, zero_and_one = library.kinds[a.dtype]
+    number, compute, sums = library.kinds[a.dtype]
+    factors, where = _factors(1.0, add, sums)
     functions = _RECORDED if is_recording() else library.functions
     functions.gemmEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
-        zero_and_one[1], b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
-        zero_and_one[add], c.data.ptr, library.kinds[c.dtype].number, n, compute, library.algorithm,
+        where, b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
+        where + factors.itemsize, c.data.ptr, library.kinds[c.dtype].number, n,
+        compute, library.algorithm,
     )  # fmt: skip
 
 
@@ -236,9 +228,8 @@ def _c_library() -> ctypes.CDLL:
         for name, parameters in FUNCTIONS.items():
             getattr(library, name).argtypes = (c_void_p, *parameters)
     except Exception as error:  # a broken installation raises what it likes
-        lines = str(error).splitlines() or [type(error).__name__]
         raise BackendError(
-            f"cuBLAS cannot be called while a graph is recorded ({lines[0]})"
+            f"cuBLAS cannot be called while a graph is recorded ({first_line(error)})"
         ) from None
     return library
 

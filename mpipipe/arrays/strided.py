@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.cuda import Launch, Packed, bitwise_or, cuda_function, over, vector_width
-from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, Tree, device_of, is_device
-from mpipipe.arrays.memory import copy_into, empty
+from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, Tree, is_device
+from mpipipe.arrays.memory import copy_into, empty, empty_like
 from mpipipe.arrays.trees import flatten, unflatten
 
-STRIDED, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
+STRIDED = Path(__file__).with_name("strided.cu")
+FILL = Path(__file__).with_name("fill.cu")
 THREADS = 256
 AXES = 5  # loops of strided.cu
 
@@ -123,7 +124,7 @@ def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[i
 
 def copied(x: Array, dtype: DTypeLike | None = None) -> Array:
     """Return a new C-contiguous array with the values of x, in `dtype` or its own."""
-    new = empty(x.shape, x.dtype if dtype is None else dtype, device_of(x))
+    new = empty_like(x, dtype)
     strided_copy(x, new)
     return new
 
@@ -138,11 +139,8 @@ def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
     start = 0
     for part in parts:
         stop = start + part.shape[axis]
-        if axis:
-            place = (slice(None),) * axis + (slice(start, stop),)
-            strided_copy(part, whole[place])
-        else:
-            copy_into(whole[start:stop], part)
+        place = (slice(None),) * axis + (slice(start, stop),)
+        strided_copy(part, whole[place])
         start = stop
     return whole
 

@@ -33,9 +33,10 @@ def tensor_of(array: Array) -> Tensor:
     knows no tensors that are read only, and a module that wrote to one would end the process.
     """
     torch = sys.modules["torch"]
-    bits = array.view(np.int16) if array.dtype == BFLOAT16 else array
+    half = array.dtype == BFLOAT16
+    bits = array.view(np.int16) if half else array
     tensor = torch.from_dlpack(bits) if is_device(array) else torch.from_numpy(_writable(bits))
-    return tensor.view(torch.bfloat16) if array.dtype == BFLOAT16 else tensor
+    return tensor.view(torch.bfloat16) if half else tensor
 
 
 def _writable(array: np.ndarray) -> np.ndarray:

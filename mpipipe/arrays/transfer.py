@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import Array, DeviceArray, Event, is_device
 from mpipipe.arrays.graphs import refuse_recording
-from mpipipe.arrays.memory import address, copy, empty
+from mpipipe.arrays.memory import address, empty
 from mpipipe.arrays.streams import is_done, record, stream
 
 # Pinned memory for one piece of an array; CuPy keeps what was pinned once.
@@ -83,20 +83,18 @@ def on_host(array: Array) -> np.ndarray:
     """Return an array on the host: itself if it is there, else a copy, whatever its strides."""
     if isinstance(array, np.ndarray):
         return array
-    host: np.ndarray = download(array if array.flags.c_contiguous else copy(array))
-    return host
+    return download_all([array if array.flags.c_contiguous else array.copy()])[0]
 
 
 def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
     """Copy any number of arrays to the host, as `download` does, and return a list."""
     results: list[np.ndarray] = list(device_arrays)
-    at_once = [
-        n
-        for n, array in enumerate(device_arrays)
-        if is_device(array) and array.nbytes <= PIECE_BYTES
-    ]
-    if at_once:
-        for n, host in zip(at_once, Download([device_arrays[n] for n in at_once]).result()):
+    short = {}
+    for n, array in enumerate(device_arrays):
+        if is_device(array) and array.nbytes <= PIECE_BYTES:
+            short[n] = array
+    if short:
+        for n, host in zip(short, Download([*short.values()]).result()):
             results[n] = host
     for n, array in enumerate(device_arrays):
         if is_device(results[n]):  # longer ones, piece by piece

@@ -67,18 +67,10 @@ def read_only(tree: Any) -> Any:
         view = tree.view() if type(tree) is np.ndarray else strip_subclass(tree).view()
         view.setflags(write=False)
         return view
-    if isinstance(tree, dict):
-        return {key: read_only(leaf) for key, leaf in tree.items()}
-    if isinstance(tree, Branches):
-        return Branches(
-            read_only(tree.main), **{name: read_only(item) for name, item in tree.skips.items()}
-        )
-    if isinstance(tree, tuple):
-        leaves = map(read_only, tree)
-        return (
-            tree._make(leaves) if hasattr(tree, "_make") else tuple(leaves)
-        )  # a loss may know its output as named
-    return tree
+    if isinstance(tree, Branches):  # a main gradient may be None
+        skips = {name: read_only(item) for name, item in tree.skips.items()}
+        return Branches(read_only(tree.main), **skips)
+    return mapped(read_only, tree) if isinstance(tree, (dict, tuple)) else tree
 
 
 def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
@@ -100,10 +92,8 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree with a function of each leaf in its place; named tuples stay what they are."""
     if isinstance(tree, Branches):
-        return Branches(
-            mapped(function, tree.main),
-            **{n: mapped(function, item) for n, item in tree.skips.items()},
-        )
+        skips = {name: mapped(function, item) for name, item in tree.skips.items()}
+        return Branches(mapped(function, tree.main), **skips)
     leaves, structure = flatten(tree)
     result = unflatten([function(leaf) for leaf in leaves], structure)
     return tree._make(result) if hasattr(tree, "_make") else result
@@ -162,18 +152,13 @@ def named_leaves(
         return
     if isinstance(value, Mapping):
         inner = [(f"{name}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        inner = [(f"{name}.{key}", item) for key, item in zip(value._fields, value)]
     elif isinstance(value, (tuple, list)):
-        keys = getattr(value, "_fields", None)
-        inner = [
-            (f"{name}.{keys[i]}" if keys else f"{name}[{i}]", item) for i, item in enumerate(value)
-        ]
-    elif (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and (grown or not getattr(value, "grows", False))
-    ):
-        inner = [
-            (f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)
-        ]
+        inner = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    elif is_dataclass(value) and not isinstance(value, type):
+        if grown or not getattr(value, "grows", False):
+            for field in fields(value):
+                inner.append((f"{name}.{field.name}", getattr(value, field.name, None)))
     for key, item in inner:
         yield from named_leaves(item, key, (*above, id(value)), grown)

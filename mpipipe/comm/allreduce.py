@@ -24,6 +24,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event
+from mpipipe.comm.transport.host import RequestGroup
 from mpipipe.comm.transport.staged import PinnedPool
 from mpipipe.job import (
     Communicator,
@@ -100,9 +101,9 @@ class _Operation(NamedTuple):
 
     def range_of_rank(self, start: int, stop: int) -> Range:
         """What of a bucket this rank gives."""
-        return (
-            (start, stop) if self.ranges is None else _within(self.ranges[self.rank], start, stop)
-        )
+        if self.ranges is None:
+            return start, stop
+        return _within(self.ranges[self.rank], start, stop)
 
     def begin(self, queue: _Queue, values: np.ndarray, start: int) -> Request:
         """Begin with the bucket that starts at `start`."""
@@ -188,15 +189,14 @@ class _HostSum:
         self.flat = flat
         self.how = how
         self.summed = flat if flat.dtype.itemsize >= 4 else flat.astype(np.float32)
-        self.requests: list[Request] | None = None
+        self.request: RequestGroup | None = None
 
     def start(self) -> bool:
         """Hand MPI what can be handed on; true once it has everything."""
         summed = self.summed
         buckets = self.how.buckets(summed.size, summed.itemsize, at_once=True)
-        self.requests = [
-            self.how.begin(self.queue, summed[start:stop], start) for start, stop in buckets
-        ]
+        requests = [self.how.begin(self.queue, summed[at:stop], at) for at, stop in buckets]
+        self.request = RequestGroup(requests)
         return True
 
     def poll(self) -> None:
@@ -204,11 +204,7 @@ class _HostSum:
 
     def finish(self) -> bool:
         """Whether the sum is in its place, for whatever comes next on the current stream."""
-        if self.requests is None:
-            return False
-        while self.requests and self.requests[-1].Test():
-            self.requests.pop()
-        if self.requests:
+        if self.request is None or not self.request.Test():
             return False
         if self.summed is not self.flat:
             self.flat[...] = self.summed
@@ -251,15 +247,12 @@ class _DeviceSum:
             if taken is None:
                 break
             self.buckets.popleft()
-            (first, last), values = (
-                self.how.range_of_rank(start, stop),
-                taken[:nbytes].view(self.flat.dtype),
-            )
+            values = taken[:nbytes].view(self.flat.dtype)
+            first, last = self.how.range_of_rank(start, stop)
             with self.outward:
                 if first < last:
-                    arrays.copy_to_host(
-                        values[first - start : last - start].view(np.uint8), self.flat[first:last]
-                    )
+                    part = values[first - start : last - start]
+                    arrays.copy_to_host(part.view(np.uint8), self.flat[first:last])
                 self.copying.append((arrays.record(), taken, values, (start, stop)))
         return not self.buckets and not self.copying
 

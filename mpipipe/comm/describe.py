@@ -21,7 +21,10 @@ def describe() -> dict[str, str]:
     hosts = group.gather("info: the hosts", MPI.Get_processor_name())
     import mpi4py
 
+    launcher = "none seen"
     promise = launcher_size(os.environ)
+    if promise is not None:
+        launcher = f"promises {counted(promise[1], 'rank')} ({promise[0]})"
     awareness = "no GPU"
     if group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         verdict = gpu_aware.detect(comm)
@@ -31,9 +34,7 @@ def describe() -> dict[str, str]:
         "MPI standard": ".".join(map(str, MPI.Get_version())),
         "mpi4py": mpi4py.__version__,
         "ranks": str(comm.size),
-        "launcher": "none seen"
-        if promise is None
-        else f"promises {counted(promise[1], 'rank')} ({promise[0]})",
+        "launcher": launcher,
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
         "thread level": thread_level(),
         "largest tag": str(tag_upper_bound(comm)),
@@ -45,10 +46,13 @@ def describe() -> dict[str, str]:
 def thread_level() -> str:
     """The level of threads that MPI grants this process. Raises BackendError without MPI."""
     MPI = mpi()
-    names = ("single", "funneled", "serialized", "multiple")
-    return next(
-        name for name in names if getattr(MPI, f"THREAD_{name.upper()}") == MPI.Query_thread()
-    )
+    levels: dict[int, str] = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return levels[MPI.Query_thread()]
 
 
 def nccl(comm: Communicator) -> str:

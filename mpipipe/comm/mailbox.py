@@ -129,13 +129,13 @@ class Mailbox:
 
     def _post_next(self) -> None:
         for envelope, start, peer, tag, free, leaf in self.incoming:
-            slot = free.pop() if free else self._new_slot(free, leaf)
+            if free:
+                slot = free.pop()
+            else:
+                array = self.transport.empty(*leaf)
+                slot = ReceiveBuffer(free, array, read_only(array))
             self.posted.append((slot, start(slot[1], peer, tag), envelope))
             return
-
-    def _new_slot(self, free: list[ReceiveBuffer], leaf: Leaf) -> ReceiveBuffer:
-        array = self.transport.empty(*leaf)
-        return ReceiveBuffer(free, array, read_only(array))
 
     def take(self) -> ReceiveBuffer:
         """Wait for the next expected array; return its slot."""
@@ -188,11 +188,11 @@ class Mailbox:
         channel, tag = envelope.data
         if self.recorder is not None:
             self.recorder.send(envelope.name, envelope.peer, sum(array.nbytes for array in arrays))
-        self.drop_complete()
+        outgoing = self.outgoing
+        while outgoing and outgoing[0][0].Test():
+            outgoing.popleft()
         for array in arrays:
-            self.outgoing.append(
-                (self.transport.isend(array, envelope.peer, channel, tag), envelope)
-            )
+            outgoing.append((self.transport.isend(array, envelope.peer, channel, tag), envelope))
         self.sent.append(envelope)
 
     def put_array(self, start: Start, envelope: Envelope, array: Array) -> None:
@@ -202,12 +202,6 @@ class Mailbox:
             outgoing.popleft()
         outgoing.append((start(array, envelope[0], envelope[5][1]), envelope))
         self.sent.append(envelope)
-
-    def drop_complete(self) -> None:
-        """Forget the oldest sends that are complete, and with them their arrays."""
-        outgoing = self.outgoing
-        while outgoing and outgoing[0][0].Test():
-            outgoing.popleft()
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far may still read them."""

@@ -133,14 +133,13 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
         data = size // (pipe * seq)
     product = pipe * data * seq
     if product != size:
-        multiple = f"a multiple of pipe {pipe} x seq {seq}"
-        exact = f"pipe {pipe} x data {data} x seq {seq}"
+        expected = f"pipe {pipe} x data {data} x seq {seq} = {counted(product, 'rank')}"
+        if size % (pipe * seq) or not data:
+            expected = f"a multiple of pipe {pipe} x seq {seq}"
         raise ArgumentError(
             "the mesh does not fill the communicator",
             found=counted(size, "rank"),
-            expected=multiple
-            if size % (pipe * seq) or not data
-            else f"{exact} = {counted(product, 'rank')}",
+            expected=expected,
             remedy="start another number of ranks, or choose other extents",
         )
     return Coordinates(pipe, data, seq)

@@ -88,8 +88,12 @@ class RingExchange:
     def finish(self) -> None:
         while self.pending:
             exchange, receives, request = self.pending[0]
-            what = exchange if receives else f"{exchange.subject} to be received by {exchange.dest}"
-            self.group.wait(request, what, peer=exchange.source if receives else exchange.dest)
+            what: object = exchange
+            peer = exchange.source
+            if not receives:
+                what = f"{exchange.subject} to be received by {exchange.dest}"
+                peer = exchange.dest
+            self.group.wait(request, what, peer)
             self.pending.popleft()
 
     # -- for the report of a hang ------------------------------------------------------------------
@@ -99,26 +103,28 @@ class RingExchange:
 
     def snapshot(self) -> Snapshot:
         last = tuple(self.last)
-        pending = tuple(self.pending)
-        members = self.group.members
+        doing = ""
         expects = None
-        if pending and pending[0][1]:
-            now = pending[0][0]
-            expects = Message(
-                (now.number,), now.subject, members[now.source], (0, TAG), now.bytes_in
-            )
+        for now, receives, _ in tuple(self.pending)[:1]:
+            doing = f"exchange {now.number} of a {self.what}"
+            if receives:
+                expects = self._message(now, now.source, now.bytes_in)
+        sent = []
+        for earlier in last:
+            if earlier.bytes_out is not None:
+                sent.append(self._message(earlier, earlier.dest, earlier.bytes_out))
         return Snapshot(
             self.group.key,
-            doing=f"exchange {pending[0][0].number} of a {self.what}" if pending else "",
-            computes=bool(pending),
+            doing=doing,
+            computes=doing != "",
             thread=last[-1].thread if last else 0,
             expects=expects,
-            sent=tuple(
-                Message((e.number,), e.subject, members[e.dest], (0, TAG), e.bytes_out)
-                for e in last
-                if e.bytes_out is not None
-            ),
+            sent=tuple(sent),
         )
+
+    def _message(self, messages: RingMessages, peer: int, nbytes: int | None) -> Message:
+        member = self.group.members[peer]
+        return Message((messages.number,), messages.subject, member, (0, TAG), nbytes)
 
     def close(self) -> None:
         """Free the communicator; collective."""

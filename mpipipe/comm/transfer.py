@@ -137,12 +137,14 @@ def halo_of(
             expected=f"at most {MOST_TURNS} times the points of all shards",
         )
 
-    def rows_by_hop(of: int, direction: int, reach: int) -> list[int]:
-        counts: list[int] = []
-        while reach and (periodic or 0 <= of + direction * (len(counts) + 1) < size):
-            counts.append(min(reach, lengths[(of + direction * (len(counts) + 1)) % size]))
-            reach -= counts[-1]
-        return counts
+    def rows_by_hop(of: int, direction: int, reach: int) -> dict[int, int]:
+        rows = {}
+        hop = 1
+        while reach and (periodic or 0 <= of + direction * hop < size):
+            rows[hop] = min(reach, lengths[(of + direction * hop) % size])
+            reach -= rows[hop]
+            hop += 1
+        return rows
 
     for direction, reach in zip((-1, 1), width):
         table = [rows_by_hop(other, direction, reach) for other in range(size)]
@@ -150,19 +152,15 @@ def halo_of(
         for hop in range(1, max(map(len, table)) + 1):
             dest = (rank - direction * hop) % size
             source = (rank + direction * hop) % size
-            out, into = (
-                table[other][hop - 1] if hop <= len(table[other]) else 0 for other in (dest, rank)
-            )
+            out = table[dest].get(hop, 0)
+            into = table[rank].get(hop, 0)
             give = 0
             take = width[0] + lengths[rank] + filled
             if direction < 0:
                 give = lengths[rank] - out
                 take = width[0] - filled - into
-            moves.append(
-                PartMove(
-                    dest, along(axis, give, give + out), source, along(axis, take, take + into)
-                )
-            )
+            outward = along(axis, give, give + out)
+            moves.append(PartMove(dest, outward, source, along(axis, take, take + into)))
             filled += into
         beyond |= filled < reach
     return moves, beyond
@@ -177,7 +175,6 @@ def all_to_all(
     for shift in range(size):
         dest = (rank + shift) % size
         source = (rank - shift) % size
-        moves += [
-            PartMove(dest, give, source, take) for give, take in zip(gives[dest], takes[source])
-        ]
+        for give, take in zip(gives[dest], takes[source]):
+            moves.append(PartMove(dest, give, source, take))
     return moves

@@ -65,14 +65,20 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
     wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
-    if new.size > 1:
-        row = np.array([makings[name]], np.int64)
-        table = np.empty(new.size, np.int64)
-        request = own(new.Iallgather(row, table))
-        wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
-        # Where a making has failed, not all ranks have begun it: they count alike again from here.
-        makings[name] = int(table.max())
+    row = np.array([makings[name]], np.int64)
+    table = gather_rows(new, row, "all ranks of a new communicator", members)
+    # Where a making has failed, not all ranks have begun it: they count alike again from here.
+    makings[name] = int(table.max())
     return new
+
+
+def gather_rows(
+    comm: Communicator, row: np.ndarray, what: str, members: tuple[int, ...]
+) -> np.ndarray:
+    """Return the rows of all ranks of a new communicator, before it has a group; collective."""
+    table = np.empty((comm.size, row.size), row.dtype)
+    wait_for_ranks(own(comm.Iallgather(row, table)), what, members, grace=ARRIVAL_SECONDS)
+    return table
 
 
 def world_ranks(comm: Communicator) -> tuple[int, ...]:

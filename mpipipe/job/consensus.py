@@ -73,7 +73,8 @@ class Ballot:
                 "too many values in an agreement", found=len(values), expected=f"at most {VALUES}"
             )
         self.groups.append(group)
-        number = self.number = group.calls + 1 if self.number is None else self.number
+        if self.number is None:
+            self.number = group.calls + 1
         code = REFUSED
         if not self.failed:
             try:
@@ -82,7 +83,7 @@ class Ballot:
                 self.refuse(
                     ArgumentError(f"facts that have no text: {type(error).__name__}: {error}")
                 )
-        table = exchange(group, [code, number, *values], self.text)
+        table = exchange(group, [code, self.number, *values], self.text)
         heads = table[:, :2].tolist()
         if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):
             self.failed = True
@@ -231,13 +232,9 @@ def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
 
 def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
     """Return what every rank has pickled, where all know the `sizes` in bytes."""
-    if group.size == 1:
-        return [pickle.loads(content)]
     padded = np.zeros(max(sizes), np.uint8)
-    table = np.empty((group.size, max(sizes)), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
-    with group.failing(what):
-        wait_for(own(group.comm.Iallgather(padded, table)), what, group, everyone=True)
+    table = _all_rows(group, padded, what)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
 
 
@@ -251,9 +248,14 @@ def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
     group.begin()
     padded = np.zeros(2 + VALUES, np.int64)
     padded[: len(row)] = row
+    return _all_rows(group, padded, what)
+
+
+def _all_rows(group: OpenGroup, row: np.ndarray, what: str) -> np.ndarray:
+    """Return the rows of all ranks, one below the other."""
     if group.size == 1:
-        return padded[None]
-    table = np.empty((group.size, padded.size), np.int64)
+        return row[None]
+    table = np.empty((group.size, row.size), row.dtype)
     with group.failing(what):
-        wait_for(own(group.comm.Iallgather(padded, table)), what, group, everyone=True)
+        wait_for(own(group.comm.Iallgather(row, table)), what, group)
     return table

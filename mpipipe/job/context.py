@@ -127,8 +127,7 @@ class RankContext:
 
     def add_inspectable(self, thing: Inspectable) -> None:
         """Ask `thing` for a snapshot at every dump from now on, as long as it lives."""
-        living = [reference for reference in self._inspectables if reference() is not None]
-        self._inspectables = [*living, weakref.ref(thing)]
+        self._inspectables = [weakref.ref(living) for living in (*self.inspectables, thing)]
 
     @property
     def inspectables(self) -> list[Inspectable]:
@@ -149,10 +148,8 @@ class RankContext:
                 if owner == thread:
                     thing.progress()
 
-    @property
-    def single_threaded(self) -> bool:
-        """True if the calling thread alone makes calls on this rank: others are daemons."""
-        thread = calling_thread()
+    def single_threaded(self, thread: int | None) -> bool:
+        """Return whether this thread alone makes calls on this rank: others are daemons."""
         others = (other for other in threading.enumerate() if other.ident != thread)
         return self.is_thread or all(other.daemon for other in others)
 

@@ -52,13 +52,11 @@ class ControlMessages:
         message = np.zeros(MESSAGE_BYTES, np.uint8)
         message[: 8 * HEAD].view(np.int64)[:] = kind, self.comm.rank, number
         message[8 * HEAD : 8 * HEAD + len(content)] = np.frombuffer(content, np.uint8)
-        self.all_sent()
         self.sending.append(own(self.comm.Isend(message, peer, 0)))
 
     def read(self) -> list[ControlMessage]:
         """Return all messages that have arrived; never waits."""
-        if self.sending:
-            self.all_sent()
+        self.sending = [request for request in self.sending if not request.Test()]
         arrived = []
         while self.receiving is not None or self.comm.Iprobe():
             if self.receiving is None:
@@ -72,8 +70,3 @@ class ControlMessages:
             text = message[8 * HEAD :].tobytes().rstrip(b"\0").decode("utf-8", "replace")
             arrived.append(ControlMessage(ControlKind(kind), source, number, text))
         return arrived
-
-    def all_sent(self) -> bool:
-        """Drop the messages that have left this rank; return whether all have."""
-        self.sending = [request for request in self.sending if not request.Test()]
-        return not self.sending

@@ -25,7 +25,7 @@ def own_cores() -> str:
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
     """Return a sentence such as "4 ranks share 2 cores"; None if each rank has its own."""
-    full = _fullest(binding, lambda places: len(places))
+    full = _fullest(binding, len)
     if full is None:
         return None
     text = f"share {counted(full.cores, 'core')}"
@@ -118,12 +118,14 @@ def single_cores() -> list[int]:
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:
     """Return the cores of hardware threads, each by its first thread, or itself if unknown."""
-    cores: dict[int, Collection[int]] = {thread: {thread} for thread in threads}
+    cores = set()
     for thread in threads:
+        core = thread
         with suppress(OSError, ValueError):
             siblings = (topology / f"cpu{thread}/topology/thread_siblings_list").read_text().strip()
-            cores[thread] = parse_cores(siblings) or {thread}
-    return frozenset(map(min, cores.values()))
+            core = min(parse_cores(siblings), default=thread)
+        cores.add(core)
+    return frozenset(cores)
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:

@@ -93,7 +93,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
 
 def _world() -> JobRanks:
     comm = runtime.world()
-    return JobRanks(group_of(comm), communicators.duplicate(comm), comm.rank, comm.size)
+    return JobRanks(group_of(comm), communicators.duplicate(comm), heading(comm.rank, comm.size))
 
 
 def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
@@ -107,10 +107,7 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
         return ExitReport(1, ExitCause.CAUSE) if current_rank().unwritten else ExitReport(0)
     except SystemExit as leaving:
         code = _exit_code(leaving)
-        text = (
-            f"{heading(world.rank, world.size)}\n  exited with code {code} while other ranks "
-            "were still running\n"
-        )
+        text = f"{world.head}\n  exited with code {code} while other ranks were still running\n"
         return ExitReport(code, ExitCause.EXITED if code else ExitCause.NOTHING, text)
     except Stop as stop:
         return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
@@ -125,7 +122,7 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
         cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
         if isinstance(error, (ArgumentError, BackendError)) and error.microbatch is None:
             refusal = digest(type(error).__name__, (("text", str(error)),))
-        text = describe_error(error, heading(world.rank, world.size))
+        text = describe_error(error, world.head)
         return ExitReport(code, cause, text, refusal)
 
 
@@ -151,10 +148,7 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
     def exit_rank(status: int) -> NoReturn:
         if is_rank() and not finalized():
             leaving.set()
-            write(
-                f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other "
-                "ranks cannot go on\n"
-            )
+            write(f"{world.head}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
             report.wait_for_launcher()  # a program that ends meanwhile waits below
             abort_job(runtime.world(), status & 0xFF or 1)
@@ -206,8 +200,7 @@ class JobRanks(NamedTuple):
 
     group: RankGroup
     end: MpiCommunicator
-    rank: int
-    size: int
+    head: str  # the first line of a report of this rank
 
 
 def leave_together(world: JobRanks, end: ExitReport) -> int:
@@ -216,11 +209,10 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
         if end.report and end.code:
             write(end.report)
         return end.code
-    head = heading(world.rank, world.size)
     try:
         table = _all_ends(world, end)
     except KeyboardInterrupt:
-        write(f"{head}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
+        write(f"{world.head}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
         abort_job(runtime.world(), INTERRUPTED)
     codes, causes, refusals = (column.tolist() for column in table.T)
     if len(set(codes)) == 1 and set(causes) in ({ExitCause.NOTHING}, {ExitCause.EXITED}):
@@ -234,7 +226,7 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
         alike = refusals[0] != 0 and len(set(refusals)) == 1
         text = end.report
         code = AGREED if alike else codes[speaker]
-    if world.rank == speaker:
+    if world.end.rank == speaker:
         write(text)
     _finalize(code)
     return code
@@ -243,17 +235,17 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
 def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
     """Return (exit code, ExitCause, refusal) of each rank; abort if that takes too long."""
     current_rank().ended = True
-    table = np.zeros((world.size, 3), np.int64)
-    request = own(
-        world.end.Iallgather(np.array([end.code, end.cause, end.refusal], np.int64), table)
-    )
+    rank = world.end.rank
+    table = np.zeros((world.end.size, 3), np.int64)
+    row = np.array([end.code, end.cause, end.refusal], np.int64)
+    request = own(world.end.Iallgather(row, table))
     start = time.monotonic()
     has_told = False
     # of several ranks with a cause the lowest reports first; where the rank with the cause cannot,
     # the lowest other one
-    patience = 2 * GRACE + STAGGER * world.rank
+    patience = 2 * GRACE + STAGGER * rank
     if end.cause == ExitCause.CAUSE:
-        patience = GRACE + min(2.0, 0.25 * world.rank)
+        patience = GRACE + min(2.0, 0.25 * rank)
     while not request.Test():
         waited = time.monotonic() - start
         if not has_told and (end.code or waited > QUIET):
@@ -294,6 +286,5 @@ def _finalize(code: int) -> None:
 
 def other_threads() -> list[threading.Thread]:
     """Return the other threads that the end of the interpreter waits for."""
-    return [
-        t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon
-    ]
+    current = threading.current_thread()
+    return [t for t in threading.enumerate() if t is not current and not t.daemon]

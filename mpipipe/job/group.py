@@ -95,7 +95,7 @@ class RankGroup(OpenGroup):
         buffer = np.empty(size, np.uint8)
         buffer[: len(content)] = np.frombuffer(content, np.uint8)
         with self.failing(call):
-            self.wait(own(self.comm.Ibcast(buffer, root)), call, everyone=True)
+            self.wait(own(self.comm.Ibcast(buffer, root)), call)
         return value if self.rank == root else pickle.loads(buffer.tobytes())
 
     def from_one(self, call: str, make: Callable[[], T]) -> T:
@@ -118,15 +118,9 @@ class RankGroup(OpenGroup):
             error = caught
         self.agree(call, error=error)
 
-    def wait(
-        self,
-        request: Testable,
-        what: object = None,
-        everyone: bool = False,
-        peer: int | None = None,
-    ) -> None:
-        """Wait for a request of the call under way; `everyone`, or `peer`, must come for it."""
-        wait_for(request, what, self, everyone, peer)
+    def wait(self, request: Testable, what: object = None, peer: int | None = None) -> None:
+        """Wait for a request of the call under way; `peer`, or else all ranks, must come for it."""
+        wait_for(request, what, self, peer)
 
     def split(self, color: int, key: int, name: str) -> Communicator:
         """Return a communicator of the ranks with the same `color`, ordered by `key`.

@@ -99,9 +99,7 @@ def run(
             thread.join(GRACE_SECONDS)  # a rank that hangs keeps none waiting
         raise watch.error
     failed = [errors[rank] for rank in sorted(errors)]
-    for error in failed:
-        if not isinstance(error, PeerError):
-            raise error
+    failed.sort(key=lambda error: isinstance(error, PeerError))
     if failed:
         raise failed[0]
     if not world.farewells:
@@ -125,8 +123,11 @@ class ThreadWatch:
     @property
     def limit(self) -> float:
         """Seconds without progress that are a hang."""
-        limits = [context.watch_limit for context in self.world.contexts.values()]
-        return max((limit for limit in limits if limit is not None), default=settings.watchdog())
+        limits = []
+        for context in self.world.contexts.values():
+            if context.watch_limit is not None:
+                limits.append(context.watch_limit)
+        return max(limits, default=settings.watchdog())
 
     def look(self) -> None:
         """Compare where the ranks are."""

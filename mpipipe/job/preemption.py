@@ -136,12 +136,8 @@ class Preemption:
         `saving` says that a save is under way during the steps: the last one waits for it, and
         needs time of its own.
         """
-        if not self.reason:
-            over = self.group.rank == 0 and self.time_limit.is_over(saving)
-            votes = self.group.agree(CALL, values=[self._signals.first is not None, over])
-            if votes.any():
-                self.reason = self._why(over)
-        return self.reason != ""
+        over = self.group.rank == 0 and self.time_limit.is_over(saving)
+        return self._found(CALL, over)
 
     def asked(self) -> bool:
         """Find out on all ranks whether a signal has come; collective, before the first step.
@@ -150,17 +146,20 @@ class Preemption:
 
         Once it is true, `due()` is, too.
         """
-        if (
-            not self.reason
-            and self.group.agree(ASKED, values=[self._signals.first is not None]).any()
-        ):
-            self.reason = self._why(False)
+        return self._found(ASKED, False)
+
+    def _found(self, call: str, over: bool) -> bool:
+        """Return whether any rank has got a signal, or has its time `over`."""
+        if not self.reason:
+            text = "" if self._signals.first is None else self._signals.first.name
+            if over:
+                text = str(self.time_limit)
+            if self.group.agree(call, values=[text != ""]).any():
+                self.reason = self._reason_of(self.group.gather(call, text))
         return self.reason != ""
 
-    def _why(self, over: bool) -> str:
-        first = self._signals.first
-        reason = "" if first is None else first.name
-        texts = self.group.gather(CALL, str(self.time_limit) if over else reason)
+    def _reason_of(self, texts: list[str]) -> str:
+        """Return one text of what each rank says."""
         reasons = []
         for text, ranks in rank_list.by_text(enumerate(texts)).items():
             if " " in text:

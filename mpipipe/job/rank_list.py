@@ -28,9 +28,8 @@ def numbers(ranks: Iterable[int], size: int | None = None) -> str:
 def runs(numbers: Iterable[int]) -> list[str]:
     """Return numbers in ascending order, those that follow each other as one text: "0-3"."""
     listing = []
-    for _, pairs in groupby(
-        enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]
-    ):  # the same within a run
+    # Place and number differ by the same within a run.
+    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in pairs]
         listing.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     return listing

@@ -49,16 +49,10 @@ def describe_error(error: BaseException, heading: str) -> str:
     """
     if isinstance(error, KeyboardInterrupt):
         said = f": {error}".replace("\n", "\n  ") if str(error) else ""
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith(PACKAGE)
-        ]
-        place = (
-            f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n"
-            if frames
-            else ""
-        )
+        place = ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith(PACKAGE):
+                place = f"  in {frame.name} ({frame.filename}:{frame.lineno})\n"
         return f"{heading}\n  KeyboardInterrupt{said}\n{place}"
     text = f"{heading}\n  {type(error).__name__}: {error}\n"
     if isinstance(error, MpipipeError) and not isinstance(error, StageError):

@@ -8,7 +8,7 @@ again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -54,7 +54,7 @@ def _seconds(text: str) -> float | None:
         seconds = float(text)
     except ValueError:
         return None
-    return seconds if 0 < seconds < float("inf") else None
+    return seconds if 0 < seconds < inf else None
 
 
 def _is_count(text: str) -> bool:
@@ -148,25 +148,33 @@ LOCAL_SIZE_VARIABLES = (
 )
 
 
+def _numbers(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of those variables, in their order, that hold one."""
+    numbers = {}
+    for name in names:
+        value = environment.get(name, "")
+        if value.isdigit():
+            numbers[name] = int(value)
+    return numbers
+
+
 def launcher_size(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Return (variable, ranks) where a launcher promises several ranks, else None."""
-    for name in SIZE_VARIABLES:
-        value = environment.get(name, "")
-        if value.isdigit() and int(value) > 1:
-            return name, int(value)
+    for name, ranks in _numbers(environment, SIZE_VARIABLES).items():
+        if ranks > 1:
+            return name, ranks
     return None
 
 
 def launcher_rank(environment: Mapping[str, str]) -> int:
     """Return the rank that a launcher promises this process; 0 without a launcher."""
-    ranks = [environment.get(name, "") for name in RANK_VARIABLES]
-    return next((int(rank) for rank in ranks if rank.isdigit()), 0)
+    return next(iter(_numbers(environment, RANK_VARIABLES).values()), 0)
 
 
 def oversubscribed() -> bool:
     """Whether the launcher put more ranks on this host than it has cores."""
-    sizes = [os.environ.get(name, "") for name in LOCAL_SIZE_VARIABLES]
-    return max((int(size) for size in sizes if size.isdigit()), default=1) > (os.cpu_count() or 1)
+    sizes = _numbers(os.environ, LOCAL_SIZE_VARIABLES)
+    return max(sizes.values(), default=1) > (os.cpu_count() or 1)
 
 
 def refuse_singleton(environment: Mapping[str, str]) -> None:

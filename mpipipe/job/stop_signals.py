@@ -54,11 +54,9 @@ def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals
     for name in names.split(","):
         short = name.strip().upper().removeprefix("SIG")
         if short not in CATCHABLE:
-            why = (
-                "a signal that cannot be caught"
-                if short in ("KILL", "STOP")
-                else "no signal that can ask to leave"
-            )
+            why = "no signal that can ask to leave"
+            if short in ("KILL", "STOP"):
+                why = "a signal that cannot be caught"
             raise ArgumentError(
                 why, found=repr(name.strip()), expected=f"none, or some of {', '.join(CATCHABLE)}"
             )
@@ -133,9 +131,8 @@ class StopSignals:
 
     def _catch(self, number: signal.Signals) -> None:
         self._before[number] = signal.signal(number, self._note)
-        signal.siginterrupt(
-            number, False
-        )  # libraries in C may not expect that a system call is cut short
+        # Libraries in C may not expect that a system call is cut short.
+        signal.siginterrupt(number, False)
 
     def _note(self, number: int, frame: FrameType | None = None) -> None:
         if self.first is None:

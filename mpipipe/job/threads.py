@@ -17,6 +17,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -107,23 +109,17 @@ class World:
                         raise InProcessError(text, rank=dest)
 
 
+@dataclass(eq=False)
 class Send:
-    """The request of a sender; an array that is sent synchronously is not copied."""
+    """The request of a sender."""
 
-    def __init__(
-        self, world: World, box: Box, source: int, tag: int, array: np.ndarray, synchronous: bool
-    ) -> None:
-        self.world = world
-        self.box = box
-        self.source = source
-        self.tag = tag
-        self.array = array if synchronous else array.copy()
-        self.visible = time.monotonic() + (
-            world.random.uniform(0, world.delay) if world.delay else 0.0
-        )
-        self.done = not synchronous
-        with world.lock:
-            world.sent[box].append(self)
+    world: World
+    box: Box
+    source: int
+    tag: int
+    array: np.ndarray
+    visible: float  # time.monotonic() from which on a receive finds it
+    done: bool
 
     def fits(self, source: int, tag: int) -> bool:
         """Return whether a receive from this source, with this tag, takes the message."""
@@ -137,19 +133,17 @@ class Send:
         """A message that was sent stays sent."""
 
 
+@dataclass(eq=False)
 class Receive:
     """The request of a receiver."""
 
-    def __init__(self, world: World, box: Box, source: int, tag: int, array: np.ndarray) -> None:
-        self.world = world
-        self.box = box
-        self.source = source
-        self.tag = tag
-        self.array = array
-        self.done = False
-        self.error: InProcessError | None = None
-        with world.lock:
-            world.posted[box].append(self)
+    world: World
+    box: Box
+    source: int
+    tag: int
+    array: np.ndarray
+    done: bool = False
+    error: InProcessError | None = None
 
     def complete(self, send: Send) -> None:
         """Copy the message, which must fit exactly."""
@@ -179,15 +173,13 @@ class Receive:
                 self.world.posted[self.box].remove(self)
 
 
+@dataclass(eq=False)
 class MeetingRequest:
     """One rank's request in a collective call; `values` are those of the ranks that have come."""
 
-    def __init__(
-        self, comm: ThreadCommunicator, values: dict[int, Any], finish: Finish | None
-    ) -> None:
-        self.comm = comm
-        self.values = values
-        self.finish = finish
+    comm: ThreadCommunicator
+    values: dict[int, Any]
+    finish: Finish | None
 
     def Test(self) -> bool:
         if len(self.values) < self.comm.size:
@@ -235,10 +227,22 @@ class ThreadCommunicator:
         ):
             if not 0 <= number <= largest:
                 raise InProcessError(what, rank=self.rank, found=number, expected=f"0 to {largest}")
-        return Send(self.world, (self.context, dest), self.rank, tag, array, synchronous)
+        world = self.world
+        box = self.context, dest
+        if not synchronous:
+            array = array.copy()
+        visible = time.monotonic() + world.random.uniform(0, world.delay)
+        send = Send(world, box, self.rank, tag, array, visible, done=not synchronous)
+        with world.lock:
+            world.sent[box].append(send)
+        return send
 
     def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> Receive:
-        return Receive(self.world, (self.context, self.rank), source, tag, buf)
+        box = self.context, self.rank
+        receive = Receive(self.world, box, source, tag, buf)
+        with self.world.lock:
+            self.world.posted[box].append(receive)
+        return receive
 
     def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
         with self.world.lock:
@@ -252,10 +256,7 @@ class ThreadCommunicator:
         part = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
 
         def finish(parts: list[np.ndarray]) -> None:
-            total = parts[0].copy()
-            for part in parts[1:]:
-                total += part
-            recvbuf[...] = total
+            recvbuf[...] = reduce(np.add, parts)
 
         return self._collective("Iallreduce", part, finish)
 
@@ -318,12 +319,12 @@ class ThreadCommunicator:
     # -- communicators and their attributes --------------------------------------------------------
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
-        number = self._collectives
-        entries = sorted(
-            (k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color
-        )
-        ranks = [r for _, r in entries]
-        context = (*self.context, number, color)
+        context = (*self.context, self._collectives, color)
+        keys = {}
+        for rank, (other_color, other_key) in enumerate(self.allgather((color, key))):
+            if other_color == color:
+                keys[rank] = other_key
+        ranks = sorted(keys, key=keys.__getitem__)
         members = tuple(self.members[r] for r in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 

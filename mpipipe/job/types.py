@@ -31,18 +31,15 @@ class Request(Testable, Protocol):
         """Give the operation up after a failure."""
 
 
-class ReplicaSum(Request, Protocol):
-    """A sum over replicas under way."""
-
-    def progress(self) -> object:
-        """Let it advance; the current stream waits for nothing."""
-
-
 class Advancing(Protocol):
     """Something that advances only while somebody calls it: see context.register_progress."""
 
     def progress(self) -> object:
         """Let everything under way advance; never waits."""
+
+
+class ReplicaSum(Request, Advancing, Protocol):
+    """A sum over replicas under way; `progress` lets the current stream wait for nothing."""
 
 
 # The name of a group, or of a communicator that is made, and the number of a call of all its ranks.
@@ -96,8 +93,8 @@ class Communicator(Protocol):
     def Isend(self, buf: Any, dest: int, tag: int = ..., /) -> Request: ...
     def Issend(self, buf: Any, dest: int, tag: int = ..., /) -> Request: ...
     def Irecv(self, buf: Any, source: int = ..., tag: int = ..., /) -> Request: ...
-    def Iprobe(self, source: int = ..., tag: int = ..., /) -> bool: ...
-    def Ibcast(self, buf: Any, root: int = ..., /) -> Request: ...
+    def Iprobe(self) -> bool: ...
+    def Ibcast(self, buf: Any, root: int, /) -> Request: ...
     def Iallgather(self, sendbuf: Any, recvbuf: Any, /) -> Request: ...
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, /) -> Request: ...
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, /) -> Request: ...

@@ -29,7 +29,15 @@ from typing import Generic, TypeVar
 
 from mpipipe.errors import StallError
 from mpipipe.job import settings
-from mpipipe.job.context import Failure, OpenGroup, RankContext, current_rank, peer_error, whoami
+from mpipipe.job.context import (
+    Failure,
+    OpenGroup,
+    RankContext,
+    calling_thread,
+    current_rank,
+    peer_error,
+    whoami,
+)
 from mpipipe.job.types import Meeting, RankWait, Testable
 
 logger = logging.getLogger("mpipipe")
@@ -40,36 +48,27 @@ GRACE_SECONDS = 3.0
 
 
 def wait_for(
-    request: Testable,
-    what: object = None,
-    group: OpenGroup | None = None,
-    everyone: bool = False,
-    peer: int | None = None,
+    request: Testable, what: object = None, group: OpenGroup | None = None, peer: int | None = None
 ) -> None:
     """Return once `request` tests true.
 
     `what` names the request in texts. `group` is the one whose call this wait belongs to. For the
-    request to complete, all its ranks must come (`everyone`), or the rank `peer`, where it is one.
+    request to complete, all its ranks must come, or the rank `peer` alone, where it is given.
     Raises PeerError when a message of failure comes first, in any group of this rank; MismatchError
     where ranks wait for each other in different calls; StallError after MPIPIPE_TIMEOUT seconds.
     """
     context = current_rank() if group is None else group.context
     if not context.recorders:
-        return _wait(request, what, group, everyone, peer, context)
-    key = group.key if everyone and group is not None else None
+        return _wait(request, what, group, peer, context)
+    key = group.key if group is not None and peer is None else None
     with ExitStack() as stack:
         for recorder in context.recorders.copy():  # a pipeline may be freed meanwhile
             stack.enter_context(recorder.waiting(what, key))
-        _wait(request, what, group, everyone, peer, context)
+        _wait(request, what, group, peer, context)
 
 
 def _wait(
-    request: Testable,
-    what: object,
-    group: OpenGroup | None,
-    everyone: bool,
-    peer: int | None,
-    context: RankContext,
+    request: Testable, what: object, group: OpenGroup | None, peer: int | None, context: RankContext
 ) -> None:
     test = advancing_first(context, request.Test) if context.advancing else request.Test
     for _ in range(SPIN_POLLS):
@@ -80,7 +79,7 @@ def _wait(
         if test():
             return
         os.sched_yield()
-    with LongWait(context, what or "other ranks", group, everyone, peer, start) as long_wait:
+    with LongWait(context, what or "other ranks", group, peer) as long_wait:
         while not test():
             long_wait.look()
             time.sleep(context.pause)
@@ -104,12 +103,10 @@ class LongWait(RankWait):
         context: RankContext,
         what: object,
         group: OpenGroup | None = None,
-        everyone: bool = False,
         peer: int | None = None,
-        start: float | None = None,
     ) -> None:
-        super().__init__(what, (), None, time.perf_counter() if start is None else start)
-        if group is not None and peer is not None and not everyone:
+        super().__init__(what, (), None, time.perf_counter())
+        if group is not None and peer is not None:
             member = group.members[peer]
             self.members = (member,)
             if member != peer:
@@ -146,7 +143,7 @@ class LongWait(RankWait):
             raise self.error
         waited = time.perf_counter() - self.start
         if waited > self.limit:
-            self._give_up(waited, self.limit)
+            self._give_up(waited)
         if waited > WARNING_SECONDS and not self.warned:
             self.warned = True
             self._warn()
@@ -156,7 +153,7 @@ class LongWait(RankWait):
         group = self.group
         news = self.context.failures[self.known :]
         # With several threads, those of the groups concerned alone.
-        if news and (group is None or self.context.single_threaded):
+        if news and (group is None or self.context.single_threaded(calling_thread())):
             errors = [failure for failure in news if failure.number > 0]
             raise peer_error((errors or news)[0])
         for concerned in () if group is None else (group, *group.related):
@@ -170,15 +167,16 @@ class LongWait(RankWait):
     def _warn(self) -> None:
         blame = self._blame()
         if self.meeting is None or blame or self.group is None or self.group.rank == 0:
-            seconds = WARNING_SECONDS
-            logger.warning("%s has waited %d s for %s%s", whoami(), seconds, self.what, blame)
+            logger.warning(
+                "%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, blame
+            )
 
-    def _give_up(self, waited: float, limit: float) -> None:
+    def _give_up(self, waited: float) -> None:
         blame = self._blame()
         patience = 0.0 if blame or self.meeting is None else GRACE_SECONDS
-        if waited > limit + patience:
+        if waited > self.limit + patience:
             raise StallError(
-                f"nothing came within {limit:g} s",
+                f"nothing came within {self.limit:g} s",
                 rank=None if self.group is None else self.group.rank,
                 found=f"waiting for {self.what}{blame}",
                 remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
@@ -256,15 +254,15 @@ class ThreadTask(Generic[Result]):
     The thread is a daemon: the end of the interpreter does not wait for it.
     """
 
+    result: Result  # returned by the work, once it has ended well
+
     def __init__(self, work: Callable[[], Result], name: str) -> None:
         self._work = work
         self._ended = threading.Event()
-        self._results: list[Result] = []
         self.error: BaseException | None = None  # the error that ended the work, if one did
         self.seconds = 0.0  # how long the work took, once it has ended
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name=name, daemon=True).start()
         except RuntimeError as error:  # the system has no thread left
             self.error = error
             self._ended.set()
@@ -272,7 +270,7 @@ class ThreadTask(Generic[Result]):
     def _run(self) -> None:
         start = time.monotonic()
         try:
-            self._results.append(self._work())
+            self.result = self._work()
         except BaseException as error:  # whatever it is, the ranks are to learn of it
             self.error = error
         finally:
@@ -289,11 +287,6 @@ class ThreadTask(Generic[Result]):
         if self.error is None or isinstance(self.error, Exception):
             return self.error
         return RuntimeError(f"{type(self.error).__name__} in a thread: {self.error}")
-
-    @property
-    def result(self) -> Result:
-        """What the work returned, once it has ended well."""
-        return self._results[0]
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end, so long at most; return whether it has come."""

@@ -137,7 +137,7 @@ class Shards:
             try:
                 yield
                 for pending in self._underway:
-                    self.group.wait(pending, "the parameters of the other replicas", everyone=True)
+                    self.group.wait(pending, "the parameters of the other replicas")
             except BaseException:
                 for pending in self._underway:
                     pending.Cancel()
@@ -294,7 +294,7 @@ class StateShard:
             flat[start:stop] = arrays.download(self.part)
             if flat.size:
                 pending = AllGather(self.group.comm, flat, self.ranges)
-                self.group.wait(pending, what, everyone=True)
+                self.group.wait(pending, what)
         return flat.reshape(self.shape)
 
     def take(self, whole: np.ndarray) -> None:

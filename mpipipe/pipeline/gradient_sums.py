@@ -70,7 +70,7 @@ class GradientSums:
         for chunk in self._postponed:
             self._start(chunk)
         for pending in self.underway:
-            self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
+            self.replicas.wait(pending, "the sum of gradients over the replicas")
 
     def progress(self) -> None:
         if self.underway:

@@ -434,9 +434,9 @@ class SharedLoss:
         self.read()
         if replicas is not None and pipe.rank == root:
             total = AllReduce(replicas.comm, self._table[-3:])
-            replicas.wait(total, f"{self.what} of the replicas", everyone=True)
+            replicas.wait(total, f"{self.what} of the replicas")
         if pipe.size > 1:
-            pipe.wait(own(pipe.comm.Ibcast(self._table, root)), self.what, everyone=True)
+            pipe.wait(own(pipe.comm.Ibcast(self._table, root)), self.what)
 
     def is_here(self) -> bool:
         """Whether `read` will not wait."""

@@ -444,7 +444,7 @@ class Pipeline:
         everyone = np.zeros((pipe.size, *own_means.shape))
         with self._state:
             request = own(pipe.comm.Iallgather(own_means, everyone))
-            pipe.wait(request, "the durations of all stages", everyone=True)
+            pipe.wait(request, "the durations of all stages")
         forward, input_grad, weight_grad = everyone.sum(0).tolist()
         return Costs(forward, input_grad, weight_grad)
 

@@ -33,9 +33,8 @@ class Channel:
     ) -> None:
         limit_kernels()
         self.communicator = arrays.nccl().NcclCommunicator(size, identity, rank)
-        keep_forever(
-            self.communicator
-        )  # its end is `close` or `abort`, not the collector's, which would wait there
+        # Its end is `close` or `abort`, not the collector's, which would wait there.
+        keep_forever(self.communicator)
         self.stream = arrays.side_stream()
         self.ended = False
         result = first(self.communicator, self.stream.ptr)
@@ -92,7 +91,7 @@ def open_channel(group: RankGroup, first: Callable[[Any, int], object], purpose:
     identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
     task = NcclTask(partial(Channel, group.size, group.rank, identity, first), what)
     with group.failing(what):
-        group.wait(task, what, everyone=True)
+        group.wait(task, what)
         channel = task.value()
     group.agree(what)
     return channel
@@ -231,10 +230,9 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
         return NcclChoice(False, reason if everywhere else f"on rank {rank}: {reason}")
     if len(everyone) == 1:
         return NcclChoice(False, "one rank has no other to talk to")
-    return NcclChoice(
-        True,
-        f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {everyone[0].version}",
-    )
+    version = everyone[0].version
+    text = f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {version}"
+    return NcclChoice(True, text)
 
 
 def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:

@@ -153,7 +153,6 @@ class NcclRow:
 
     def __init__(self, group: RankGroup, length: int, what: str) -> None:
         self.group = group
-        self.length = length
         self.what = what
         self.channel = open_channel(group, partial(_first, length, KIND), what)
 
@@ -181,16 +180,11 @@ class NcclRow:
 
         try:
             with self.failing():
-                self.group.wait(Condition(ended), self.what, everyone=True)
+                self.group.wait(Condition(ended), self.what)
         except BaseException:
             keep_forever(keeping)
-            self.abort()
+            self.channel.abort()
             raise
-
-    def abort(self) -> None:
-        """End kernels that wait for others after a failure, and free nothing of theirs."""
-        keep_forever(self)
-        self.channel.abort()
 
     def close(self) -> None:
         """Free the communicator; collective, and only when no row is under way."""

@@ -20,6 +20,7 @@ Host arrays, headers for example, go along with the others, in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -76,29 +77,24 @@ class DeviceTransport(Transport):
             self.retired[id(array)] = arrays.record(), array
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        check_sendable(array)
-        ready = arrays.record() if arrays.is_device(array) else None
-        return self._begin(self.sends, self.outgoing, (peer, channel, tag), array, ready)
+        return self._begin(self.sends, self.outgoing, (peer, channel, tag), array)
 
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        check_sendable(array)
-        ready = self.free_event(array) if arrays.is_device(array) else None
-        return self._begin(self.receives, self.incoming, (peer, channel, tag), array, ready)
-
-    def free_event(self, array: DeviceArray) -> Event:
-        """The event after the last work that reads a buffer, which may be overwritten then."""
-        return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
+        return self._begin(self.receives, self.incoming, (peer, channel, tag), array)
 
     def _begin(
-        self,
-        messages: list[DeviceMessage],
-        kind: type[DeviceMessage],
-        name: Name,
-        array: Array,
-        ready: Event | None,
+        self, messages: list[DeviceMessage], kind: type[DeviceMessage], name: Name, array: Array
     ) -> DeviceMessage:
+        check_sendable(array)
         register_progress(self)  # for the thread that uses it now
-        message = (WholeMessage if ready is None else kind)(self, messages, name, array, ready)
+        ready = None
+        if not arrays.is_device(array):
+            kind = WholeMessage
+        elif messages is self.receives and id(array) in self.retired:
+            ready, _ = self.retired.pop(id(array))
+        else:
+            ready = arrays.record()
+        message = kind(self, messages, name, array, ready)
         messages.append(message)
         _advance(messages)
         return message
@@ -135,28 +131,21 @@ def _advance(messages: list[DeviceMessage]) -> None:
     messages[:] = [message for message in messages if not message.finished]
 
 
+@dataclass(eq=False)
 class DeviceMessage(ABC):
     """A request for one array, which a transport advances and has in one of its lists, `messages`.
 
     `ready` is what must be done before MPI may touch the array; None for a host array.
     """
 
-    def __init__(
-        self,
-        transport: DeviceTransport,
-        messages: list[DeviceMessage],
-        name: Name,
-        array: Array,
-        ready: Event | None,
-    ) -> None:
-        self.transport = transport
-        self.messages = messages
-        self.name = name
-        self.array = array
-        self.ready = ready
-        # All of it is handed to MPI: a message of the same name may follow.
-        self.posted = False
-        self.finished = False
+    transport: DeviceTransport
+    messages: list[DeviceMessage]
+    name: Name
+    array: Array
+    ready: Event | None
+    # All of it is handed to MPI: a message of the same name may follow.
+    posted: bool = False
+    finished: bool = False
 
     @abstractmethod
     def advance(self) -> None:
@@ -214,7 +203,8 @@ def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
     MPI = runtime.mpi()
     address = arrays.address(array)
     nbytes = array.nbytes
-    return [
-        [MPI.buffer.fromaddress(address + start, min(piece_bytes, nbytes - start)), MPI.BYTE]
-        for start in range(0, max(1, nbytes), piece_bytes)
-    ]
+    pieces = []
+    for start in range(0, max(1, nbytes), piece_bytes):
+        size = min(piece_bytes, nbytes - start)
+        pieces.append([MPI.buffer.fromaddress(address + start, size), MPI.BYTE])
+    return pieces

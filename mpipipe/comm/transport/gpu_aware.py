@@ -7,7 +7,6 @@ Without a yes of all ranks messages are staged through the host, which works eve
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -48,16 +47,14 @@ def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:
     """One verdict for all ranks, with the reason of the first rank that is against."""
     for rank, verdict in enumerate(verdicts):
         if not verdict.direct:
-            everywhere = all(other == verdict for other in verdicts)
-            return GpuAwareness(
-                False, verdict.reason if everywhere else f"on rank {rank}: {verdict.reason}"
-            )
+            if any(other != verdict for other in verdicts):
+                return GpuAwareness(False, f"on rank {rank}: {verdict.reason}")
+            return verdict
     return verdicts[0]
 
 
 def _of_this_rank() -> GpuAwareness:
-    setting = os.environ.get(GPU_DIRECT.name)
-    GPU_DIRECT.check(setting)
+    setting = GPU_DIRECT.text
     if setting != "0" and _allocator_is_async():
         reason = "CuPy's allocator is an asynchronous or managed one, whose memory MPI cannot share"
         return GpuAwareness(False, f"{reason} (use cupy.cuda.MemoryPool())")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -72,13 +73,13 @@ class StagedTransport(DeviceTransport):
         super().close()
 
 
+@dataclass(eq=False)
 class _Staged(DeviceMessage):
     """A message in chunks."""
 
     transport: StagedTransport
 
-    def __init__(self, *message: Any) -> None:
-        super().__init__(*message)
+    def __post_init__(self) -> None:
         self.bytes = self.array.reshape(-1).view(np.uint8)  # the array as bytes
         self.next = 0  # byte at which the next chunk begins
         self.in_use = 0  # buffers in use
@@ -90,21 +91,18 @@ class _Staged(DeviceMessage):
         # the way out
         self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
 
-    def _next_chunk(self, pool: PinnedPool) -> tuple[np.ndarray, DeviceArray] | None:
-        """(buffer, chunk of the array) where there is a buffer for the chunk; else None."""
+    def _chunks(self, pool: PinnedPool) -> Iterator[tuple[np.ndarray, DeviceArray]]:
+        """(buffer, chunk of the array) of each next chunk for which there is a buffer."""
         size = self.transport.piece_bytes
-        buffer = (
-            pool.take(min(size, self.array.nbytes), first=self.in_use == 0)
-            if self.in_use < DEPTH
-            else None
-        )
-        if buffer is None:
-            return None
-        chunk = self.bytes[self.next : self.next + size]
-        self.in_use += 1
-        self.untaken -= 1
-        self.next += size
-        return buffer, chunk
+        while self.untaken and self.in_use < DEPTH:
+            buffer = pool.take(min(size, self.array.nbytes), first=self.in_use == 0)
+            if buffer is None:
+                return
+            chunk = self.bytes[self.next : self.next + size]
+            self.in_use += 1
+            self.untaken -= 1
+            self.next += size
+            yield buffer, chunk
 
     def _withdraw(self) -> None:
         for request, *_ in self.wire:
@@ -119,14 +117,11 @@ class _Outgoing(_Staged):
         while self.wire and self.wire[0][0].Test():
             transport.out_pool.give(self.wire.popleft()[1])
             self.in_use -= 1
-        while self.untaken:
-            start = self.next
-            taken = self._next_chunk(transport.out_pool)
-            if taken is None:
-                break
-            buffer, chunk = taken
+        begins = self.next == 0
+        for buffer, chunk in self._chunks(transport.out_pool):
             with transport.outward:
-                if start == 0:
+                if begins:
+                    begins = False
                     arrays.wait_for(self.ready)
                 if chunk.nbytes:
                     arrays.copy_to_host(buffer[: chunk.nbytes], chunk)
@@ -148,11 +143,7 @@ class _Incoming(_Staged):
     def advance(self) -> None:
         transport = self.transport
         peer, channel, tag = self.name
-        while self.untaken:
-            taken = self._next_chunk(transport.in_pool)
-            if taken is None:
-                break
-            buffer, chunk = taken
+        for buffer, chunk in self._chunks(transport.in_pool):
             receive = transport.host.receivers[channel]
             self.wire.append((own(receive(buffer[: chunk.nbytes], peer, tag)), buffer, chunk))
             self.posted = self.untaken == 0

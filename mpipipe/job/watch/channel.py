@@ -11,16 +11,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from mpipipe.job import communicators, runtime
-from mpipipe.job.communicators import wait_for_ranks
+from mpipipe.job.communicators import gather_rows
 from mpipipe.job.context import RankContext
 from mpipipe.job.flight import Snapshot
 from mpipipe.job.requests import own
@@ -58,16 +58,17 @@ class WatchChannel:
         self.sending: list[Request] = []
         self._receiving: tuple[Request, np.ndarray, int] | None = None
 
-    @property
-    def neighbours(self) -> list[int]:
-        """The ranks on the host of this one."""
-        host = self.places[self.rank].host
-        return [rank for rank, place in enumerate(self.places) if place.host == host]
+    def states_on_host(self) -> dict[int, str]:
+        """Return the state of the process of each world rank on the host of this one."""
+        states = {}
+        for member, place in zip(self.members, self.places):
+            if place.host == self.places[self.rank].host:
+                states[member] = state_of(place.pid)
+        return states
 
     def send(self, peer: int, number: int, dump: Dump | None) -> None:
         """Ask a rank where it is, or answer the question `number`; never waits."""
         data = np.frombuffer(pickle.dumps((number, dump)), np.uint8)
-        self.sending = [request for request in self.sending if not request.Test()]
         self.sending.append(own(self.comm.Isend(data, peer)))
 
     def read(self) -> list[tuple[int, int, Dump | None]]:
@@ -100,10 +101,8 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     private.Set_name("mpipipe watchdog")
     text = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}"
     row = np.frombuffer(text.encode().ljust(PLACE_BYTES, b"\0")[:PLACE_BYTES], np.uint8)
-    table = np.empty((comm.size, PLACE_BYTES), np.uint8)
-    wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
     places = []
-    for line in table:
+    for line in gather_rows(private, row, "the hosts of all ranks", members):
         words = line.tobytes().rstrip(b"\0").decode("utf-8", "replace")
         pid, threaded, descriptor, host = words.split(" ", 3)
         places.append(RankPlace(host, int(pid), threaded == "1", int(descriptor)))
@@ -115,7 +114,6 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
 
 TRIES = 5  # a list may change while another thread reads it
 PACKAGE = str(Path(__file__).parents[2])
-Item = TypeVar("Item")
 
 
 class Waits(NamedTuple):
@@ -153,8 +151,7 @@ def make_dump(
     watcher: int | None = None,
 ) -> Dump:
     """Describe a rank that has been quiet so long; with its stacks, if for `limit` seconds."""
-    snapshots = _patiently(lambda: tuple(thing.snapshot() for thing in context.inspectables))
-    waits = _patiently(lambda: tuple(_waits_of(wait) for wait in tuple(context.long_waits)))
+    snapshots = _snapshots(context)
     busy = [snapshot.thread for snapshot in snapshots if snapshot.doing]
     frames = sys._current_frames()
     threads = {thread.ident: thread for thread in threading.enumerate()}
@@ -166,9 +163,8 @@ def make_dump(
                 name = threads[number].name if number in threads else number
                 lines = "".join(traceback.format_stack(frame))
                 stacks.append(f"thread {name}, most recent call last:\n{lines}")
-    others = [thread for thread in threads.values() if thread.ident != context.thread]
     reached = None
-    if context.is_thread or all(thread.daemon for thread in others):
+    if context.single_threaded(context.thread):
         groups = tuple(context.groups)
         reached = {group.key: group.calls for group in groups}
         reached |= context.passed | context.makings
@@ -176,7 +172,7 @@ def make_dump(
         rank=rank,
         host=socket.gethostname(),
         quiet=quiet,
-        waits=waits,
+        waits=tuple(map(_waits_of, tuple(context.long_waits))),
         snapshots=snapshots,
         ended=context.ended,
         where=_where(frames.get(rank_thread or 0)),
@@ -186,11 +182,11 @@ def make_dump(
     )
 
 
-def _patiently(make: Callable[[], tuple[Item, ...]]) -> tuple[Item, ...]:
-    """Return `make()`, tried again where the rank went on meanwhile."""
+def _snapshots(context: RankContext) -> tuple[Snapshot, ...]:
+    """Return how far the plans of a rank are, asked again where it went on meanwhile."""
     for _ in range(TRIES):
         try:
-            return make()
+            return tuple(thing.snapshot() for thing in context.inspectables)
         except (RuntimeError, IndexError, KeyError):  # a deque or a dict changed
             time.sleep(1e-3)
     return ()

@@ -45,13 +45,15 @@ class HangVerdict(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return text for a person: the culprits first."""
-        lines = [culprit.text for culprit in self.culprits[:LISTED]]
-        if len(self.culprits) > LISTED:
-            lines.append(f"and {counted(len(self.culprits) - LISTED, 'rank')} more")
-        lines += self.waiting[:LISTED]
-        if len(self.waiting) > LISTED:
-            lines.append(f"and {counted(len(self.waiting) - LISTED, 'wait')} more")
+        blamed = [culprit.text for culprit in self.culprits]
+        return [*_first(blamed, "rank"), *_first(self.waiting, "wait")]
+
+
+def _first(lines: list[str], what: str) -> list[str]:
+    more = len(lines) - LISTED
+    if more <= 0:
         return lines
+    return [*lines[:LISTED], f"and {counted(more, what)} more"]
 
 
 def judge(

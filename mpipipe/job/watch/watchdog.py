@@ -22,16 +22,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
 import numpy as np
 
 from mpipipe.job import runtime, settings
-from mpipipe.job.communicators import ARRIVAL_SECONDS, wait_for_ranks
+from mpipipe.job.communicators import gather_rows
 from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.report import abort_job
-from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, RankWait
 from mpipipe.job.watch import verdict
 from mpipipe.job.watch.channel import (
@@ -43,7 +43,6 @@ from mpipipe.job.watch.channel import (
     make_dump,
     open_channel,
     stacks_of,
-    state_of,
     threads_allowed,
 )
 
@@ -103,9 +102,9 @@ class Watchdog:
         """Return the world ranks on this host whose process has ended."""
         ended = set()
         for channel in self._channels:
-            for rank in channel.neighbours:
-                if state_of(channel.places[rank].pid) == GONE:
-                    ended.add(channel.members[rank])
+            for member, state in channel.states_on_host().items():
+                if state == GONE:
+                    ended.add(member)
         return ended
 
     def add(self, channel: WatchChannel) -> None:
@@ -204,7 +203,8 @@ class Watchdog:
         question = self._question
         if dump is not None:
             if question is not None and number == question.number:
-                question.answers[source] = dump
+                question.silent.discard(source)
+                question.dumps.append(dump)
             return
         if source < channel.rank or question is None:
             self._question = None
@@ -214,10 +214,7 @@ class Watchdog:
 
     def _dump(self, channel: WatchChannel) -> Dump:
         watcher = None if self._thread is None else self._thread.ident
-        states = {}
-        if self.quiet >= self.limit:
-            for rank in channel.neighbours:
-                states[channel.members[rank]] = state_of(channel.places[rank].pid)
+        states = channel.states_on_host() if self.quiet >= self.limit else None
         rank = channel.members[channel.rank]
         return make_dump(self.context, rank, self.quiet, self.limit, states, watcher)
 
@@ -244,22 +241,21 @@ class Watchdog:
             dump = make_dump(self.context, rank, self.quiet, self.limit)
             self._report({rank: dump}, dict.fromkeys(sorted(missing), UNKNOWN))
             return
+        others = set(range(len(channel.members))) - {channel.rank}
         self._questions += 1
-        self._question = Question(channel, self._questions, wait)
-        for peer in self._question.others:
+        self._question = Question(channel, self._questions, wait, others)
+        for peer in others:
             channel.send(peer, self._questions, None)
 
     def _go_on(self, question: Question) -> None:
         channel = question.channel
-        answers = question.answers
-        silent = [rank for rank in question.others if rank not in answers]
-        if silent and question.waited < self.window:
+        if question.silent and question.waited < self.window:
             return
-        dumps = {dump.rank: dump for dump in (self._dump(channel), *answers.values())}
+        dumps = {dump.rank: dump for dump in (self._dump(channel), *question.dumps)}
         least = min(dump.quiet for dump in dumps.values())
         if least >= self.limit:
             places = {}
-            for rank in silent:
+            for rank in sorted(question.silent):
                 if channel.members[rank] not in self.context.left:
                     places[channel.members[rank]] = channel.places[rank]
             self._report(dumps, places)
@@ -280,16 +276,16 @@ class Watchdog:
             abort_job(world, verdict.HUNG)
 
 
+@dataclass
 class Question:
     """A question of one watchdog to the ranks of a channel, and the answers so far."""
 
-    def __init__(self, channel: WatchChannel, number: int, wait: RankWait) -> None:
-        self.channel = channel
-        self.number = number
-        self.wait = wait
-        self.others = [rank for rank in range(len(channel.members)) if rank != channel.rank]
-        self.waited = 0.0  # seconds since then
-        self.answers: dict[int, Dump] = {}  # rank of the channel -> its dump
+    channel: WatchChannel
+    number: int
+    wait: RankWait
+    silent: set[int]  # ranks of the channel that have not answered
+    waited: float = 0.0  # seconds since then
+    dumps: list[Dump] = field(default_factory=list)  # the answers
 
 
 # -- Which ranks watch over each other: every new group is in some channel -------------------------
@@ -309,11 +305,7 @@ def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) ->
     watchdog = context.watchdog
     covered = comm.size == 1 or not isinstance(watchdog, Watchdog) or watchdog.covers(members)
     row = np.array([covered, members[comm.rank], context.groups_named], np.int64)
-    if comm.size == 1:
-        return tuple(row[1:].tolist())
-    table = np.empty((comm.size, row.size), np.int64)
-    request = own(comm.Iallgather(row, table))
-    wait_for_ranks(request, "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
+    table = gather_rows(comm, row, "all ranks of a new group", members)
     if isinstance(watchdog, Watchdog) and not table[:, 0].all():
         watchdog.add(open_channel(comm, members))  # type: ignore[arg-type]  # ranks of MPI
     return tuple(table[0, 1:].tolist())
