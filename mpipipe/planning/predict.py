@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from mpipipe import schedules
-from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.layer_ranges import LayerRanges
 from mpipipe.planning.profile import Link, Profile
 from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
@@ -75,7 +75,7 @@ def predict(
     (15.5, 0.2, (208, 108))
     """
     schedule = choice.build(profile.ranks, trained)
-    plan = LayerPlan(schedule, choice.ranges, rows)
+    plan = LayerRanges(schedule, choice.ranges, rows)
     timeline = schedules.simulate(schedule, _costs(profile, plan))
     activations = _activations(profile, plan)
     more = profile.process + profile.sizes[plan.microbatch_rows].scratch
@@ -97,7 +97,7 @@ def predict(
     )
 
 
-def _costs(profile: Profile, plan: LayerPlan) -> Costs:
+def _costs(profile: Profile, plan: LayerRanges) -> Costs:
     """Return the costs of stages, for a unit of the mean size."""
     schedule = plan.schedule
     size = plan.microbatch_rows
@@ -150,7 +150,7 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
-def _activations(profile: Profile, plan: LayerPlan) -> Sequence[float]:
+def _activations(profile: Profile, plan: LayerRanges) -> Sequence[float]:
     schedule = plan.schedule
     sizes = profile.sizes[plan.microbatch_rows]
     splits = _splits(schedule)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpipipe import files
 from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.schedules import Schedule
@@ -274,8 +272,9 @@ def add_rows(
     axes = sheet.axes(LEFT, top, WIDTH - LEFT - right, ranks * row)
     axes.set(xlim=(0, longest or 1.0), ylim=(ranks, 0))
     every = int(-(-NAMES_APART // row))
-    named = np.arange(0, ranks, every)
-    axes.set_yticks(named + 0.5, [f"rank {rank}" for rank in named], fontsize=TEXT)
+    named = range(0, ranks, every)
+    middles = [rank + 0.5 for rank in named]
+    axes.set_yticks(middles, [f"rank {rank}" for rank in named], fontsize=TEXT)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=SMALL)
     for side in ("top", "left", "right"):
