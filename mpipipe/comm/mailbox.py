@@ -134,7 +134,7 @@ class Mailbox:
             else:
                 array = self.transport.empty(*leaf)
                 slot = ReceiveBuffer(free, array, read_only(array))
-            self.posted.append((slot, start(slot[1], peer, tag), envelope))
+            self.posted.append((slot, start(slot.buffer, peer, tag), envelope))
             return
 
     def take(self) -> ReceiveBuffer:
@@ -200,7 +200,8 @@ class Mailbox:
         outgoing = self.outgoing
         while outgoing and outgoing[0][0].Test():
             outgoing.popleft()
-        outgoing.append((start(array, envelope[0], envelope[5][1]), envelope))
+        _, tag = envelope.data
+        outgoing.append((start(array, envelope.peer, tag), envelope))
         self.sent.append(envelope)
 
     def release(self, lease: Lease) -> None:

@@ -124,33 +124,43 @@ class BatchReader:
                 stage=self.schedule.stages - 1,
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
-        counts: Sequence[float] | None = None
-        input_units = None
-        target_units = None
-        of_inputs = (0, 0, 0, 0)
-        of_targets = (0, 0, 0, 0, 0)
+        batch = Batch(BatchFacts(bare=self.bare))
         if holds_inputs:
-            cut_inputs, rows = self._cut(call, "inputs", inputs)
-            listed = isinstance(inputs, list) or callable(inputs)
-            if self.names is not None and (self.names or type(inputs) is not np.ndarray):
-                self._check_names(cut_inputs, self.names)
-            signature = self._signature(cut_inputs if listed else inputs)
-            of_inputs = signature, _compared(inputs, rows), len(rows), listed
-            input_units = self.slicing.units(cut_inputs)
+            batch = self._with_inputs(batch, call, inputs)
         if holds_targets:
-            cut_targets, rows = self._cut(call, "targets", targets)
-            compared = _compared(targets, rows)
-            counts, rows, entries, uneven = self._count(
-                cut_targets if callable(targets) else targets, rows
-            )
-            target_units = self.slicing.units(cut_targets)
-            if self.slicing.count > 1:
-                counts = self.slicing.counts(counts, cut_targets)
-                uneven = True
-            of_targets = compared, sum(rows), entries, self.mean_over, uneven
-        return Batch(
-            BatchFacts(*of_inputs, *of_targets, self.bare), input_units, target_units, counts
+            batch = self._with_targets(batch, call, targets)
+        return batch
+
+    def _with_inputs(self, batch: Batch, call: str, inputs: Any) -> Batch:
+        cut, rows = self._cut(call, "inputs", inputs)
+        listed = isinstance(inputs, list) or callable(inputs)
+        if self.names is not None and (self.names or type(inputs) is not np.ndarray):
+            self._check_names(cut, self.names)
+        facts = batch.facts._replace(
+            signature=self._signature(cut if listed else inputs),
+            rows=_compared(inputs, rows),
+            microbatches=len(rows),
+            listed=listed,
         )
+        return batch._replace(facts=facts, inputs=self.slicing.units(cut))
+
+    def _with_targets(self, batch: Batch, call: str, targets: Any) -> Batch:
+        cut, rows = self._cut(call, "targets", targets)
+        counts: Sequence[float]
+        counts, counted_rows, entries, uneven = self._count(
+            cut if callable(targets) else targets, rows
+        )
+        if self.slicing.count > 1:
+            counts = self.slicing.counts(counts, cut)
+            uneven = True
+        facts = batch.facts._replace(
+            target_rows=_compared(targets, rows),
+            counted=sum(counted_rows),
+            entries=entries,
+            mean_over=self.mean_over,
+            uneven=uneven,
+        )
+        return batch._replace(facts=facts, targets=self.slicing.units(cut), counts=counts)
 
     @staticmethod
     def _check_names(inputs: list[Tree] | AskedBatch, names: Collection[str]) -> None:

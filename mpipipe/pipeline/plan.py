@@ -128,53 +128,69 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     lowest = schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     order = schedule.orders[rank]
-    recomputed = schedule.recomputed
     final = {action.stage: action for action in order if action.op in "BW"}
 
     def envelope(
-        edge: int, neighbour: int, microbatch: int, direction: int, skip: str = ""
+        edge: int, neighbour: int, unit: int, direction: int, skip: str = ""
     ) -> Envelope | None:
+        """Return the name of a message between two stages; None if there is none over MPI."""
         if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
             return None
-        header, data = (tags.of(edge, microbatch, direction, part) for part in (HEADER, DATA))
-        return Envelope(placement[neighbour], edge, microbatch, direction, header, data, skip)
+        header = tags.of(edge, unit, direction, HEADER)
+        data = tags.of(edge, unit, direction, DATA)
+        return Envelope(placement[neighbour], edge, unit, direction, header, data, skip)
 
-    def ports(
-        stage: int, microbatch: int, direction: int
-    ) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
-        """(Those over which the stage takes, those over which it gives)."""
-        both_ends: tuple[list[Port], list[Port]] = [], []
-        for edge, (name, *ends) in enumerate(schedule.skips, schedule.stages):
-            if stage in ends:
-                is_wanted = direction == FORWARD or ends[0] >= lowest
-                neighbour = ends[1 - ends.index(stage)]
-                message = (
-                    envelope(edge, neighbour, microbatch, direction, name) if is_wanted else None
-                )
-                both_ends[stage == ends[direction]].append(Port(name, edge, message, is_wanted))
-        return tuple(both_ends[0]), tuple(both_ends[1])
+    def ports(stage: int, unit: int, direction: int, takes: bool) -> tuple[Port, ...]:
+        """Return the ends of skips over which a stage takes something, or gives something."""
+        found = []
+        for edge, skip in enumerate(schedule.skips, schedule.stages):
+            here = skip.source
+            there = skip.target
+            if takes == (direction == FORWARD):
+                here, there = there, here
+            if stage == here:
+                is_wanted = direction == FORWARD or skip.source >= lowest
+                message = None
+                if is_wanted:
+                    message = envelope(edge, there, unit, direction, skip.name)
+                found.append(Port(skip.name, edge, message, is_wanted))
+        return tuple(found)
 
     steps = []
     numbers = units(schedule.units, schedule.slices)
     for action in order:
         stage = action.stage
         op = action.op
-        microbatch = numbers[action.microbatch]
-        receive = send = None
-        takes: tuple[Port, ...] = ()
-        gives: tuple[Port, ...] = ()
-        if schedule.skips and op in "FBI":
-            takes, gives = ports(stage, microbatch, FORWARD if op == "F" else BACKWARD)
+        unit = numbers[action.microbatch]
+        receive = None
+        send = None
+        direction = FORWARD
         if op == "F":
-            receive = envelope(stage, stage - 1, microbatch, FORWARD)
-            send = envelope(stage + 1, stage + 1, microbatch, FORWARD)
+            receive = envelope(stage, stage - 1, unit, FORWARD)
+            send = envelope(stage + 1, stage + 1, unit, FORWARD)
         elif op in "BI":
-            receive = envelope(stage + 1, stage + 1, microbatch, BACKWARD)
-            send = envelope(stage, stage - 1, microbatch, BACKWARD) if stage > lowest else None
-        facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
-        again = (stage, microbatch) in recomputed
-        limits = schedule.has_backward(stage), again, stage == lowest, takes, gives
-        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, *limits))
+            direction = BACKWARD
+            receive = envelope(stage + 1, stage + 1, unit, BACKWARD)
+            if stage > lowest:
+                send = envelope(stage, stage - 1, unit, BACKWARD)
+        moves = op in "FBI"
+        step = PlannedAction(
+            op,
+            stage,
+            chunk=chunk_of[stage],
+            unit=unit,
+            first=stage == 0,
+            last=stage == last_stage,
+            receive=receive,
+            send=send,
+            completes=final.get(stage) == action,
+            keeps=schedule.has_backward(stage),
+            recomputed=(stage, unit) in schedule.recomputed,
+            ends=stage == lowest,
+            takes=ports(stage, unit, direction, takes=True) if moves else (),
+            gives=ports(stage, unit, direction, takes=False) if moves else (),
+        )
+        steps.append(step)
     return steps
 
 

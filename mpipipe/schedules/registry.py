@@ -1,4 +1,8 @@
-"""Schedules by name, and advice which one to take."""
+"""Schedules by name, and advice which one to take.
+
+A new schedule is a function that returns a `Schedule`, such as those of classic.py, an entry in one
+of the tables below, and a test; docs/schedules.md shows one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, SAME, Costs, peak_of, simulate
 from mpipipe.text import near
 
-ONE_STAGE: dict[str, Callable[..., Schedule]] = {  # per rank
+# With one stage on a rank, with two, and with any number.
+ONE_STAGE: dict[str, Callable[..., Schedule]] = {
     "gpipe": classic.gpipe,
     "one_f_one_b": classic.one_f_one_b,
     "zero_bubble_h1": zero_bubble.zero_bubble_h1,
@@ -31,12 +36,8 @@ SEVERAL_STAGES: dict[str, Callable[..., Schedule]] = {
     "interleaved_zero_bubble": zero_bubble.interleaved_zero_bubble,
     "forward_only": classic.forward_only,
 }
-WITH_COSTS = {
-    "zero_bubble_2p",
-    "zero_bubble_v",
-    "v_half",
-    "v_min",
-}  # their order follows from the costs
+# Their order follows from the costs.
+WITH_COSTS = {"zero_bubble_2p", "zero_bubble_v", "v_half", "v_min"}
 
 
 def by_name(
