@@ -73,17 +73,17 @@ class LossEvaluation:
             value, gradient, weight = loss.checked(result)
         call.losses[unit] = value
 
-        # `left` is the factor from the presumed share to the real one.
+        # From the presumed share of the micro-batch to the real one.
+        correction = 1.0
         if weigh is not None:
             # The loss has multiplied its gradient. Without a weight that counts it is zero.
-            left = float(weight != 0)
-        elif weight is None and weighing.known:
-            left = 1.0
-        else:
-            left = weighing.take(unit, weight, call.training)
+            correction = float(weight != 0)
+        elif weight is not None or not weighing.shares_are_final:
+            correction = weighing.take(unit, weight, call.training)
         if call.training:
-            rest = left if loss.takes_factor else left * factor
-            call.loss_gradients[unit] = loss.scaled(gradient, rest, y)
+            if not loss.takes_factor:
+                correction *= factor
+            call.loss_gradients[unit] = loss.scaled(gradient, correction, y)
         if len(call.losses) == len(weighing.shares):
             self._download(call)
 

@@ -233,18 +233,20 @@ class Weighing:
         self.replicas = replicas
         self.root = root  # the rank of the last stage
         # Whether this rank's loss returns weights; None where none was evaluated yet.
-        self.given: bool | None = None
-        self.agreed: bool | None = None  # the same of all replicas, once all ranks know it
+        self.gives_weights: bool | None = None
+        self.all_give_weights: bool | None = (
+            None  # the same of all replicas, once all ranks know it
+        )
         # Shares of this rank's units in the call under way.
         self.shares: list[float] = []
-        self.known = False  # whether a loss without a weight leaves them as they are
+        self.shares_are_final = False  # whether a loss without a weight leaves them as they are
         self._facts: BatchFacts | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
     def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
         self._facts = facts
-        self.known = self.given is False and not facts.uneven
+        self.shares_are_final = self.gives_weights is False and not facts.uneven
         total = facts.total or 1
         self.shares = [count / total for count in counts]
 
@@ -268,13 +270,13 @@ class Weighing:
         """
         facts = self._facts
         assert facts is not None  # a loss is evaluated within a call
-        if self.given is None:
-            self.given = weight is not None
-        if self.given != (weight is not None):
+        if self.gives_weights is None:
+            self.gives_weights = weight is not None
+        if self.gives_weights != (weight is not None):
             raise ArgumentError(
                 "the loss returns a weight for some micro-batches only",
                 found="no weight" if weight is None else f"the weight {weight}",
-                expected=f"{'a weight' if self.given else 'none'}, as for the first micro-batch "
+                expected=f"{'a weight' if self.gives_weights else 'none'}, as for the first micro-batch "
                 "of this pipeline",
                 remedy="return (value, doutput, weight) always, or (value, doutput) always",
             )
@@ -317,12 +319,12 @@ class Weighing:
 
         The sum is 1 where the loss gives no weights.
         """
-        if self.agreed is False:
+        if self.all_give_weights is False:
             return 1.0, None
         problem = self._problem(shared)
-        self.agreed = shared.givers > 0 if problem is None else None
-        if not self.agreed:
-            self.given = self.agreed
+        self.all_give_weights = shared.givers > 0 if problem is None else None
+        if not self.all_give_weights:
+            self.gives_weights = self.all_give_weights
             return 1.0, problem
         if stages:
             if shared.total != 1:
@@ -426,7 +428,7 @@ class SharedLoss:
         self._own = own_losses
         self._shares = weighing.shares
         self._table = np.zeros(microbatches + 3)
-        if own_losses is not None and weighing.given:
+        if own_losses is not None and weighing.gives_weights:
             self._table[-2:] = sum(self._shares), 1
         is_alone = pipe.size == 1 and replicas is None
         if is_alone and own_losses is not None and own_losses.download is not None:
