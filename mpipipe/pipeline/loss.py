@@ -273,11 +273,11 @@ class Weighing:
         if self.gives_weights is None:
             self.gives_weights = weight is not None
         if self.gives_weights != (weight is not None):
+            expected = "a weight" if self.gives_weights else "none"
             raise ArgumentError(
                 "the loss returns a weight for some micro-batches only",
                 found="no weight" if weight is None else f"the weight {weight}",
-                expected=f"{'a weight' if self.gives_weights else 'none'}, as for the first micro-batch "
-                "of this pipeline",
+                expected=f"{expected}, as for the first micro-batch of this pipeline",
                 remedy="return (value, doutput, weight) always, or (value, doutput) always",
             )
         if weight is None:
