@@ -234,9 +234,8 @@ class Weighing:
         self.root = root  # the rank of the last stage
         # Whether this rank's loss returns weights; None where none was evaluated yet.
         self.gives_weights: bool | None = None
-        self.all_give_weights: bool | None = (
-            None  # the same of all replicas, once all ranks know it
-        )
+        # The same of all replicas, once all ranks know it.
+        self.all_give_weights: bool | None = None
         # Shares of this rank's units in the call under way.
         self.shares: list[float] = []
         self.shares_are_final = False  # whether a loss without a weight leaves them as they are
