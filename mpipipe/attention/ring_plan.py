@@ -369,9 +369,8 @@ class RingAgreement:
         self.size = self.group.size
         self.failing = self.group.failing
         self.calls = 0  # number of forwards so far
-        self.settle: Callable[[], object] = lambda: (
-            None
-        )  # ends calls of other threads that are due before
+        # Ends calls of other threads that are due before.
+        self.settle: Callable[[], object] = lambda: None
 
     def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
         """Check the options of a ring, and that all ranks have the same; collective."""

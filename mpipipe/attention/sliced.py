@@ -73,9 +73,8 @@ class _SlicedSequence:
     due: int  # the slice whose backward comes next
     done: int = 0  # slices that have come
     sums: list[Array] = field(default_factory=list)
-    far: list[Array] = field(
-        default_factory=list
-    )  # keys and values of the rank whose block comes last in a ring
+    # Keys and values of the rank whose block comes last in a ring.
+    far: list[Array] = field(default_factory=list)
 
 
 class SlicedSaved(NamedTuple):
@@ -245,9 +244,8 @@ class Sliced(Attend):
         )
         (number, part), keeps = self._unit(), self._keeps()
         sequence = self._sequences[number]
-        if (
-            keeps and not q.flags.c_contiguous
-        ):  # a view of an array with keys and values, which are kept elsewhere
+        # q is a view of an array with keys and values, which are kept elsewhere.
+        if keeps and not q.flags.c_contiguous:
             q = arrays.copied(q) if arrays.is_device(q) else np.ascontiguousarray(q)
         with self._agreement.failing("the forward of a slice"):
             keys, values = self._seen(sequence.kept, part, self._rank)

@@ -51,13 +51,5 @@ from mpipipe.checkpoint.whole_folder import (
     standing_folder,
 )
 
-__all__ = [
-    "Checkpoint",
-    "Saver",
-    "check_replicas",
-    "load",
-    "newest",
-    "prune",
-    "read",
-    "save",
-]  # the rest is internal
+# The rest is internal.
+__all__ = ["Checkpoint", "Saver", "check_replicas", "load", "newest", "prune", "read", "save"]

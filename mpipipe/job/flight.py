@@ -30,9 +30,8 @@ class Snapshot(NamedTuple):
     thread: int = 0  # the one that runs it
     expects: Message | None = None  # the message that is waited for
     sent: tuple[Message, ...] = ()  # the last messages sent, in this call
-    skipped: tuple[
-        Message, ...
-    ] = ()  # messages that should have been sent by now, by the plan, and were not
+    # Messages that should have been sent by now, by the plan, and were not.
+    skipped: tuple[Message, ...] = ()
     # Number of the call under way, or of the last one, on all ranks; messages have names within it.
     call: int = 0
 

@@ -13,6 +13,7 @@ from mpipipe.optim.optimizers import SGD, AdamW, Group, duplicate_name_error, wa
 from mpipipe.optim.shards import StateShard
 from mpipipe.optim.step import LossScaler, NormOfStep, clip_by_global_norm, scaled_step
 
+# The rest is internal.
 __all__ = [
     "SGD",
     "AdamW",
@@ -25,4 +26,4 @@ __all__ = [
     "gradient_norm",
     "scaled_step",
     "warmup_cosine",
-]  # the rest is internal
+]

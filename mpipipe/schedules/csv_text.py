@@ -60,9 +60,8 @@ def from_csv(text: str) -> Schedule:
     microbatches = 1 + max(action.microbatch for order in orders for action in order) // slices
     placement = _placement(orders, slices)
     actions = sum(map(len, orders))
-    if (needed := len(placement) * microbatches * slices) > max(
-        actions, LISTED
-    ):  # before each of them takes memory
+    # Refused before each of them takes memory.
+    if (needed := len(placement) * microbatches * slices) > max(actions, LISTED):
         slice = f", the highest slice {slices - 1}" if slices > 1 else ""
         raise ScheduleError(
             "most actions of the schedule are missing",
@@ -107,9 +106,8 @@ def from_file(path: str | Path) -> Schedule:
 def _orders(text: str, slices: int) -> Iterator[Order]:
     """Yield the order of each rank; of a text that is none only the beginning is looked at."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    blank: list[
-        tuple[int, list[str]]
-    ] = []  # rows with their numbers; those at the end do not count
+    # Rows with their numbers; those at the end do not count.
+    blank: list[tuple[int, list[str]]] = []
     try:
         for rank, row in enumerate(rows):
             if not any(cell.strip() for cell in row):

@@ -30,9 +30,8 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         (end - start for spans in result.spans for _, start, end in spans if end > start),
         default=1.0,
     )
-    room = int(
-        COLUMNS * shortest / max(result.makespan, shortest)
-    )  # columns for the shortest action
+    # Columns for the shortest action.
+    room = int(COLUMNS * shortest / max(result.makespan, shortest))
     written = room > labels
     room = labels + 1 if written else room
     # Whole columns per action where each can have one; else all of the time squeezed into the

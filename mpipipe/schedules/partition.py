@@ -53,9 +53,8 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
             expected="at least one layer per stage",
             remedy="use fewer ranks or chunks, or more layers",
         )
-    before = list(
-        accumulate(units, initial=0)
-    )  # before[i]: the cost of the layers ahead of layer i
+    # The cost of the layers ahead of each layer.
+    before = list(accumulate(units, initial=0))
     return _most_even(before, stages, _bottleneck(before, stages))
 
 

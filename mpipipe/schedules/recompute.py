@@ -194,9 +194,8 @@ def _given_up(
     """Walk through an order; where it holds too much, choose activations to recompute."""
     now = 0.0
     chosen: set[Pair] = set()
-    waiting: list[
-        tuple[tuple[float, float], Pair]
-    ] = []  # for their backwards; the first to be given up comes first
+    # Pairs that wait for their backwards; the first to be given up comes first.
+    waiting: list[tuple[tuple[float, float], Pair]] = []
     for slot, (stage, op, microbatch) in enumerate(order):
         pair = stage, microbatch
         if op == FORWARD and pair in lives:

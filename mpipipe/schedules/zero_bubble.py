@@ -107,9 +107,8 @@ def split_order(ranks: int, chunks: int, units: int, rank: int, step: int) -> li
 # stages on the way up, and whole backwards take two cells.
 
 
-Cells: TypeAlias = Callable[
-    [int, int, int], str
-]  # (rank, ranks, micro-batches) -> its actions, one letter each
+# (rank, ranks, micro-batches) -> its actions, one letter each.
+Cells: TypeAlias = Callable[[int, int, int], str]
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -256,12 +255,8 @@ def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
 
 NEVER = float("inf")
 ROUNDING = 1e-9
-PATIENCES = (
-    0.01,
-    0.5,
-    1.0,
-    2.0,
-)  # shares of a W's time: a rank that would wait for less than that begins no W
+# Shares of the time of a W: a rank that would wait for less than that begins no W.
+PATIENCES = (0.01, 0.5, 1.0, 2.0)
 OPS = (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
 # Of each rank some lists of tasks, the most urgent one first.
 Queues: TypeAlias = "Sequence[Sequence[Sequence[int]]]"
@@ -342,9 +337,8 @@ def fill_idle_with_weight_grads(
     owed: list[deque[int]] = [deque() for _ in queues]
     begins = [0.0] * times.ranks
     free = [(0.0, rank) for rank in range(times.ranks)]
-    asleep: dict[
-        int, float
-    ] = {}  # ranks for which nothing is known to become ready, and since when
+    # Ranks for which nothing is known to become ready, and since when.
+    asleep: dict[int, float] = {}
     while free:
         now, rank = free[0]
         chosen = None

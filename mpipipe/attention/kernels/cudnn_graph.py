@@ -29,9 +29,8 @@ class GraphRequest(NamedTuple):
 
     direction: str  # "forward" or "backward"
     dtype: str  # float16 or bfloat16
-    shapes: tuple[
-        tuple[str, Shape, Shape], ...
-    ]  # (name, (batch, heads, seq, dim), strides in elements) of each array
+    # (name, (batch, heads, seq, dim), strides in elements) of each array.
+    shapes: tuple[tuple[str, Shape, Shape], ...]
     scale: float
     low: int | None  # row i sees key j if low <= j - i <= high; None is no bound
     high: int | None

@@ -269,9 +269,8 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
         first = 0 if part.low is None else max(0, start + part.low)
         end = all_keys if part.high is None else min(all_keys, stop + part.high)
         pieces = [slice(at, min(at + keys, end)) for at in range(first, end, keys)]
-        yield RowTile(
-            start, stop, pieces or [slice(0, min(keys, all_keys))]
-        )  # rows that see nothing have a result too
+        # Rows that see nothing have a result too.
+        yield RowTile(start, stop, pieces or [slice(0, min(keys, all_keys))])
 
 
 class HeadProblems:

@@ -152,9 +152,8 @@ def backward(
         slopes = problems.queries(dout)
         lse = problems.queries(by_rows)
         delta = np.vecdot(slopes, problems.queries(result.out))
-        hidden = np.where(
-            np.isneginf(lse), lse, -lse
-        )  # a row that sees nothing has probabilities of 0
+        # A row that sees nothing has probabilities of 0.
+        hidden = np.where(np.isneginf(lse), lse, -lse)
         factors = (
             _with_column(problems.queries(block.q), block.scale, hidden),
             _with_column(slopes, 1, -delta),

@@ -72,9 +72,8 @@ def measure_executor(
 # all with its own attention kernel and fused AdamW.
 
 
-SMALL = GPT(
-    vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True
-)  # sizes of GPT-2 small, this architecture
+# Sizes of GPT-2 small, this architecture.
+SMALL = GPT(vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True)
 WARMUP = 3
 LR = 1e-4
 SMALL_TOKENS = 512  # tokens of a micro-batch

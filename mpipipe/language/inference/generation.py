@@ -286,9 +286,8 @@ def build_decoder(
     learned positions are fewer than `capacity` - 1.
     """
     group = group_of(mesh.comm)
-    schedule = replace(
-        plan.schedule.forward_only_part(plan.schedule.microbatches), skips=()
-    )  # no labels
+    # There are no labels.
+    schedule = replace(plan.schedule.forward_only_part(plan.schedule.microbatches), skips=())
     with group.raise_together("generate: the memory of a decoder"):
         check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
     underway = Underway()

@@ -139,9 +139,8 @@ class Dropout(Layer):
                 found=repr(probability),
                 expected="0 <= probability < 1",
             )
-        self.threshold = round(
-            probability * 65536
-        )  # an element lives where 16 random bits reach it
+        # An element lives where 16 random bits reach it.
+        self.threshold = round(probability * 65536)
         self.scale = 65536 / (65536 - self.threshold) if self.threshold < 65536 else 0.0
 
     def unrecordable(self) -> str:

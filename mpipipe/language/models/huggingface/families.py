@@ -375,10 +375,8 @@ READERS: dict[str, Callable[[Options, int], Any]] = {
 
 
 Windows = tuple[int | None, ...] | None
-KINDS = {
-    "sliding_attention": True,
-    "full_attention": False,
-}  # entries of layer_types, and if they slide
+# Entries of layer_types, and if they slide.
+KINDS = {"sliding_attention": True, "full_attention": False}
 
 
 def _window(options: Options) -> int | None:
