@@ -22,7 +22,7 @@ from mpipipe.comm import Index, PartMove, Transfer, all_to_all, along, exchange_
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, group_of, raise_on_all, runtime
-from mpipipe.nn import Conv, Layer
+from mpipipe.nn import Conv, Layer, Pending, Saved
 from mpipipe.text import counted
 
 __all__ = ["AllToAll", "HaloConv", "HaloExchange"]
@@ -199,7 +199,7 @@ class HaloExchange(_OverRanks):
     def _check_lengths(self, lengths: tuple[int, ...]) -> None:
         """Raise ArgumentError for shards of lengths without sense, the same on all ranks."""
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         return self._exchange(x)
 
     def _exchange(self, x: Array, error: MpipipeError | None = None) -> tuple[Array, Any]:
@@ -227,12 +227,12 @@ class HaloExchange(_OverRanks):
             arrays.strided_copy(x, y[self._own(lengths[rank])])
             return transfer.finish(), (moves, x.shape, shape, call)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         _, _, shape, call = saved
         self._begin_backward(dy, shape, call)
         return self._bring_home(dy, saved), None
 
-    def _bring_home(self, dy: Array, saved: Any) -> Array:
+    def _bring_home(self, dy: Array, saved: Saved) -> Array:
         """Return the gradient of x from that of x with its halo."""
         moves, shape, _, _ = saved
         with self._group.failing("the backward of a halo"):
@@ -320,7 +320,7 @@ class HaloConv(HaloExchange):
                 "window and whole strides",
             )
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         error = None
         is_empty = x.shape[self.axis : self.axis + 1] == (0,)
         try:
@@ -340,7 +340,7 @@ class HaloConv(HaloExchange):
             y, saved = self.conv.forward(wider)
             return y, (saved, of_halo, y.shape)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         of_conv, of_halo, shape = saved
         self._begin_backward(dy, shape, of_halo[-1])
         if of_conv is None:
@@ -351,7 +351,7 @@ class HaloConv(HaloExchange):
             dwider, pending = self.conv.backward_input(dy, of_conv)
         return self._bring_home(dwider, of_halo), pending
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         if pending is not None:
             self.conv.backward_weight(pending)
 
@@ -397,7 +397,7 @@ class AllToAll(_OverRanks):
         self.gather_axis = gather_axis
         self._agree(comm, scatter_axis=scatter_axis, gather_axis=gather_axis)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         group = self._group
         scatter = self.scatter_axis
         gather = self.gather_axis
@@ -413,7 +413,7 @@ class AllToAll(_OverRanks):
             y = arrays.empty(tuple(shape), x.dtype, arrays.device_of(x))
             return self._transfer(moves, x, y).finish(), (moves, x.shape, y.shape, call)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         moves, shape, expected, call = saved
         self._begin_backward(dy, expected, call)
         with self._group.failing("the backward of an AllToAll"):

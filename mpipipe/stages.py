@@ -21,7 +21,7 @@ import numpy as np
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError, MpipipeError, StageError
-from mpipipe.nn import FlatBuffer, Position, kernels
+from mpipipe.nn import FlatBuffer, Pending, Position, Saved, kernels
 from mpipipe.nn.kernels import Kernels
 
 METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
@@ -32,16 +32,16 @@ class Runner(Protocol):
 
     position: Position  # read by the next forward
 
-    def forward(self, x: Any) -> tuple[Any, Any]:
+    def forward(self, x: Any) -> tuple[Any, Saved]:
         """Return the output, and what the backward needs."""
 
-    def backward(self, dy: Any, saved: Any) -> Any:
+    def backward(self, dy: Any, saved: Saved) -> Any:
         """Add to the gradients of the parameters; return that of the input."""
 
-    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
         """Return the gradient of the input, and what `backward_weight` needs."""
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         """Add to the gradients of the parameters."""
 
 
@@ -457,7 +457,7 @@ class UserStage(UserArrays):
         if isinstance(getattr(self.user_stage, "ends", None), bool):
             self.user_stage.ends = ends
 
-    def forward(self, x: Tree) -> tuple[Any, Any]:
+    def forward(self, x: Tree) -> tuple[Any, Saved]:
         for inner in self.inner_stages:
             inner.position = self.position
         forward = self.user_stage.forward
@@ -466,13 +466,13 @@ class UserStage(UserArrays):
             self._forward = forward, takes_parameter(forward, "position")
         return forward(x, position=self.position) if self._forward[1] else forward(x)
 
-    def backward(self, dy: Tree, saved: Any) -> Tree:
+    def backward(self, dy: Tree, saved: Saved) -> Tree:
         return self.user_stage.backward(dy, saved)
 
-    def backward_input(self, dy: Tree, saved: Any) -> tuple[Tree, Any]:
+    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Pending]:
         return self.user_stage.backward_input(dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         self.user_stage.backward_weight(pending)
 
 

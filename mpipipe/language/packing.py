@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.even_split import even_split
-from mpipipe.nn import Attend, Position
+from mpipipe.nn import Attend, Position, Saved
 
 
 class Packing:
@@ -56,11 +56,11 @@ class PackedAttend(Attend):
     def slice_rows(self) -> Sequence[int] | None:  # type: ignore[override]
         return self.inner.slice_rows
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
         return self.inner.forward(q, k, v, segments=self.packing.parts[self._microbatch])
 
     def backward(
-        self, dout: Array, saved: Any, room: tuple[Array, Array, Array] | None = None
+        self, dout: Array, saved: Saved, room: tuple[Array, Array, Array] | None = None
     ) -> tuple[Array, Array, Array]:
         return self.inner.backward(dout, saved, room)
 

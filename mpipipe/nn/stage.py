@@ -14,7 +14,16 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Position, full_name, leaf, mixes
+from mpipipe.nn.layers.layer import (
+    Differentiable,
+    Layer,
+    Pending,
+    Position,
+    Saved,
+    full_name,
+    leaf,
+    mixes,
+)
 from mpipipe.nn.layers.names import NamedChain, check_links, no_branches_error, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
@@ -522,7 +531,7 @@ class Stage(Differentiable):
 
     # -- forward and backward
 
-    def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Saved]:
         """Compute the output of one micro-batch.
 
         Parameters
@@ -544,13 +553,13 @@ class Stage(Differentiable):
             x = accepted_input(self, x)
         return self._chain.forward(x)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         return self._chain.backward_input(dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         self._chain.backward_weight(pending)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         return self._chain.backward(dy, saved)
 
 

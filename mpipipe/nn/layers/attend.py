@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.layer import Position
+from mpipipe.nn.layers.layer import Position, Saved
 
 
 @runtime_checkable
@@ -25,11 +25,11 @@ class Attend(Protocol):
     # Here of each slice of a sequence, for an object that attends to slices.
     slice_rows: Sequence[int] | None = None
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
         """Return (out, saved): all that `backward` needs."""
 
     def backward(
-        self, dout: Array, saved: Any, room: tuple[Array, Array, Array] | None = None
+        self, dout: Array, saved: Saved, room: tuple[Array, Array, Array] | None = None
     ) -> tuple[Array, Array, Array]:
         """Return the gradients of q, k and v.
 
@@ -92,10 +92,10 @@ class Attend(Protocol):
 class ForwardAndBackward(Protocol):
     """The least that a user's own object has; it may have the other functions of `Attend`, too."""
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
         """As `Attend.forward`."""
 
-    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
+    def backward(self, dout: Array, saved: Saved) -> tuple[Array, Array, Array]:
         """As `Attend.backward`."""
 
 
@@ -108,11 +108,11 @@ class AttendAdapter(Attend):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
         return self.inner.forward(q, k, v)
 
     def backward(
-        self, dout: Array, saved: Any, room: tuple[Array, Array, Array] | None = None
+        self, dout: Array, saved: Saved, room: tuple[Array, Array, Array] | None = None
     ) -> tuple[Array, Array, Array]:
         return self.inner.backward(dout, saved)
 

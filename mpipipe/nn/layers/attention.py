@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -12,7 +10,7 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_positive, check_sequence, rows
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
-from mpipipe.nn.layers.layer import Layer, Position, Projection, stacked_projections
+from mpipipe.nn.layers.layer import Layer, Pending, Position, Projection, Saved, stacked_projections
 from mpipipe.nn.parameters import matrix, ones, vector
 from mpipipe.nn.rope import RopeScaling, checked_coordinates
 
@@ -159,7 +157,7 @@ class SelfAttention(Layer):
     def bound(self) -> None:
         self._attend = as_attend(self.attend).for_layer()
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         check_sequence(self, x, self.dim, self.positions)
         kernels = self.stage.kernels
         flat = rows(x)
@@ -181,7 +179,7 @@ class SelfAttention(Layer):
         out = kernels.linear(y, self.out, self.out_bias)
         return out.reshape(x.shape), (flat, y, saved, plain, position)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         x, y, of_attend, plain, position = saved
         kernels = self.stage.kernels
         batch, seq = dy.shape[:2]
@@ -206,7 +204,7 @@ class SelfAttention(Layer):
         dx = kernels.linear_backward_input(dqkv, self.qkv)
         return dx.reshape(dy.shape), (x, dqkv, dflat, y, parts)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         x, dqkv, dy, y, parts = pending
         self._add_product("qkv", dqkv, x)
         self._add_product("out", dy, y)

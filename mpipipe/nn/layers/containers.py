@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
-from mpipipe.nn.layers.layer import Layer, Position
+from mpipipe.nn.layers.layer import Layer, Pending, Position, Saved
 from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
 
 
@@ -36,7 +36,7 @@ class Sequential(Layer):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         poll = self.stage.poll
         lowest = self.lowest
         saved: list[Any] = []
@@ -47,7 +47,7 @@ class Sequential(Layer):
             saved.append(of_layer if place >= lowest else None)
         return x, saved
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Any, Pending]:
         poll = self.stage.poll
         pending: list = []
         for place in range(len(self.layers) - 1, self.lowest - 1, -1):
@@ -58,7 +58,7 @@ class Sequential(Layer):
             pending.append(None if layer.frozen else waiting)
         return None if self.lowest else dy, pending
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         poll = self.stage.poll
         last = len(self.layers) - 1
         for number, waiting in enumerate(pending):
@@ -68,7 +68,7 @@ class Sequential(Layer):
             if not layer.frozen:
                 layer.backward_weight(waiting)
 
-    def backward(self, dy: Array, saved: Any) -> Any:
+    def backward(self, dy: Array, saved: Saved) -> Any:
         poll = self.stage.poll
         last = len(self.layers) - 1
         for place in range(last, self.lowest - 1, -1):
@@ -98,18 +98,18 @@ class Residual(Layer):
         self.layer = layer
         self.children = {"layer": layer}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         y, saved = self.layer.forward(x)
         return self.stage.kernels.add(x, y), saved
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         dx, pending = self.layer.backward_input(dy, saved)
         return self.stage.kernels.add(dy, dx), pending
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         self.layer.backward_weight(pending)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         return self.stage.kernels.add(dy, self.layer.backward(dy, saved))
 
 
@@ -140,34 +140,34 @@ class PreNormResidual(Layer):
     def bound(self) -> None:
         self.f.stage = self.stage
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         normal, of_norm = self.norm.forward(x)
         self._poll()
         y, of_f = self.f.forward(normal)
         return self.stage.kernels.add(x, y), (of_norm, of_f)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         of_norm, of_f = saved
         dnormal, f_pending = self.f.backward_input(dy, of_f)
         self._poll()
         dx, pending = self._norm_backward_input(dy, dnormal, of_norm)
         return dx, (pending, f_pending)
 
-    def _norm_backward_input(self, dy: Array, dnormal: Array, saved: Any) -> tuple[Array, Any]:
+    def _norm_backward_input(self, dy: Array, dnormal: Array, saved: Saved) -> tuple[Array, Any]:
         """Return dy plus the gradient through the norm, and what its weights need."""
         if self._fused is not None:
             return self._fused.backward_input(dnormal, saved, dy)
         dx, pending = self.norm.backward_input(dnormal, saved)
         return self.stage.kernels.add(dy, dx), pending
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         of_norm, of_f = pending
         self.f.backward_weight(of_f)
         self._poll()
         if not self.norm.frozen:
             self.norm.backward_weight(of_norm)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         of_norm, of_f = saved
         dnormal = self.f.backward(dy, of_f)
         norm = self.norm
@@ -211,17 +211,17 @@ class Recompute(Layer):
         yield name, self
         yield from self.layer.walk(name)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         return self.layer.backward_input(dy, self._again(*saved))
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         self.layer.backward_weight(pending)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         return self.layer.backward(dy, self._again(*saved))
 
     def _again(self, x: Array, position: Position) -> Any:

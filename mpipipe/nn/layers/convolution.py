@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from operator import le
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes, check_field, check_positive, rows
-from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.layer import Layer, Pending, Saved
 from mpipipe.nn.parameters import normal, vector
 
 PADDINGS = ("same", "periodic", "valid")
@@ -140,7 +140,7 @@ class Conv(Layer):
             )
         return tuple(sizes)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
         y = self._empty((len(x), *shape.sizes, self.outputs), x.dtype)
         kernels = self.stage.kernels
@@ -151,7 +151,7 @@ class Conv(Layer):
             kernels.copy(points.reshape(y[place].shape), y[place])
         return y, x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array | None, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array | None, Pending]:
         if self.ends:
             return None, (dy, saved)
         # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number:
@@ -172,7 +172,7 @@ class Conv(Layer):
             kernels.copy(points.reshape(dx[place].shape), dx[place])
         return dx, (dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         dy, x = pending
         self._add("weight", self._add_products, dy, x)
         self._add("bias", self._sum_points, dy)

@@ -14,7 +14,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_positive, check_sequence, check_slice_count, checked_ids
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
-from mpipipe.nn.layers.layer import Layer, Projection
+from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import matrix, row_slices
 
@@ -73,7 +73,7 @@ class Embedding(Layer):
     def unrecordable(self) -> str:
         return "the host looks which slice has each row" if self.starts else ""
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         kernels = self.stage.kernels
         if self.starts:
             y, x = self._of_slices(x)
@@ -88,10 +88,10 @@ class Embedding(Layer):
         device = "cpu" if self.starts else self.stage.device
         return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", device)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[None, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[None, Any]:
         return None, (dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         dy, x = pending
         kernels = self.stage.kernels
         if self.scale != 1:
@@ -183,14 +183,14 @@ class LearnedPositions(Layer):
             self._attend = as_attend(self.attend).for_layer()
         self._numbers = lru_cache(maxsize=NUMBERS)(self._made)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         added, numbers = self._rows(x)
         return self.stage.kernels.add(x, added), numbers
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         return dy, (dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         self._add("weight", self.stage.kernels.embed_backward, *pending)
 
     def _rows(self, x: Array) -> tuple[Array, Array]:
@@ -248,12 +248,12 @@ class Head(Linear):
     def projections(self) -> dict[str, Projection]:
         return {}  # a loss may make the product
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         return (x, None) if self.stage.headless else super().forward(x)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         return (dy, None) if saved is None else super().backward_input(dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         if pending is not None:
             super().backward_weight(pending)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes
-from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.layer import Layer, Pending, Saved
 
 
 class Patches(Layer):
@@ -54,7 +53,7 @@ class Patches(Layer):
         self.back = back
         self.space = tuple(points * count for points, count in zip(size, grid))
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         if self.back:
             points = math.prod(self.size)
             patches = math.prod(self.grid)
@@ -71,7 +70,7 @@ class Patches(Layer):
             )
         return self._move(x, self.back), None
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         return self._move(dy, not self.back), None
 
     def _move(self, x: Array, back: bool) -> Array:

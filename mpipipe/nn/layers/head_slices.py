@@ -31,7 +31,7 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_features, check_positive, check_slice_count, checked_ids, rows
-from mpipipe.nn.layers.layer import Layer, StageOfLayer, leaf
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, StageOfLayer, leaf
 from mpipipe.nn.parameters import matrix, row_slices
 
 LABELS = "labels"  # their name among the inputs
@@ -122,7 +122,7 @@ class HeadSlice(Layer):
         self.declared = {"weight": row_slices(matrix(vocab, inputs, gain, tie), of, stream)[number]}
         self.takes = (LABELS,) if labels else ()
 
-    def forward(self, x: Tree) -> tuple[Tree, Any]:
+    def forward(self, x: Tree) -> tuple[Tree, Saved]:
         parts = x if isinstance(x, tuple) else (x,)
         carried = self.number
         if self.takes:
@@ -138,17 +138,17 @@ class HeadSlice(Layer):
         check_features(self, parts[0], self.inputs)
         return self._losses(*parts) if self.takes else self._logits(*parts)
 
-    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
         dx = self._back(dy, saved, True, False)
         if not self.last:
             dy = (None, *dy[1:])
         return dx, (dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         dy, saved = pending
         self._back(dy, saved, False, True)
 
-    def backward(self, dy: Any, saved: Any) -> Any:
+    def backward(self, dy: Any, saved: Saved) -> Any:
         return self._back(dy, saved, True, True)
 
     # -- logits
@@ -161,7 +161,7 @@ class HeadSlice(Layer):
             return arrays.concatenate(parts, h.ndim - 1), (h.shape, flat)
         return (h, *parts), (h.shape, flat)
 
-    def _back_from_logits(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
+    def _back_from_logits(self, dy: Any, saved: Saved, of_input: bool, of_weight: bool) -> Any:
         shape, flat = saved
         kernels = self.stage.kernels
         if self.last:
@@ -219,7 +219,7 @@ class HeadSlice(Layer):
             return losses.reshape(shape), saved
         return (h, lse.reshape(shape), t.reshape(shape)), saved
 
-    def _back(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
+    def _back(self, dy: Any, saved: Saved, of_input: bool, of_weight: bool) -> Any:
         """Compute the gradient of the input, add to that of the weight, or both."""
         if not self.takes:
             return self._back_from_logits(dy, saved, of_input, of_weight)

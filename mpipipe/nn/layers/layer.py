@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
 from mpipipe.nn.parameters import FlatBuffer, Parameter
 from mpipipe.nn.rope import RopeTables
+
+# What a forward leaves for its backward, and `backward_input` for `backward_weight`: any object.
+Saved: TypeAlias = Any
+Pending: TypeAlias = Any
 
 
 class Position(NamedTuple):
@@ -109,7 +113,7 @@ class Differentiable(ABC):
     """A function of arrays with a backward that can be split in two, as layers and stages are."""
 
     @abstractmethod
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         """Compute the output of one micro-batch.
 
         The input has the stage's dtype and device, or is of integers.
@@ -123,7 +127,7 @@ class Differentiable(ABC):
         """
 
     @abstractmethod
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Any, Pending]:
         """Compute the gradient of the input from that of the output.
 
         Returns
@@ -134,10 +138,10 @@ class Differentiable(ABC):
             All that `backward_weight` needs.
         """
 
-    def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
+    def backward_weight(self, pending: Pending) -> None:  # noqa: B027  # many have no parameters
         """Add this micro-batch's part to the gradients of the parameters."""
 
-    def backward(self, dy: Array, saved: Any) -> Any:
+    def backward(self, dy: Array, saved: Saved) -> Any:
         """Do `backward_input` and `backward_weight` at once.
 
         Returns

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.nn.checks import check_features, check_positive, rows
-from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
+from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved, stacked_projections
 from mpipipe.nn.parameters import matrix, vector
 
 
@@ -63,7 +61,7 @@ class Linear(Layer):
     def projections(self) -> dict[str, Projection]:
         return {"linear": Projection("weight", 0, self.outputs)}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         if x.ndim != 2:
             check_features(self, x, self.inputs)
             y, saved = self.forward(rows(x))
@@ -72,7 +70,7 @@ class Linear(Layer):
             check_features(self, x, self.inputs)
         return self.stage.kernels.linear(x, self.weight, self.bias), x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array | None, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array | None, Pending]:
         if dy.ndim != 2:
             dx, pending = self.backward_input(rows(dy), saved)
             if dx is not None:
@@ -82,7 +80,7 @@ class Linear(Layer):
             return None, (dy, saved)
         return self.stage.kernels.linear_backward_input(dy, self.weight), (dy, saved)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         dy, x = pending
         self._add_product("weight", dy, x)
         self._add("bias", self.stage.kernels.sum_rows, dy)
@@ -109,14 +107,14 @@ class _TwoProducts(Layer):
         if bias:
             self.declared |= {self._first_bias: vector(width), "down_bias": vector(dim)}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         check_features(self, x, self.dim)
         linear = self.stage.kernels.linear
         flat = rows(x)
         inner = linear(flat, getattr(self, self._first), getattr(self, self._first_bias))
         return linear(self._f(inner), self.down, self.down_bias).reshape(x.shape), (flat, inner)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         x, inner = saved
         dflat = rows(dy)
         backward = self.stage.kernels.linear_backward_input
@@ -124,7 +122,7 @@ class _TwoProducts(Layer):
         dx = backward(dinner, getattr(self, self._first))
         return dx.reshape(dy.shape), (x, dinner, dflat, source)
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         x, dinner, dy, source = pending
         self._add_product(self._first, dinner, x)
         if self.__dict__["down_grad"] is not None or "down" in self.adapters:
@@ -233,8 +231,8 @@ class Gelu(Layer):
     recordable = True
     mixes_positions = False
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         return self.stage.kernels.gelu(x), x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         return self.stage.kernels.gelu_backward(dy, saved), None

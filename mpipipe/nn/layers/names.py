@@ -26,7 +26,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Layer, Position
+from mpipipe.nn.layers.layer import Layer, Pending, Position, Saved
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import zeros
 
@@ -183,7 +183,7 @@ class NamedChain(Sequential):
         known = (*self.named, *self.takes)
         self.comes_in = (*self.takes, *(name for name in names if name not in known))
 
-    def forward(self, x: Any) -> tuple[Any, Any]:
+    def forward(self, x: Any) -> tuple[Any, Saved]:
         main, handed = _divided(x)
         if handed.keys() != {*self.comes_in}:
             raise ArgumentError(
@@ -209,12 +209,12 @@ class NamedChain(Sequential):
             outputs[name] = values[name]
         return Branches(y, **outputs) if outputs else y, (saved, handed)
 
-    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
         of_layers, handed = saved
         dx, pending = super().backward_input(self._begin(dy), of_layers)
         return self._with_gradients(dx, handed), pending
 
-    def backward(self, dy: Any, saved: Any) -> Any:
+    def backward(self, dy: Any, saved: Saved) -> Any:
         of_layers, handed = saved
         return self._with_gradients(super().backward(self._begin(dy), of_layers), handed)
 
@@ -288,11 +288,11 @@ class Keep(Layer):
     def __init__(self, name: str):
         self.gives = (checked_name(name),)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         self.stage.give(self.gives[0], x)
         return x, None
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         return sum_of(dy, self.stage.gradient_of(self.gives[0])), None
 
 
@@ -320,7 +320,7 @@ class Join(Layer):
                 "axis of Join", found=repr(axis), expected="an axis after the first one, or None"
             )
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         other: Any = self.stage.taken(self.takes[0])
         kernels = self.stage.kernels
         axis = None if self.axis is None else self.axis % x.ndim
@@ -343,7 +343,7 @@ class Join(Layer):
             return kernels.add(x, other), None
         return arrays.concatenate((x, other), axis), x.shape[axis]
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         dx = dother = dy
         if saved is not None:
             axes = (slice(None),) * ((self.axis or 0) % dy.ndim)
@@ -394,7 +394,7 @@ class AdaptiveNorm(Layer):
         }
         self.children = {"modulation": self.modulation}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         check_features(self, x, self.size)
         condition: Any = self.stage.taken(self.takes[0])
         shape = (len(x), self.condition_size)
@@ -417,7 +417,7 @@ class AdaptiveNorm(Layer):
             scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         points, both, scales, of_linear = saved
         kernels = self.stage.kernels
         dpoints = dy.reshape(points.shape)
@@ -435,7 +435,7 @@ class AdaptiveNorm(Layer):
         self.stage.add_gradient(self.takes[0], dcondition)
         return dx.reshape(dy.shape), pending
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         self.modulation.backward_weight(pending)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_features, check_positive, rows
-from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.layer import Layer, Pending, Saved
 from mpipipe.nn.parameters import ones, vector
 from mpipipe.nn.random import random_key
 
@@ -28,12 +26,14 @@ class _Norm(Layer):
         self.eps = eps
         self.declared = {"gain": vector(dim, ones)}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         check_features(self, x, self.dim)
         y, scale = self.stage.kernels.norm(rows(x), self.gain, self.bias, self.eps)
         return y.reshape(x.shape), (rows(x), scale)
 
-    def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
+    def backward_input(
+        self, dy: Array, saved: Saved, more: Array | None = None
+    ) -> tuple[Array, Pending]:
         x, scale = saved
         if more is not None:
             more = rows(more)
@@ -42,7 +42,7 @@ class _Norm(Layer):
         )
         return dx.reshape(dy.shape), parts
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Pending) -> None:
         for key, parts in zip(("gain", "bias"), pending):
             self._add(key, self.stage.kernels.add_parts, parts)
 
@@ -149,14 +149,14 @@ class Dropout(Layer):
     def bound(self) -> None:
         self._stream = random_key("dropout", self.stage.seed, self.name)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array) -> tuple[Array, Saved]:
         position = self.stage.position
         if not position.training or self.threshold == 0:
             return x, None
         counter = (position.step, position.replica, position.microbatch)
         return self.stage.kernels.dropout(x, self._stream, counter, self.threshold, self.scale)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         if saved is None:
             return dy, None
         return self.stage.kernels.dropout_backward(dy, saved, self.scale), None
