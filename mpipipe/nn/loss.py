@@ -51,12 +51,9 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     >>> nn.mean_squared_error(np.array([1.0, 2.0]), np.array([0.0, 2.0]))
     (0.5, array([1., 0.]))
     """
-    _check_shapes(
-        "mean_squared_error needs a target for each element of the output",
-        output,
-        target,
-        output.shape,
-    )
+    if output.shape != target.shape or not output.size:
+        message = "mean_squared_error needs a target for each element of the output"
+        _check_shapes(message, output, target, output.shape)
     if target.dtype.kind == "c" and output.dtype.kind != "c":
         kinds = f"output {output.dtype}, target {target.dtype}"
         raise ArgumentError(

@@ -102,7 +102,12 @@ class PlainForward(PlainAction):
         if type(y) is Branches:
             y, _ = parted(y, (), NAMES["F"])
         if self.action.last and call.targets is not None:
-            self.use_output(call, read_only(y), call.targets[unit], unit)
+            if type(y) is np.ndarray:
+                output = y.view()
+                output.flags.writeable = False
+            else:
+                output = read_only(y)
+            self.use_output(call, output, call.targets[unit], unit)
         marks.append(perf_counter())
 
         if self.send is not None:

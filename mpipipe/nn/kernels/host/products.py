@@ -25,15 +25,10 @@ SUMMED = 1 << 18  # elements, above which a sum of rows is cut
 
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Return y = x weight^T + bias."""
-    return _product(x, weight.T, bias)
+    return product(x, weight.T, bias)
 
 
-def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return dx = dy weight."""
-    return _product(dy, weight)
-
-
-def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+def product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Return a b + bias, in pieces of rows, or of columns where rows are few."""
     count = len(a)
     depth, width = b.shape
@@ -60,6 +55,9 @@ def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np
 
     each(work, pieces)
     return result
+
+
+linear_backward_input = product  # dx = dy weight
 
 
 def even_pieces(count: int, least: int) -> list[slice]:
