@@ -326,7 +326,8 @@ class HaloConv(HaloExchange):
         try:
             # A shard without points is checked as one of a single point.
             shape = list(x.shape)
-            shape[self.axis] += sum(self.width) + is_empty
+            if x.ndim > self.axis:
+                shape[self.axis] += sum(self.width) + is_empty
             sizes = self.conv._sizes(np.broadcast_to(0.0, shape))
         except ArgumentError as problem:
             error = problem

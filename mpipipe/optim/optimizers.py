@@ -422,6 +422,9 @@ def pieces(
 
     A gap goes with the parameter before it.
     """
+    size = stage.gradients.flat.size
+    if not groups and share == (0, size):
+        return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
     # Complex parameters have one more axis here, of real and imaginary parts.
     pair = getattr(stage.gradients, "parts", 1) - 1
@@ -437,7 +440,7 @@ def pieces(
         if cuts[-1][0] == start:
             cuts.pop()
         cuts.append((start, group))
-    ends = [start for start, _ in cuts[1:]] + [stage.gradients.flat.size]
+    ends = [start for start, _ in cuts[1:]] + [size]
     parts = []
     for (begin, group), end in zip(cuts, ends):
         start = max(begin, share[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_positive, check_sequence, rows
@@ -196,7 +195,7 @@ class SelfAttention(Layer):
         self._turn(dqkv, inverse=True)
         parts = []
         for heads, (before, scale), gain in zip(room, plain, (self.q_norm, self.k_norm)):
-            dheads = rows(arrays.copied(heads))
+            dheads = rows(self._copied(heads))
             dx, part = kernels.norm_backward(dheads, before, scale, gain, False)
             kernels.copy(dx.reshape(heads.shape), heads)
             parts.append(part)
@@ -215,7 +214,7 @@ class SelfAttention(Layer):
 
     def _normalise(self, heads: Array, gain: Array) -> tuple[Array, Array]:
         """Normalise heads in place; return what they were, as rows, and the scales of the rows."""
-        plain = rows(arrays.copied(heads))
+        plain = rows(self._copied(heads))
         normal, scale = self.stage.kernels.norm(plain, gain, None, self.eps)
         self.stage.kernels.copy(normal.reshape(heads.shape), heads)
         return plain, scale

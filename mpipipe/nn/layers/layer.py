@@ -323,6 +323,12 @@ class Layer(Differentiable):
     def _empty(self, shape: Shape, dtype: np.dtype) -> Array:
         return arrays.empty(shape, dtype, self.stage.device)
 
+    def _copied(self, x: Array) -> Array:
+        """Return a copy in C order, which the threads of the rank make."""
+        copy = self._empty(x.shape, x.dtype)
+        self.stage.kernels.copy(x, copy)
+        return copy
+
     # -- how layers of the package add to gradients, which may be frozen or have adapters
 
     def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:

@@ -71,7 +71,7 @@ class SpectralConv(Layer):
         low = low.reshape(2 * len(x), -1, self.inputs).swapaxes(0, 1)
         products = self._empty((*low.shape[:2], 2 * self.outputs), low.dtype)
         kernels.products(low, self._weight(low.dtype), products)
-        ready = arrays.copied(self._parts(products))
+        ready = self._copied(self._parts(products))
         y = self._apply(ready.reshape(len(x), 4, -1), space, back, range(len(space)))
         return arrays.cast(y, x.dtype).reshape(*x.shape[:-1], self.outputs), (low, space)
 
@@ -87,7 +87,7 @@ class SpectralConv(Layer):
         kernels.copy(ready, self._parts(dproducts))
         dlow = self._empty(low.shape, low.dtype)
         kernels.products(dproducts, self._weight(low.dtype), dlow, transpose_b=True)
-        turned = arrays.copied(dlow.swapaxes(0, 1)).reshape(len(dy), -1, self.inputs)
+        turned = self._copied(dlow.swapaxes(0, 1)).reshape(len(dy), -1, self.inputs)
         dx = self._apply(turned, space, to_low, axes, transpose=True)
         return arrays.cast(dx, dy.dtype).reshape(*dy.shape[:-1], self.inputs), (low, dproducts)
 

@@ -199,7 +199,7 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
         np.multiply(out, 3 * _CUBE * _ROOT, out=out)
         np.add(out, _ROOT, out=out)
         np.multiply(out, x, out=out)
-        rest = np.multiply(t, t)
+        rest = np.multiply(t, t, out=np.empty_like(t))
         np.subtract(1, rest, out=rest)
         np.multiply(out, rest, out=out)
         np.add(out, t, out=out)

@@ -24,23 +24,18 @@ SUMMED = 1 << 18  # elements, above which a sum of rows is cut
 
 
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Return y = x weight^T + bias."""
-    return product(x, weight.T, bias)
-
-
-def product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Return a b + bias, in pieces of rows, or of columns where rows are few."""
-    count = len(a)
-    depth, width = b.shape
+    """Return y = x weight^T + bias, in pieces of rows, or of columns where rows are few."""
+    count = len(x)
+    width, depth = weight.shape
     pieces = None
     if count * depth * width >= WORK:
         pieces = (
             even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
         )
     if not pieces:
-        y = np.matmul(a, b)
+        y = np.matmul(x, weight.T)
         return y if bias is None else np.add(y, bias, out=y)
-    result = np.empty((count, width), a.dtype)
+    result = np.empty((count, width), x.dtype)
     whole = slice(None)
 
     def work(at: slice) -> None:
@@ -49,7 +44,7 @@ def product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.
         if count >= 2 * ROWS:
             rows = at
             columns = whole
-        part = np.matmul(a[rows], b[:, columns], out=result[rows, columns])
+        part = np.matmul(x[rows], weight[columns].T, out=result[rows, columns])
         if bias is not None:
             np.add(part, bias[columns], out=part)
 
@@ -57,7 +52,9 @@ def product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.
     return result
 
 
-linear_backward_input = product  # dx = dy weight
+def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return dx = dy weight."""
+    return linear(dy, weight.T)
 
 
 def even_pieces(count: int, least: int) -> list[slice]:
