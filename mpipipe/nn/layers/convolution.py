@@ -181,7 +181,7 @@ class Conv(Layer):
         shape = _Shape(self.width, self.before, self.stride, dy.shape[1:-1])
         sums = self._matrices(grad)
         for windows, group, place in self._windows(x, shape, self.outputs):
-            part = rows(self._copied(dy[place]))
+            part = rows(arrays.copied(dy[place]))
             self.stage.kernels.linear_backward_weight(part, windows, sums[group])
 
     def _sum_points(self, dy: Array, grad: Array) -> None:
@@ -239,7 +239,7 @@ class Conv(Layer):
             for group in range(self.groups):
                 part = gathered
                 if self.groups > 1:
-                    part = self._copied(gathered[..., group * channels : (group + 1) * channels])
+                    part = arrays.copied(gathered[..., group * channels : (group + 1) * channels])
                 windows = part.reshape(-1, len(taps) * channels)
                 yield windows, group, (*place, slice(group * per_group, (group + 1) * per_group))
 
