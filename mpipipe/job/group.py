@@ -25,6 +25,7 @@ from mpipipe.job.wait import wait_for
 from mpipipe.job.watch.watchdog import enrol, watch
 
 T = TypeVar("T")
+MOST_PASSED = 64  # closed groups whose last calls a rank remembers
 
 
 def group_of(comm: Communicator | None = None) -> RankGroup:
@@ -135,7 +136,10 @@ class RankGroup(OpenGroup):
         if self.closed or self.failure is not None:
             return
         self.agree("close")
-        self.context.passed[self.key] = self.calls
+        passed = self.context.passed
+        passed[self.key] = self.calls
+        if len(passed) > MOST_PASSED:
+            del passed[next(iter(passed))]
         self._detach()
         self.closed = True
         self.comm.Free()

@@ -109,7 +109,7 @@ class World:
                         raise InProcessError(text, rank=dest)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Send:
     """The request of a sender."""
 
@@ -133,7 +133,7 @@ class Send:
         """A message that was sent stays sent."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Receive:
     """The request of a receiver."""
 
@@ -173,7 +173,7 @@ class Receive:
                 self.world.posted[self.box].remove(self)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MeetingRequest:
     """One rank's request in a collective call; `values` are those of the ranks that have come."""
 

@@ -121,6 +121,8 @@ def layer_bytes(
                 with np.errstate(all="ignore"), counting(), lone.taking_head():
                     sizes = _micro_batch(lone, example[1])
                 known[lone] = replace(sizes, drawing=lone.drawing)
+                # Layers may be large, and one at a time is in memory.
+                del lone.stage, lone.x, lone.loss
             results.append(known[lone])
     return results, {name: bytes_of(value) for name, value in values.items()}
 

@@ -93,8 +93,6 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         start = resume.find_start(config, task, mesh, out)
         reader = Reader(task, shard, plan, mesh, config.steps)
         progress, loss, norm = _progress(stack, config, reader, mesh, device, layers)
-        # They may hold whole models.
-        del layers
         _begin(config, reader, progress, loss, start)
         reporter = _reporter(config, reader, mesh, device, out, start)
         stack.enter_context(reporter)
@@ -143,6 +141,7 @@ def _progress(
     with group.raise_together("train: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
+        layers.clear()  # they may hold whole models
         loss = task.loss_for(stages[-1], plan.microbatch_rows, reader.shard)
         loss = loss or TaskLoss(task, config.slices > 1)
     pipeline = Pipeline(

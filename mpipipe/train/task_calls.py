@@ -381,19 +381,21 @@ class Reader:
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step; where the task reads ahead, begin with that of the next."""
+        if not self.reads:
+            return None, None
         start = perf_counter()
         ahead = self.ahead
         if ahead is None:
-            pair = self.pair("batch", step)
-            self.waited = perf_counter() - start
+            reading = self._read("batch", step)
         else:
             self.ahead = None
             wait_locally(ahead.wait, f"the batch of step {step}")
             if ahead.problem is not None:
                 raise ahead.problem
-            self.waited = perf_counter() - start
-            pair = self._begun(ahead.result)
-        if self.reads and self.task.read_ahead and step + 1 < self.steps:
+            reading = ahead.result
+        self.waited = perf_counter() - start
+        pair = self._begun(reading)
+        if self.task.read_ahead and step + 1 < self.steps:
             self.ahead = ThreadTask(partial(self._read, "batch", step + 1), "mpipipe batches")
         return pair
 

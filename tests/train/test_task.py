@@ -4,19 +4,22 @@ import json
 import re
 import threading
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from mpipipe import Branches, attention, nn, optim
+from mpipipe import Branches, attention, nn, optim, schedules
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError, MpipipeError
 from mpipipe.exchange import HaloConv
 from mpipipe.job import inprocess
 from mpipipe.train import Shard, Task, TaskConfig, check_task, estimate_task, run
+from mpipipe.train.task_calls import Reader
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
 SEEDS = count()
@@ -755,3 +758,62 @@ def test_check_names_what_depends_on_the_number_of_micro_batches(task, text):
 def test_check_names_rows_that_depend_on_what_is_asked_for_with_them(task, text):
     with pytest.raises(DataError, match=text):
         inprocess.run(1, lambda comm: check_task(task(), 0, comm))
+
+
+def test_entries_of_layers_are_let_go_before_the_optimizer_is_made(tmp_path):
+    """They may hold whole models, which a rank has parts of."""
+    alive = []
+
+    class Entry:
+        def __call__(self):
+            return nn.Linear(POINTS, POINTS)
+
+    class Held(Task):
+        def layers(self, shard):
+            entries = [Entry(), Entry()]
+            alive.extend(map(weakref.ref, entries))
+            return entries
+
+        def batch(self, step, rows, shard):
+            x, target = np.random.default_rng(step).normal(size=(2, 8, POINTS))
+            return x[rows.start : rows.stop], target[rows.start : rows.stop]
+
+        validation = batch
+
+        def loss(self, output, target):
+            return nn.mean_squared_error(output, target)
+
+        def optimizer(self, stages, config):
+            seen.append([entry() for entry in alive])
+            return optim.SGD(stages, lr=0.1)
+
+    seen = []
+    config = TaskConfig(**KEYS | {"steps": 1}, out=str(tmp_path / "run"))
+    inprocess.run(1, lambda comm: run(Held(), config, comm))
+    assert seen and not any(seen[0])
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_the_wait_for_a_batch_is_the_time_of_reading_alone(tmp_path, read_ahead):
+    waits = []
+
+    class Slow(Field):
+        def batch(self, step, rows, shard):
+            return *super().batch(step, rows, shard), "more"
+
+        def begin(self, more):
+            time.sleep(0.3)
+
+    def job(comm):
+        task = Slow()
+        task.read_ahead = read_ahead
+        shard = Shard(comm)
+        plan = SimpleNamespace(rows=8, schedule=schedules.gpipe(1, 2))
+        mesh = SimpleNamespace(rank=0, data=comm, pipe=comm)
+        reader = Reader(task, shard, plan, mesh, 2)
+        for step in range(2):
+            reader.batch(step)
+            waits.append(reader.waited)
+
+    inprocess.run(1, job)
+    assert len(waits) == 2 and max(waits) < 0.3

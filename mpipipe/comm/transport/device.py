@@ -131,7 +131,7 @@ def _advance(messages: list[DeviceMessage]) -> None:
     messages[:] = [message for message in messages if not message.finished]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DeviceMessage(ABC):
     """A request for one array, which a transport advances and has in one of its lists, `messages`.
 

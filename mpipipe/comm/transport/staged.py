@@ -73,7 +73,7 @@ class StagedTransport(DeviceTransport):
         super().close()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Staged(DeviceMessage):
     """A message in chunks."""
 
