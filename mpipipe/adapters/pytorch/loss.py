@@ -86,9 +86,7 @@ class TorchLoss:
             if value.requires_grad and factor:
                 torch.autograd.backward(value, torch.full_like(value, factor), inputs=inputs)
             slopes = [slope_of(tensor) if tensor.requires_grad else None for tensor in outputs]
-            number = array_of(value.detach())
-            if value.device.type == "cpu":
-                number = value.item()
+            number = value.item() if value.is_cpu else array_of(value.detach())
             return (number, unflatten(slopes, structure), *weight)
 
     def _at(self, position: Position | None, device: str) -> AbstractContextManager[object]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import MutableMapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,32 +36,68 @@ class ModuleState:
         self._module = module
         self._before = StatesBefore()
 
-    @contextmanager
-    def drawing(self, device: str, seed: int, position: Position) -> Iterator[None]:
-        """Within, a forward of this position draws its own random numbers, and finds its state.
-
-        In an evaluation no part is in training; after it each is as its owner had set it.
-        """
+    def drawing(self, device: str, seed: int, position: Position) -> Drawing:
+        """Within, a forward of this position draws its own random numbers, and finds its state."""
         generator = torch.default_generator
         if device != "cpu":
             generator = torch.cuda.default_generators[arrays.current_gpu()]
-        with THREAD.turn, ExitStack() as after:
-            after.callback(generator.set_state, generator.get_state())
-            generator.manual_seed(seed)
-            if not position.training:
-                for part in self._module.modules():
-                    if part.training:
-                        after.callback(setattr, part, "training", True)
-                        part.training = False
-            elif position.recompute == "later":
-                snapshot = ModuleSnapshot.of(self._module, self._before.latest)
-                self._before.note(position, snapshot)
-            elif position.recompute == "now":
-                before = self._before.take(position)
-                if before is not None:
-                    after.callback(ModuleSnapshot.of(self._module, before).restore)
-                    before.restore()
-            yield
+        return Drawing(self, generator, seed, position)
+
+    def prepare(self, position: Position) -> ExitStack:
+        """Let a forward find its state; what is returned puts back what must not stay.
+
+        In an evaluation no part is in training; after it each is as its owner had set it.
+        """
+        after = ExitStack()
+        if not position.training:
+            for part in self._module.modules():
+                if part.training:
+                    after.callback(setattr, part, "training", True)
+                    part.training = False
+        elif position.recompute == "later":
+            snapshot = ModuleSnapshot.of(self._module, self._before.latest)
+            self._before.note(position, snapshot)
+        elif position.recompute == "now":
+            before = self._before.take(position)
+            if before is not None:
+                after.callback(ModuleSnapshot.of(self._module, before).restore)
+                before.restore()
+        return after
+
+
+class Drawing:
+    """A forward with random numbers of its own, after which the generator is as it was."""
+
+    __slots__ = ("_after", "_before", "_generator", "_position", "_seed", "_state", "_turn")
+
+    def __init__(
+        self, state: ModuleState, generator: torch.Generator, seed: int, position: Position
+    ):
+        self._state = state
+        self._generator = generator
+        self._seed = seed
+        self._position = position
+        self._after: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._turn = THREAD.turn
+        self._turn.__enter__()
+        self._before = self._generator.get_state()
+        try:
+            self._generator.manual_seed(self._seed)
+            if not self._position.training or self._position.recompute:
+                self._after = self._state.prepare(self._position)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._after is not None:
+                self._after.close()
+        finally:
+            self._generator.set_state(self._before)
+            self._turn.__exit__(None, None, None)
 
 
 # -- A copy of the state ---------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from mpipipe.errors import ArgumentError
 
 # torch.Tensor: PyTorch may be missing where types are checked.
 Tensor: TypeAlias = Any
+NOTHING = nullcontext()
 
 
 def is_differentiable(tensor: Tensor) -> bool:
@@ -43,7 +44,7 @@ def slope_of(tensor: Tensor) -> Array:
 def on_stream(device: str) -> AbstractContextManager[object]:
     """Within, PyTorch works on CuPy's current stream; on the host this does nothing."""
     if device == "cpu":
-        return nullcontext()
+        return NOTHING
     pointer = arrays.stream().ptr
     if not pointer:
         return torch.cuda.stream(torch.cuda.default_stream())
