@@ -352,7 +352,9 @@ class RingTable(list[RingStep]):
     """The steps of one rank in a pass of a ring, from `Layout.table`; `str` draws them."""
 
     def __str__(self) -> str:
-        rows = [["-" if cell is None else str(cell) for cell in step] for step in self]
+        rows = []
+        for step in self:
+            rows.append(["-" if cell is None else str(cell) for cell in step])
         names = [name.replace("_", " ") for name in RingStep._fields]
         return "\n".join(text_table(names, rows, left=(4,)))
 

@@ -16,7 +16,7 @@ rank that has most of it; no less than max C.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ def efficiencies(parts: Mapping[int, Mapping[str, float]]) -> Efficiencies:
 
 def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: Costs) -> str:
     """Say in one sentence what to change first."""
-    mean = _mean(parts)
+    mean = mean_parts(parts.values())
     whole = sum(mean.values())
     if mean["compute"] >= ENOUGH * whole:
         return f"Nothing: the ranks compute {mean['compute'] / whole:.0%} of the time."
@@ -132,13 +132,16 @@ def table(parts: Mapping[int, Mapping[str, float]]) -> str:
     del shown[MOST // 2 : -MOST // 2]  # nothing, if there are few
     rows = [[str(rank), *_cells(parts[rank])] for rank in sorted(shown)]
     if len(parts) > 1:
-        rows.append(["mean", *_cells(_mean(parts))])
+        rows.append(["mean", *_cells(mean_parts(parts.values()))])
     return "\n".join(text_table(["rank", "step", *PARTS], rows, left=()))
 
 
-def _mean(parts: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds of each part on the mean rank."""
-    return {part: fmean(of_rank[part] for of_rank in parts.values()) for part in PARTS}
+def mean_parts(all_parts: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean seconds of each part, over ranks or steps."""
+    means = {}
+    for part in PARTS:
+        means[part] = fmean(parts[part] for parts in all_parts)
+    return means
 
 
 def _cells(parts: Mapping[str, float]) -> list[str]:

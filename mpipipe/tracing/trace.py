@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from mpipipe import files
@@ -16,7 +15,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, Schedule, simulate
 from mpipipe.text import counted
 from mpipipe.tracing import efficiency, perfetto
-from mpipipe.tracing.efficiency import Efficiencies
+from mpipipe.tracing.efficiency import Efficiencies, mean_parts
 from mpipipe.tracing.records import RankRecord, on_one_clock
 from mpipipe.tracing.segments import PARTS, measured_costs, parts_of_steps, segments
 
@@ -77,10 +76,7 @@ class Trace:
             For each rank the seconds of each part, which add up to the time of the mean step:
             compute, bubble, imbalance, late sender, transfer, sums, optimizer, overhead, reading.
         """
-        means = {}
-        for rank, steps in self.parts_of_steps().items():
-            means[rank] = {part: fmean(step[part] for step in steps) for part in PARTS}
-        return means
+        return {rank: mean_parts(steps) for rank, steps in self.parts_of_steps().items()}
 
     def parts_of_steps(self) -> dict[int, list[dict[str, float]]]:
         """Divide the time of each step.
