@@ -17,7 +17,7 @@ from mpipipe.text import counted
 from mpipipe.tracing import efficiency, perfetto
 from mpipipe.tracing.efficiency import Efficiencies, mean_parts
 from mpipipe.tracing.records import RankRecord, on_one_clock
-from mpipipe.tracing.segments import PARTS, measured_costs, parts_of_steps, segments
+from mpipipe.tracing.segments import measured_costs, parts_of_steps, segments
 
 SUMMARY = "summary.json"
 EVENTS = "trace.json"
