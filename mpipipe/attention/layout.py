@@ -200,7 +200,9 @@ class Layout:
         if causal and window is None and documents is None and q_rank == k_rank and keys is None:
             # They are in the order of their positions, so causality is that of the rows.
             rows = self.length(q_rank)
-            return [Slice(0, rows, 0, rows, None, 0 if rows > 1 else None)] if rows else []
+            if rows == 0:
+                return []
+            return [Slice(0, rows, 0, rows, None, 0 if rows > 1 else None)]
         return mask_slices(
             self._ranges[q_rank], (keys or self)._ranges[k_rank], causal, window, documents
         )

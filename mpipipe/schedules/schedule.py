@@ -97,12 +97,11 @@ class Schedule:
     @property
     def batch(self) -> str:
         """What a step runs, in words: "8 micro-batches", or "2 micro-batches in 4 slices each"."""
-        each = (
-            ""
-            if self.slices == 1
-            else f" in {self.slices} slices{' each' if self.microbatches > 1 else ''}"
-        )
-        return counted(self.microbatches, "micro-batch") + each
+        text = counted(self.microbatches, "micro-batch")
+        if self.slices == 1:
+            return text
+        text += f" in {self.slices} slices"
+        return f"{text} each" if self.microbatches > 1 else text
 
     def cell(self, action: Action) -> str:
         """Write an action as the table has it: ``0F3``, or ``0F3.1`` for slice 1."""

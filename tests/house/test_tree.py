@@ -75,3 +75,41 @@ def test_docstrings_use_plain_words():
             for match in WORDS.finditer(text.split("Examples\n")[0])
         ]
     )
+
+
+COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)
+
+
+def nested(tree: ast.Module) -> list[int]:
+    """Lines of a comprehension within another, and of a conditional expression within another."""
+    lines = []
+    for kinds in (COMPREHENSIONS, ast.IfExp):
+        for node in nodes(tree):
+            if isinstance(node, kinds) and any(isinstance(each, kinds) for each in list(ast.walk(node))[1:]):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_no_comprehension_and_no_conditional_stands_within_another():
+    refuse([f"{path}:{line}" for path, tree in trees().items() for line in nested(tree)])
+
+
+@pytest.mark.parametrize(
+    "text", ["[[a for a in b] for b in c]", "{a: [d if e else f for d in b] for a in c}", "a if b else c if d else e"]
+)
+def test_the_search_for_what_is_nested_finds_it(text):
+    assert nested(ast.parse(text)) == [1]
+    assert not nested(ast.parse("[a if b else c for a in d]\nfor a in b:\n    c = [d for d in a]"))
+
+
+def test_the_comment_of_a_statement_of_several_lines_stands_above_it():
+    """After its closing bracket nobody reads it, and `ruff format` breaks the line for it."""
+    comment = re.compile(r"^\s*[])}].*  # (?!type:|fmt:|noqa)")
+    refuse(
+        [
+            f"{path.relative_to(PACKAGE)}:{number}"
+            for path in sorted(PACKAGE.rglob("*.py"))
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if comment.match(line)
+        ]
+    )
