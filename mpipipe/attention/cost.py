@@ -300,12 +300,12 @@ def ring_cost(
         computing = [0.0] * layout.ranks
         done = [0.0] * layout.ranks
         for step, rows in enumerate(zip(*tables)):
-            there = [begin + size[step] / bandwidth for begin, size in zip(done, sizes)]
+            arrivals = [begin + size[step] / bandwidth for begin, size in zip(done, sizes)]
             for rank, row in enumerate(rows):
                 seconds = attention_flops(batch * row.pairs, heads, head_dim) / rate
                 source = rank if row.receive_from is None else row.receive_from
                 computing[rank] += seconds
-                done[rank] = max(done[rank] + seconds, there[rank], there[source])
+                done[rank] = max(done[rank] + seconds, arrivals[rank], arrivals[source])
         sent = layers * max(map(sum, sizes))
         seconds = layers * max(computing)
         costs.append(RingCost(sent, sent / bandwidth, seconds, layers * max(done)))

@@ -73,8 +73,8 @@ def _gloo(comm: Communicator) -> Iterator[None]:
     group = group_of(comm)
     with socket.socket() as free:
         free.bind(("", 0))
-        mine = socket.gethostname(), free.getsockname()[1]
-    everyone = group.gather("bench: the hosts", mine)
+        address = socket.gethostname(), free.getsockname()[1]
+    everyone = group.gather("bench: the hosts", address)
     host, port = everyone[0]
     if len({name for name, _ in everyone}) == 1:
         host = "127.0.0.1"

@@ -144,15 +144,15 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
         """Return the ends of skips over which a stage takes something, or gives something."""
         found = []
         for edge, skip in enumerate(schedule.skips, schedule.stages):
-            here = skip.source
-            there = skip.target
+            near = skip.source
+            far = skip.target
             if takes == (direction == FORWARD):
-                here, there = there, here
-            if stage == here:
+                near, far = far, near
+            if stage == near:
                 is_wanted = direction == FORWARD or skip.source >= lowest
                 message = None
                 if is_wanted:
-                    message = envelope(edge, there, unit, direction, skip.name)
+                    message = envelope(edge, far, unit, direction, skip.name)
                 found.append(Port(skip.name, edge, message, is_wanted))
         return tuple(found)
 

@@ -71,8 +71,8 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
 
 def _places(group: RankGroup) -> tuple[int, int, str]:
     """Find out how ranks share nodes and cores; collective."""
-    mine = {"rank": group.rank, "host": socket.gethostname(), "cores": own_cores()}
-    everyone = group.gather("plan: the cores", (mine, processor.thread_count()))
+    place_here = {"rank": group.rank, "host": socket.gethostname(), "cores": own_cores()}
+    everyone = group.gather("plan: the cores", (place_here, processor.thread_count()))
     places = [place for place, _ in everyone]
     text = oversubscribed(places) or ""
     if text:
@@ -88,11 +88,11 @@ def measure(measured: MeasuredRanks) -> Profile:
     action = measure_action(measured)
     links = measure_links(measured, action)
     step = measure_step(measured, action, links)
-    mine = measure_layers(measured)
-    for size, of_size in mine.costs.items():
-        mine.costs[size] = replace(of_size, action=action)
+    layers = measure_layers(measured)
+    for size, of_size in layers.costs.items():
+        layers.costs[size] = replace(of_size, action=action)
     everyone = group_of(mesh.comm).gather(
-        "plan: what all ranks have measured", (mesh.pipe.rank, mine, step)
+        "plan: what all ranks have measured", (mesh.pipe.rank, layers, step)
     )
     ranks = []
     for place in range(mesh.pipe.size):
@@ -100,13 +100,13 @@ def measure(measured: MeasuredRanks) -> Profile:
         replicas = [layers for rank, layers, _ in everyone if rank == place]
         ranks.append(max(replicas, key=_seconds))
     costs = {}
-    for size in mine.costs:
+    for size in layers.costs:
         costs[size] = tuple(rank.costs[size] for rank in ranks)
     return Profile(
         kinds=problem.kinds,
         costs=costs,
         links=links,
-        sizes=mine.sizes,
+        sizes=layers.sizes,
         states=problem.states,
         trained=problem.trained_counts,
         optimizer=tuple(rank.optimizer for rank in ranks),

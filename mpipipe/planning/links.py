@@ -49,12 +49,12 @@ def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Lin
     found: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
     for phase in _phases(pipe.size):
         ends = [link for link in phase if pipe.rank in (link, (link + 1) % pipe.size)]
-        mine = ends[0] if ends else None
-        color = pipe.size + pipe.rank if mine is None else mine
-        pair = pipe.split(color, int(pipe.rank != mine), "plan: two neighbours")
-        if mine is not None:
+        edge = ends[0] if ends else None
+        color = pipe.size + pipe.rank if edge is None else edge
+        pair = pipe.split(color, int(pipe.rank != edge), "plan: two neighbours")
+        if edge is not None:
             for size in measured.problem.space.sizes:
-                found[size][mine] = _link(pair, _array(measured, size), action)
+                found[size][edge] = _link(pair, _array(measured, size), action)
         pipe.agree("plan: these neighbours are measured")
         pair.Free()
     everyone = pipe.gather("plan: the links", found)

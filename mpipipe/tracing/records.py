@@ -132,9 +132,9 @@ def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
         for number, step in enumerate(record.steps):
             for message, peer, nbytes, time in step.sent:
                 target = index.get((record.replica, peer), -1)
-                there = arrivals.get((target, number), {}).get(message)
-                if there is not None:
-                    found.append(Delivery(number, source, target, message, nbytes, time, there))
+                arrival = arrivals.get((target, number), {}).get(message)
+                if arrival is not None:
+                    found.append(Delivery(number, source, target, message, nbytes, time, arrival))
     return found
 
 

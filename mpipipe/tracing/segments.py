@@ -100,17 +100,17 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
         part, name = SPANS[span.name.partition(" ")[0]]
         found.append(Segment(span.start, span.end, part, name))
     for wait in step.waits:
-        there = wait.end  # when the others were there
+        arrived = wait.end  # when the others had come
         if wait.message is not None:
-            there = peers.sent.get((replica, number, wait.message), there)
+            arrived = peers.sent.get((replica, number, wait.message), arrived)
         elif wait.group is not None:
-            there = peers.entries[keys[wait]]
-        there = min(max(there, wait.start), wait.end)
-        found.append(Segment(wait.start, there, LATE, wait.what))
+            arrived = peers.entries[keys[wait]]
+        arrived = min(max(arrived, wait.start), wait.end)
+        found.append(Segment(wait.start, arrived, LATE, wait.what))
         if wait.message is not None:
-            found.append(Segment(there, wait.end, "transfer", wait.what))
+            found.append(Segment(arrived, wait.end, "transfer", wait.what))
         elif wait.sums:
-            found.append(Segment(there, wait.end, "sums", wait.what))
+            found.append(Segment(arrived, wait.end, "sums", wait.what))
     return _painted(found, (step.start, step.end))
 
 
