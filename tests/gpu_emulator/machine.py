@@ -107,6 +107,7 @@ class Ranges:
         self._lock = threading.RLock()  # a piece can be freed, by the collector of garbage, within any of these
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
+        self._removed = 0  # pieces so far
 
     def add(self, start: int, nbytes: int):
         with self._lock:
@@ -115,14 +116,19 @@ class Ranges:
 
     def remove(self, start: int):
         with self._lock:
-            del self._starts[bisect_right(self._starts, start) - 1]
+            self._removed += 1
+            self._starts.remove(start)  # in one go: the collector may move others between a search and a removal
             del self._ends[start]
 
     def check(self, ptr: int, nbytes: int):
         """Raise unless the `nbytes` from `ptr` on lie in one live piece."""
         with self._lock:
-            position = bisect_right(self._starts, ptr) - 1
-            inside = position >= 0 and ptr + nbytes <= self._ends[self._starts[position]]
+            removed = -1
+            while removed != self._removed:  # the collector may free another piece between two lines
+                removed = self._removed
+                position = bisect_right(self._starts, ptr)
+                start = max(self._starts[position - 1 : position], default=None)
+                inside = ptr + nbytes <= self._ends.get(start, 0)
         if not inside:
             raise CUDARuntimeError(
                 f"cudaErrorInvalidValue: {nbytes} bytes from {ptr:#x} are not in live {self.what} memory"
