@@ -321,11 +321,12 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
     watchdog = context.watchdog
     limit = settings.watchdog() if seconds is None else seconds or inf
     if watchdog is None:  # this rank is a thread, or no group was ever made
+        outer = context.watch_limit
         context.watch_limit = limit
         try:
             yield
         finally:
-            context.watch_limit = None
+            context.watch_limit = outer
         return
     before = watchdog.limit, watchdog.folder
     watchdog.configure(limit, folder)
