@@ -146,6 +146,10 @@ class PipelineStage(Runner, Protocol):
     def detach(self, poll: Callable[[], object] | None) -> None:
         """Forget the function, unless a later pipeline has set another one."""
 
+    @property
+    def direct(self) -> nn.Differentiable:
+        """What runs micro-batches whose input `forward` has accepted once."""
+
     def begin_call(self, ends: bool, runs_again: bool) -> None:
         """Compute with the parameters as they are now.
 
@@ -173,7 +177,7 @@ def gradient_arrays(stage: PipelineStage) -> list[Array]:
         for part in inner.buffers.parts.values():
             part = part.reshape(-1)
             # A user's array may be the whole buffer of an inner stage, from before the parts left.
-            if part.size and not any(arrays.shares_memory(part, flat) for flat in flats):
+            if part.size and not arrays.shares_any(part, flats):
                 flats.append(part)
     return flats
 
@@ -359,7 +363,7 @@ class UserArrays:
             renew()
 
 
-class UserStage(UserArrays):
+class UserStage(UserArrays, nn.Differentiable):
     """A stage of the user's own, with what it leaves out filled in."""
 
     def __init__(self, user_stage: Any):
@@ -435,6 +439,10 @@ class UserStage(UserArrays):
             inner.detach(poll)
         if getattr(self.user_stage, "poll", None) == poll:
             self.user_stage.poll = None
+
+    @property
+    def direct(self) -> nn.Differentiable:
+        return self
 
     def begin_call(self, ends: bool, runs_again: bool) -> None:
         for inner in self.inner_stages:

@@ -225,11 +225,7 @@ class ForeignStage(nn.Stage):
         """The gradients, with what the library has put in their place since."""
         for layer in self.layers:
             layer.begin_call()
-        return self._gradients
-
-    @gradients.setter
-    def gradients(self, gradients: FlatBuffer) -> None:
-        self._gradients = gradients
+        return self.buffers.gradients
 
 
 def one_dtype(kinds: Mapping[str, str], remedy: str) -> str:

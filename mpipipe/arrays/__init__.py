@@ -78,6 +78,7 @@ from mpipipe.arrays.memory import (
     empty_like,
     memory_shortage,
     set_zero,
+    shares_any,
     shares_memory,
     zeros,
     zeros_like,

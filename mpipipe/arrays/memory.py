@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -100,6 +101,11 @@ def shares_memory(first: Array, second: Array) -> bool:
         return np.may_share_memory(first, second)
     (low, high), (start, end) = _bounds(first), _bounds(second)
     return low < end and start < high
+
+
+def shares_any(array: Array, others: Iterable[Array]) -> bool:
+    """Return whether an array may overlap one of the others."""
+    return any(shares_memory(array, other) for other in others)
 
 
 def _bounds(array: DeviceArray) -> tuple[int, int]:

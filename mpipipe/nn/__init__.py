@@ -29,7 +29,16 @@ from mpipipe.nn.layers.convolution import Conv
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
 from mpipipe.nn.layers.field import Patches
 from mpipipe.nn.layers.head_slices import HeadSlice, check_slices
-from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Pending, Position, Saved, mixes
+from mpipipe.nn.layers.layer import (
+    LORA_A,
+    LORA_B,
+    Differentiable,
+    Layer,
+    Pending,
+    Position,
+    Saved,
+    mixes,
+)
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
 from mpipipe.nn.layers.names import (
     AdaptiveNorm,

@@ -355,6 +355,8 @@ class StageBuffers:
     `optimizer_writes` only optimizers write `compute`; `written` is whether they have since the
     adapters were last merged.
 
+    `gpu` is the number of the GPU with the arrays, None on the host.
+
     A pipeline sets what ties change: `owners` are (stage, name) where a parameter lies, if that is
     in other buffers or under another name; `parts` what its layer adds to, in place of the gradient
     there; `tied_copies` the names of parameters that norms count elsewhere.
@@ -366,6 +368,7 @@ class StageBuffers:
     frozen: FlatBuffer
     frozen_compute: FlatBuffer
     decay_ranges: list[tuple[int, int, bool]]
+    gpu: int | None
     merged: dict[str, tuple[Any, Array]] = field(default_factory=dict)
     optimizer_writes: bool = False
     written: bool = False
@@ -405,7 +408,8 @@ class StageBuffers:
         decays = {name: parameter.decay for name, parameter in trained.items()}
         ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
         _show(parameters, frozen, declared)
-        return cls(parameters, gradients, compute, frozen, frozen_compute, ranges)
+        gpu = arrays.current_gpu() if device == "cuda" else None
+        return cls(parameters, gradients, compute, frozen, frozen_compute, ranges, gpu)
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
-from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import (
     Differentiable,
     Layer,
@@ -24,7 +23,7 @@ from mpipipe.nn.layers.layer import (
     leaf,
     mixes,
 )
-from mpipipe.nn.layers.names import NamedChain, check_links, no_branches_error, sum_of
+from mpipipe.nn.layers.names import Names, check_links, no_branches_error, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
@@ -57,19 +56,14 @@ class Stage(Differentiable):
 
     Attributes
     ----------
-    device, gpu : str, int or None
-        "cpu" or "cuda"; the number of the GPU, None on the host.
-    kernels, tables : Kernels, RopeTables
-        The functions that layers compute with there (see nn.kernels), and the rotary tables that
-        they share.
+    device : str
+        "cpu" or "cuda".
+    kernels : Kernels
+        The functions that layers compute with there (see nn.kernels).
     buffers : StageBuffers
         Where all arrays lie (see nn.parameters).
-    parameters : FlatBuffer
-        All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere.
-    gradients : FlatBuffer
-        Gradients of what is trained, with the offsets of `parameters`.
-    compute : FlatBuffer
-        What layers compute with: `parameters`, or its copy in a half dtype, which `refresh` makes.
+    names : Names
+        The layers one after the other, with the names that they take and give.
     position : Position
         Of the forward under way, or of the last one; read by random layers.
     poll : callable or None
@@ -117,11 +111,9 @@ class Stage(Differentiable):
         frozen: Sequence[str] = (),
     ):
         self.device = arrays.check_device(device)
-        self.gpu = arrays.current_gpu() if self.device == "cuda" else None
         self.dtype = checked_dtype(dtype)
         arrays.check_computable(self.dtype, self.device)
         self.kernels = kernels.of(self.device, self.dtype)
-        self.tables = RopeTables(self.kernels.rope_table, self.dtype)
         self.layers = tuple(layers)
         self.first = first
         self.seed = seed
@@ -138,22 +130,12 @@ class Stage(Differentiable):
                     found=type(layer).__name__,
                     expected="an instance of nn.Layer",
                 )
-        # The layers with names that come in, go out, or are handed from layer to layer. Without
-        # any, the stage runs a plain chain.
-        self.names = NamedChain(self.layers)
-        self.names.stage = self
-        self._chain: Sequential = self.names
-        if not self.names.takes and not self.names.named:
-            self._chain = Sequential(self.layers)
-            self._chain.stage = self
+        self.names = Names(self, self.layers)
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
         names = frozen_names(declared, tuple(frozen))
-        buffers = self.buffers = StageBuffers.of(
+        self.buffers = StageBuffers.of(
             declared, names, self.dtype, self.device, self.seed, self.keeps_halves
         )
-        self.parameters = buffers.parameters
-        self.gradients = buffers.gradients
-        self.compute = buffers.compute
         self._bind()
 
     def _bind(self) -> None:
@@ -161,25 +143,21 @@ class Stage(Differentiable):
         self.sync_compute()
         named = self._named_layers()
         # Layers with adapters (see nn.LoRA), by the name of the matrix.
-        self.adapted: dict[str, Layer] = {}
+        adapted: dict[str, Layer] = {}
         for name, layer in named:
             layer.bind(self, name)
             for key in layer.adapters:
-                self.adapted[f"{name}.{key}"] = layer
-        shapes = {name: self.parameters[name].shape for name in self.adapted}
+                adapted[f"{name}.{key}"] = layer
+        shapes = {name: self.parameters[name].shape for name in adapted}
         halves = self.compute is not self.parameters
         sums = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
-        for name, layer in self.adapted.items():
+        for name, layer in adapted.items():
             self.buffers.merged[name] = layer, sums[name]
             setattr(layer, name.rpartition(".")[2], sums[name])
-        if self.adapted:
+        if adapted:
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
-        self._preparing = []
-        for _, layer in named:
-            if type(layer).begin_call is not Layer.begin_call:
-                self._preparing.append(layer)
         self.end_backward(False)
 
     def __repr__(self) -> str:
@@ -189,6 +167,34 @@ class Stage(Differentiable):
         return f"<{type(self).__name__} of {layers}, {parameters} in {self.dtype} on {self.device}>"
 
     # -- parameters and gradients
+
+    @property
+    def parameters(self) -> FlatBuffer:
+        """All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere."""
+        return self.buffers.parameters
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """Gradients of what is trained, with the offsets of `parameters`."""
+        return self.buffers.gradients
+
+    @property
+    def compute(self) -> FlatBuffer:
+        """What layers compute with: `parameters`, or its copy in a half dtype.
+
+        `refresh` makes that copy.
+        """
+        return self.buffers.compute
+
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU with the arrays; None on the host."""
+        return self.buffers.gpu
+
+    @cached_property
+    def tables(self) -> RopeTables:
+        """The rotary tables that the layers share."""
+        return RopeTables(self.kernels.rope_table, self.dtype)
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
@@ -269,13 +275,22 @@ class Stage(Differentiable):
     @property
     def first_layer(self) -> Layer:
         """The layer that sees the input, within the first one."""
-        return leaf(self._chain, 0)
+        return leaf(self.names.chain, 0)
 
     def _named_layers(self) -> list[tuple[str, Layer]]:
         named: list[tuple[str, Layer]] = []
         for place, layer in enumerate(self.layers, self.first):
             named += layer.walk(str(place))
         return named
+
+    @cached_property
+    def _preparing(self) -> list[Layer]:
+        """Layers that prepare for each call."""
+        preparing = []
+        for _, layer in self._named_layers():
+            if type(layer).begin_call is not Layer.begin_call:
+                preparing.append(layer)
+        return preparing
 
     def _places(self) -> dict[str, tuple[Layer, str]]:
         places = {}
@@ -316,7 +331,9 @@ class Stage(Differentiable):
         Nothing else may write parameters.
         """
         self.refresh()
-        self.buffers.optimizer_writes = self.compute is not self.parameters or bool(self.adapted)
+        self.buffers.optimizer_writes = self.compute is not self.parameters or bool(
+            self.buffers.merged
+        )
 
     @property
     def kept_copy(self) -> Array | None:
@@ -329,9 +346,22 @@ class Stage(Differentiable):
     def originals(self) -> FlatBuffer | None:
         """The parameters, if layers compute with nothing but a copy of them in a half dtype."""
         has_copy = self.compute is not self.parameters
-        return self.parameters if has_copy and not self.adapted else None
+        return self.parameters if has_copy and not self.buffers.merged else None
 
     # -- what a pipeline does with a stage
+
+    @property
+    def direct(self) -> Differentiable:
+        """What runs micro-batches whose input `forward` has accepted once.
+
+        It is the stage itself where a subclass, or somebody for this object, has replaced `forward`
+        or `backward`.
+        """
+        kind = type(self)
+        is_own = kind.forward is not Stage.forward or kind.backward is not Stage.backward
+        if is_own or not vars(self).keys().isdisjoint(("forward", "backward")):
+            return self
+        return self.names.entry
 
     @property
     def input_names(self) -> set[str] | None:
@@ -413,6 +443,10 @@ class Stage(Differentiable):
         From then on they return None for that gradient. Integers have none. Where forwards are to
         run again, all layers keep what they keep for a backward.
         """
+        chain = self.names.chain
+        if chain.asked == (ends, runs_again):
+            return
+        chain.asked = ends, runs_again
         ends = ends or self.first_layer.uploads_integers
         trained = []
         for place, layer in enumerate(self.layers):
@@ -421,7 +455,7 @@ class Stage(Differentiable):
         lowest = 0
         if ends and trained:
             lowest = trained[0]
-        self._chain.lowest = lowest
+        chain.lowest = lowest
         for place, layer in enumerate(self.layers):
             if _knows_its_end(layer):
                 layer.ends = ends and place == lowest
@@ -463,7 +497,7 @@ class Stage(Differentiable):
     @property
     def has_names(self) -> bool:
         """Whether names come in, go out, or are handed from layer to layer."""
-        return self._chain is self.names
+        return self.names.are_used
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -483,9 +517,6 @@ class Stage(Differentiable):
         names : sequence of str
             Names that its layers give, or that its input has.
         """
-        if names:
-            self.names.lowest = self._chain.lowest
-            self._chain = self.names
         self.names.hand_on(names)
 
     def taken(self, name: str) -> Tree:
@@ -551,16 +582,16 @@ class Stage(Differentiable):
             self.position = position
         if type(x) is not np.ndarray or x.dtype != self.dtype or self.device == "cuda":
             x = accepted_input(self, x)
-        return self._chain.forward(x)
+        return self.names.entry.forward(x)
 
     def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        return self._chain.backward_input(dy, saved)
+        return self.names.entry.backward_input(dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:
-        self._chain.backward_weight(pending)
+        self.names.chain.backward_weight(pending)
 
     def backward(self, dy: Array, saved: Saved) -> Array:
-        return self._chain.backward(dy, saved)
+        return self.names.entry.backward(dy, saved)
 
 
 def _knows_its_end(layer: Layer) -> bool:

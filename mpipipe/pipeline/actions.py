@@ -17,14 +17,14 @@ from mpipipe.arrays import Tree, read_only
 from mpipipe.comm import Envelope, Lease
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call
+from mpipipe.pipeline.clock import Mark
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.loss import unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, wrong_result
 from mpipipe.pipeline.plan import NAMES, PlannedAction
-from mpipipe.stages import Runner
 
 # A function that evaluates the loss: (call, output, target, unit).
-UseOutput = Callable[[Call, Any, Any, int], None]
+UseOutput = Callable[[Call, Tree, Tree, int], None]
 
 
 # -- The common case -------------------------------------------------------------------------------
@@ -35,20 +35,22 @@ class PlainAction:
 
     __slots__ = (
         "action",
+        "attached",
         "kind",
         "mailbox",
         "messages",
-        "runner",
         "send",
         "shape",
+        "stage",
         "start",
         "unit",
     )
 
-    def __init__(self, action: PlannedAction, runner: Runner, messages: StageMessages):
+    def __init__(self, action: PlannedAction, attached: AttachedStage, messages: StageMessages):
         self.action = action
         self.unit = action.unit
-        self.runner = runner
+        self.attached = attached
+        self.stage = attached.stage
         self.messages = messages
         self.mailbox = messages.mailbox
         self.send: Envelope | None = action.send
@@ -77,9 +79,13 @@ class PlainForward(PlainAction):
     __slots__ = ("use_output",)
 
     def __init__(
-        self, action: PlannedAction, runner: Runner, messages: StageMessages, use_output: UseOutput
+        self,
+        action: PlannedAction,
+        attached: AttachedStage,
+        messages: StageMessages,
+        use_output: UseOutput,
     ):
-        super().__init__(action, runner, messages)
+        super().__init__(action, attached, messages)
         self.use_output = use_output
 
     def run(self, call: Call) -> None:
@@ -94,8 +100,8 @@ class PlainForward(PlainAction):
             taken = (received,)
 
         marks.append(perf_counter())
-        self.runner.position = call.positions[unit]
-        result = self.runner.forward(x)
+        self.stage.position = call.positions[unit]
+        result = self.attached.direct.forward(x)
         if type(result) is not tuple or len(result) != 2:
             raise wrong_result(result)
         y, saved = result
@@ -123,9 +129,13 @@ class PlainBackward(PlainAction):
     __slots__ = ("returns_dx",)
 
     def __init__(
-        self, action: PlannedAction, runner: Runner, messages: StageMessages, input_grads: bool
+        self,
+        action: PlannedAction,
+        attached: AttachedStage,
+        messages: StageMessages,
+        input_grads: bool,
     ):
-        super().__init__(action, runner, messages)
+        super().__init__(action, attached, messages)
         self.returns_dx = action.first and input_grads
 
     def run(self, call: Call) -> None:
@@ -140,7 +150,7 @@ class PlainBackward(PlainAction):
             taken = (*taken, received)
 
         marks.append(perf_counter())
-        dx = self.runner.backward(dy, saved)
+        dx = self.attached.direct.backward(dy, saved)
         marks.append(perf_counter())
 
         if self.send is not None:
@@ -163,9 +173,11 @@ def is_plain(action: PlannedAction, stage: AttachedStage, messages: StageMessage
         return False
     if stage.stage.device != "cpu":
         return False
-    is_forward = action.op == "F"
-    enters = action.first if is_forward else action.last
-    leaves = action.last if is_forward else action.ends
+    enters = action.first
+    leaves = action.last
+    if action.op == "B":
+        enters = action.last
+        leaves = action.ends
     if enters != (action.receive is None) or leaves != (action.send is None):
         return False
     for message in (*action.receives, *action.sends):
@@ -184,7 +196,7 @@ class Machine(Protocol):
     messages: StageMessages
     loss: LossEvaluation
     input_grads: bool
-    now: Callable[[], Any]  # makes a mark of the clock
+    now: Callable[[], Mark]  # makes a mark of the clock
 
 
 class GeneralAction:
@@ -234,7 +246,9 @@ class Forward(GeneralAction):
         if action.last and call.targets is not None:
             loss = self.executor.loss
             # A loss over the batch holds the output after its buffers may be used again.
-            output = copy_if_aliased(y, lease) if lease and loss.gathers else y
+            output = y
+            if lease and loss.gathers:
+                output = copy_if_aliased(y, lease)
             loss.use_output(call, read_only(output), call.targets[unit], unit)
         call.marks.append(now())
 
@@ -244,8 +258,10 @@ class Forward(GeneralAction):
             self.messages.give(action, call.local, y, skips, lease)
         elif call.wants_outputs:
             call.outputs[unit] = y
+        if action.recomputed:
+            saved = x
         if call.training and action.keeps:
-            call.saved[self.key] = (x if action.recomputed else saved), lease
+            call.saved[self.key] = saved, lease
         else:
             self.messages.mailbox.release(lease)
 

@@ -22,6 +22,8 @@ class AttachedStage:
         self.number = number
         # The stage itself, its CUDA graphs, or in check mode a CheckedStage.
         self.runner: Runner = stage
+        # What the shortest actions call in place of the stage.
+        self.direct = stage.direct
         self.ends = ends
         self.runs_again = runs_again
         self._poll: Callable[[], object] | None = None
@@ -48,6 +50,7 @@ class AttachedStage:
 
     def begin_call(self) -> None:
         """Compute with the parameters as they are now."""
+        self.direct = self.stage.direct
         try:
             self.stage.begin_call(self.ends, self.runs_again)
         except MpipipeError as error:

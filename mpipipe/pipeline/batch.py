@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import compress
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Download, Forked, Structure, Tree, flatten, read_only, unflatten
 from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
-from mpipipe.nn import Position
+from mpipipe.nn import Pending, Position, Saved
 from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.pipeline.units import AskedSlices, Slicing, rows_of_any, split
 from mpipipe.schedules import Schedule
@@ -28,6 +28,16 @@ UNSAID = 0
 ROWS = 1
 ENTRIES = 2
 STEPS = ("step", "forward_train")  # calls that begin a training step, with all of its micro-batches
+
+
+# A batch, its micro-batches, a function that gives them by their numbers, or nothing on this rank.
+Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
+# A loss as users write it: (output, target, ...) -> (value, gradient of the output), or with a
+# weight.
+LossFunction: TypeAlias = Callable[..., Any]
+# The value of a loss: a number, or an array without axes on the GPU.
+Value: TypeAlias = "float | Array"
+T = TypeVar("T")
 
 
 class BatchFacts(NamedTuple):
@@ -54,7 +64,9 @@ class BatchFacts(NamedTuple):
     @property
     def total(self) -> int:
         """What the loss is a mean over: entries of the targets, or rows."""
-        return self.entries if self.mean_over == ENTRIES else self.counted
+        if self.mean_over == ENTRIES:
+            return self.entries
+        return self.counted
 
 
 class Batch(NamedTuple):
@@ -82,7 +94,7 @@ class BatchReader:
         self,
         schedule: Schedule,
         rank: int,
-        loss: Callable[..., Any] | None,
+        loss: LossFunction | None,
         bare: bool = False,
         names: Collection[str] | None = None,
         slicing: Slicing | None = None,
@@ -95,15 +107,17 @@ class BatchReader:
         over_entries = getattr(loss, "mean_over_entries", None)
         self.mean_over = UNSAID
         if over_entries is not None:
-            self.mean_over = ENTRIES if over_entries else ROWS
+            self.mean_over = ROWS
+        if over_entries:
+            self.mean_over = ENTRIES
         self.bare = bare
         self.trains = not schedule.forwards_only
         self.names = names
         self.first_rank = schedule.placement[0]
         self.last_rank = schedule.placement[-1]
-        self.signatures: dict[Any, int] = {}
+        self.signatures: dict[tuple, int] = {}
 
-    def read(self, call: str, inputs: Any, targets: Any) -> Batch:
+    def read(self, call: str, inputs: Batched, targets: Batched) -> Batch:
         """Return the batch of a call; raises ArgumentError if it is wrong."""
         if call in STEPS and not self.trains:
             raise ArgumentError(
@@ -131,25 +145,26 @@ class BatchReader:
             batch = self._with_targets(batch, call, targets)
         return batch
 
-    def _with_inputs(self, batch: Batch, call: str, inputs: Any) -> Batch:
+    def _with_inputs(self, batch: Batch, call: str, inputs: Batched) -> Batch:
         cut, rows = self._cut(call, "inputs", inputs)
         listed = isinstance(inputs, list) or callable(inputs)
         if self.names is not None and (self.names or type(inputs) is not np.ndarray):
             self._check_names(cut, self.names)
         facts = batch.facts._replace(
-            signature=self._signature(cut if listed else inputs),
+            signature=self._signature(inputs, cut),
             rows=_compared(inputs, rows),
             microbatches=len(rows),
             listed=listed,
         )
         return batch._replace(facts=facts, inputs=self.slicing.units(cut))
 
-    def _with_targets(self, batch: Batch, call: str, targets: Any) -> Batch:
+    def _with_targets(self, batch: Batch, call: str, targets: Batched) -> Batch:
         cut, rows = self._cut(call, "targets", targets)
         counts: Sequence[float]
-        counts, counted_rows, entries, uneven = self._count(
-            cut if callable(targets) else targets, rows
-        )
+        parts = targets
+        if callable(targets):
+            parts = cut
+        counts, counted_rows, entries, uneven = self._count(parts, rows)
         if self.slicing.count > 1:
             counts = self.slicing.counts(counts, cut)
             uneven = True
@@ -172,7 +187,9 @@ class BatchReader:
         for spec in specs:
             names_given = set()
             if isinstance(spec.structure, Forked):
-                names_given = {name for name, *_ in spec.structure.parts if name}
+                for name, *_ in spec.structure.parts:
+                    names_given.add(name)
+            names_given.discard("")
             missing = sorted({*names} - names_given)
             unused = sorted(names_given - {*names})
             if not missing and not unused:
@@ -202,7 +219,9 @@ class BatchReader:
             entries = [entries_of_row * count for count in rows]
         uneven = False
         if isinstance(targets, (AskedBatch, list)):
-            uneven = any(n * rows[0] != entries[0] * count for n, count in zip(entries, rows))
+            for size, count in zip(entries, rows):
+                if size * rows[0] != entries[0] * count:
+                    uneven = True
         if 0 in rows:
             if self.mean_over == ROWS:
                 raise ArgumentError(
@@ -212,12 +231,16 @@ class BatchReader:
                 )
             rows = entries
             uneven = True
-        counts = entries if self.mean_over == ENTRIES else rows
+        counts = rows
+        if self.mean_over == ENTRIES:
+            counts = entries
         if self.over_batch:  # there is one value, which counts as all micro-batches together do
             return [sum(counts), *[0] * (len(counts) - 1)], rows, sum(entries), False
         return counts, rows, sum(entries), uneven
 
-    def _cut(self, call: str, name: str, batch: Any) -> tuple[list[Tree] | AskedBatch, list[int]]:
+    def _cut(
+        self, call: str, name: str, batch: Batched
+    ) -> tuple[list[Tree] | AskedBatch, list[int]]:
         microbatches = self.schedule.microbatches
         if callable(batch):
             lazy = AskedBatch(name, batch, microbatches, self.rank, may_be_fewer=call == "forward")
@@ -228,17 +251,20 @@ class BatchReader:
             microbatches = max(1, min(microbatches, rows_of_any(batch)))
         return split(batch, microbatches)
 
-    def _signature(self, batch: Any) -> int:
+    def _signature(self, inputs: Batched, cut: list[Tree] | AskedBatch) -> int:
         """Return a number from 1 to 2^62 for shapes and dtypes, the same in every process."""
-        listed: Any = isinstance(batch, list)
+        listed: object = isinstance(inputs, list)
         facts = []
-        if isinstance(batch, AskedBatch):
-            facts.append((batch.specs[0].structure, batch.specs[0].leaves))
-            listed = tuple(batch.rows)
+        if isinstance(cut, AskedBatch):
+            facts.append((cut.specs[0].structure, cut.specs[0].leaves))
+            listed = tuple(cut.rows)
         else:
-            for tree in batch if listed else [batch]:
+            trees = [inputs]
+            if listed:
+                trees = cut
+            for tree in trees:
                 leaves, structure = flatten(tree)
-                facts.append((structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
+                facts.append((structure, kinds_of(leaves)))
         key = listed, tuple(facts)
         if key not in self.signatures:
             if len(self.signatures) == KEPT_SIGNATURES:
@@ -253,10 +279,12 @@ class BatchReader:
 
 
 def _branches_with(names: Collection[str]) -> str:
-    return f"Branches with {', '.join(sorted(names))}" if names else ""
+    if not names:
+        return ""
+    return f"Branches with {', '.join(sorted(names))}"
 
 
-def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
+def check_place(name: str, value: object, wanted: bool, where: str) -> None:
     """Raise ArgumentError where a value is missing, or is given on a rank that wants none."""
     if wanted and value is None:
         raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
@@ -269,14 +297,23 @@ def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
         )
 
 
-def _compared(batch: Any, rows: Sequence[int]) -> int:
+def _compared(batch: Batched, rows: Sequence[int]) -> int:
     """Return the rows to compare between inputs and targets; 0 for a list, cut by the user."""
-    return 0 if isinstance(batch, list) or 0 in rows else sum(rows)
+    if isinstance(batch, list) or 0 in rows:
+        return 0
+    return sum(rows)
 
 
 def _entries(tree: Tree) -> int:
     """How many numbers the arrays of a tree have."""
-    return tree.size if type(tree) is np.ndarray else sum(leaf.size for leaf in flatten(tree)[0])
+    if type(tree) is np.ndarray:
+        return tree.size
+    return sum(leaf.size for leaf in flatten(tree)[0])
+
+
+def kinds_of(leaves: Sequence[Array]) -> tuple[tuple[arrays.Shape, np.dtype], ...]:
+    """Return (shape, dtype) of each array."""
+    return tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 class MessageSpec:
@@ -294,7 +331,7 @@ class MessageSpec:
         self.floating = [arrays.is_floating(kind) for _, kind in self.leaves]
         self.gradients = self.with_gradients(self.leaves)
 
-    def with_gradients(self, items: Sequence[Any]) -> tuple[Any, ...]:
+    def with_gradients(self, items: Sequence[T]) -> tuple[T, ...]:
         """Return the items, one for each leaf, of leaves that have a gradient."""
         return tuple(compress(items, self.floating))
 
@@ -304,7 +341,7 @@ class MessageSpec:
         leaves, structure = flatten(tree)
         for leaf in leaves:
             check_sendable(leaf)
-        return cls(structure, [(leaf.shape, leaf.dtype) for leaf in leaves])
+        return cls(structure, kinds_of(leaves))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MessageSpec) and (self.structure, self.leaves) == (
@@ -345,7 +382,8 @@ class MessageSpec:
     @classmethod
     def decode(cls, content: bytes) -> MessageSpec:
         structure, leaves = json.loads(content)
-        structure = tuple(structure) if isinstance(structure, list) else structure
+        if isinstance(structure, list):
+            structure = tuple(structure)
         return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
 
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
@@ -353,7 +391,10 @@ class MessageSpec:
         leaves: list[Array | None] = []
         source = iter(received)
         for floating in self.floating:
-            leaves.append(next(source) if floating else None)
+            leaf = None
+            if floating:
+                leaf = next(source)
+            leaves.append(leaf)
         return unflatten(leaves, self.structure)
 
     def gradient_leaves(
@@ -402,7 +443,12 @@ class AskedBatch:
     """
 
     def __init__(
-        self, name: str, function: Any, microbatches: int, rank: int, may_be_fewer: bool
+        self,
+        name: str,
+        function: Callable[[int], Tree],
+        microbatches: int,
+        rank: int,
+        may_be_fewer: bool,
     ) -> None:
         self._name = name
         self._function = function
@@ -415,7 +461,9 @@ class AskedBatch:
         self.rows = [rows] * microbatches
         if row_counts is not None:
             self.rows = [int(count) for count in np.atleast_1d(row_counts)]
-        fewest = 1 if may_be_fewer else microbatches
+        fewest = microbatches
+        if may_be_fewer:
+            fewest = 1
         is_right = fewest <= len(self.rows) <= microbatches
         if not is_right or (row_counts is not None and (rows == 0 or min(self.rows) < 1)):
             raise ArgumentError(
@@ -423,12 +471,18 @@ class AskedBatch:
                 found=self.rows,
                 expected=f"{counted(microbatches, 'number')} of at least 1",
             )
-        kinds = {}
+        specs = {}
         for count in {*self.rows}:
-            shapes = [(count, *leaf.shape[1:]) if rows else leaf.shape for leaf in leaves]
-            kinds[count] = MessageSpec(structure, [*zip(shapes, (leaf.dtype for leaf in leaves))])
-        self.specs = [kinds[count] for count in self.rows]
-        self._first: Tree = first if self.rows[0] == rows else self._checked(0, first)
+            kinds = []
+            for shape, dtype in kinds_of(leaves):
+                if rows:
+                    shape = (count, *shape[1:])
+                kinds.append((shape, dtype))
+            specs[count] = MessageSpec(structure, kinds)
+        self.specs = [specs[count] for count in self.rows]
+        if self.rows[0] != rows:
+            first = self._checked(0, first)
+        self._first: Tree = first
 
     def __getitem__(self, microbatch: int) -> Tree:
         if microbatch == 0 and self._first is not None:
@@ -504,8 +558,8 @@ class Call:
     marks: list = field(default_factory=list)  # two marks of the clock for each action
 
     # From an action to a later one, by (stage, unit), with the lease on received arrays.
-    saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
-    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[Saved, Lease]] = field(default_factory=dict)
+    pending: dict[tuple[int, int], tuple[Pending, Lease]] = field(default_factory=dict)
     # What stays on this rank between two stages, by (edge, unit, "F" or "B").
     local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
     # (output, target) by unit, until a loss over the batch has all of them.
@@ -515,6 +569,6 @@ class Call:
     download: tuple[list[int], Download] | None = None
 
     # Results by unit.
-    losses: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Value] = field(default_factory=dict)
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)

@@ -28,9 +28,9 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
-from mpipipe.nn import Position
+from mpipipe.nn import Position, Saved
 from mpipipe.pipeline.attached import AttachedStage
-from mpipipe.pipeline.batch import Call
+from mpipipe.pipeline.batch import Call, LossFunction
 from mpipipe.pipeline.loss import Loss, Weigh
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import named_arrays
@@ -51,13 +51,13 @@ ON_ITS_WAY = (
     "with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
 )
 # (what it is, arrays) of all that a result was computed from.
-Sources: TypeAlias = "Sequence[tuple[str, Any]]"
+Sources: TypeAlias = "Sequence[tuple[str, object]]"
 
 
 # -- What is seen in arrays: entries that are not finite, and checksums ----------------------------
 
 
-def non_finite(value: Any, name: str) -> str | None:
+def non_finite(value: object, name: str) -> str | None:
     """Describe the first array that is not finite; None if all are."""
     for leaf, array in arrays.named_leaves(value, name):
         if arrays.is_floating(array.dtype):
@@ -67,7 +67,9 @@ def non_finite(value: Any, name: str) -> str | None:
                 first = np.unravel_index(int(np.argmin(finite)), host.shape)
                 nans = int(np.isnan(host).sum())
                 wrong = host.size - int(np.count_nonzero(finite))
-                at = f" at [{', '.join(map(str, first))}]" if host.ndim else ""
+                at = ""
+                if host.ndim:
+                    at = f" at [{', '.join(map(str, first))}]"
                 return (
                     f"{leaf}, {_described(array)}: {wrong} of {counted(host.size, 'number')} not "
                     f"finite ({nans} NaN, "
@@ -78,8 +80,11 @@ def non_finite(value: Any, name: str) -> str | None:
 
 def first_source(sources: Sources) -> str:
     """Return the end of a sentence about the first array that is not finite; "" if all are."""
-    description = next(filter(None, (non_finite(tree, what) for what, tree in sources)), None)
-    return f"; before that: {description}" if description else ""
+    for what, tree in sources:
+        description = non_finite(tree, what)
+        if description is not None:
+            return f"; before that: {description}"
+    return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,15 +106,14 @@ class Watched:
 
 
 def watched(
-    stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()
+    stage: int | None, microbatch: int | None, value: object, name: str, without: object = ()
 ) -> Watched:
     """Take the checksums of arrays, without those that share memory with `without`."""
     others = [array for _, array in arrays.named_leaves(without, "")]
     leaves = []
     sums = []
     for leaf, array in arrays.named_leaves(value, name, grown=False):
-        is_shared = any(arrays.shares_memory(array, other) for other in others)
-        if not array.dtype.hasobject and not is_shared:
+        if not array.dtype.hasobject and not arrays.shares_any(array, others):
             leaves.append((leaf, array))
             sums.append(_checksum(array))
     return Watched(name, stage, microbatch, leaves, sums)
@@ -183,7 +187,7 @@ class Checks:
 
     def finite(
         self,
-        tree: Any,
+        tree: object,
         name: str,
         what: str,
         sources: Sources = (),
@@ -194,13 +198,13 @@ class Checks:
         description = non_finite(tree, name)
         if description is not None:
             source = first_source(sources)
-            remedy = SOURCE if source else remedy
-            description = f"{description}{source}"
+            if source:
+                remedy = SOURCE
             raise NonFiniteError(
                 what,
                 rank=self.rank,
                 stage=stage,
-                found=description,
+                found=f"{description}{source}",
                 expected="finite numbers",
                 remedy=remedy,
             )
@@ -255,7 +259,7 @@ class Checks:
 class Kept(NamedTuple):
     """What a stage saved, and what must be as it was when it is used."""
 
-    saved: Any
+    saved: Saved
     microbatch: int  # its number
     arrays: dict[str, Watched]  # name -> x, dy, saved
 
@@ -331,7 +335,8 @@ class CheckedStage:
         """Return all gradients by name, and the parts of tied ones."""
         named = named_arrays(self.stage, "gradients")
         for inner in self.stage.inner_stages:
-            named |= {f"{name}, part": array for name, array in inner.buffers.parts.items()}
+            for name, array in inner.buffers.parts.items():
+                named[f"{name}, part"] = array
         return named
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
@@ -354,7 +359,7 @@ class CheckedStage:
 
     def _return_gradient(self, name: str, dx: Tree, dy: Tree, kept: Kept) -> None:
         checks = self.checks
-        others = [dy, [array for _, array in kept.arrays["x"].leaves]]
+        others = [dy, dict(kept.arrays["x"].leaves)]
         if checks.gradients:
             checks.finite(
                 dx, "dx", f"{name} returned an input gradient that is not finite", self._sources()
@@ -362,7 +367,7 @@ class CheckedStage:
         result = watched(self.number, kept.microbatch, dx, "dx", without=others)
         checks.add_input_gradient(self.number, kept.microbatch, result)
 
-    def _watched(self, microbatch: int, value: Any, name: str) -> Watched:
+    def _watched(self, microbatch: int, value: object, name: str) -> Watched:
         """Watch what a stage keeps for its backward, without gradients: others add to them."""
         return watched(self.number, microbatch, value, name, without=self.attached.gradient_arrays)
 
@@ -375,7 +380,7 @@ class CheckedStage:
 class CheckedLoss(Loss):
     """A user's loss, with a look at what goes in and comes out."""
 
-    def __init__(self, function: Callable[..., Any], checks: Checks) -> None:
+    def __init__(self, function: LossFunction, checks: Checks) -> None:
         super().__init__(function)
         self._checks = checks
         self._sources: Sources = ()
@@ -389,14 +394,12 @@ class CheckedLoss(Loss):
         weigh: Weigh | None = None,
     ) -> Any:
         checks = self._checks
-        names = ("y", "the output of the last stage"), ("targets", "its targets")
-        handed = [
-            watched(None, None, tree, name) for tree, (name, _) in zip((output, target), names)
-        ]
+        y = watched(None, None, output, "y")
+        targets = watched(None, None, target, "targets")
         self._sources = [("the targets of this call", target)]
         result = super().call(output, target, factor, position, weigh)
-        for copies, (_, what) in zip(handed, names):
-            checks.unchanged(copies, f"the loss wrote to {what}")
+        checks.unchanged(y, "the loss wrote to the output of the last stage")
+        checks.unchanged(targets, "the loss wrote to its targets")
         if self.with_head is not None and checks.gradients:
             what = "the loss left a gradient of the head that is not finite"
             checks.finite(checks.gradients_of[checks.last_stage](), "gradient", what, self._sources)

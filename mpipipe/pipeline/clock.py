@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,13 +17,15 @@ from mpipipe import arrays
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.trace import Recorder
 
+# A mark: seconds of the host's clock, or an event on a GPU.
+Mark: TypeAlias = "float | arrays.Event"
 MOST_CALLS = 8  # calls whose marks wait to be read
 
 
 class TimedCall(NamedTuple):
     """What is known of one call: its marks, and (name, start, end) of what was noted besides."""
 
-    start: Any
+    start: tuple[Mark, float] | None
     actions: Sequence[PlannedAction]
     training: bool
     marks: list
@@ -33,7 +35,7 @@ class TimedCall(NamedTuple):
 class HostClock:
     """Durations of the actions of one rank, by marks that `now` makes."""
 
-    now: Callable[[], Any] = staticmethod(perf_counter)
+    now: Callable[[], Mark] = staticmethod(perf_counter)
     waits = False  # whether reading marks waits for the device
 
     def __init__(self) -> None:
@@ -86,7 +88,9 @@ class HostClock:
 
     def host_seconds(self) -> float:
         """The time by the recorder's clock, if there is one."""
-        return perf_counter() if self.recorder is None else self.recorder.now()
+        if self.recorder is None:
+            return perf_counter()
+        return self.recorder.now()
 
     def add(self, name: str, start: float, end: float) -> None:
         """Note something besides the actions, for the recorder; times of `host_seconds`."""
@@ -107,23 +111,26 @@ class HostClock:
         schedule has no R.
         """
         self.settle()
-        names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if recompute else "F"}
+        names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "F"}
+        if recompute:
+            names["R"] = "B"
         seconds, counts = np.zeros((2, 3, stages))
         for (op, stage), (total, count) in self.totals.items():
             # A stage may have both B and I: it may split some backwards only.
             place = "FBW".index(names[op]), stage
             seconds[place] += total
-            counts[place] += 0 if op == "R" and recompute else count
+            if op != "R" or not recompute:
+                counts[place] += count
         return seconds / np.maximum(counts, 1)
 
     def _can_read(self, call: TimedCall) -> bool:
         """Whether marks should be read before there are many."""
         return False
 
-    def _start(self) -> Any:
+    def _start(self) -> tuple[Mark, float] | None:
         return None
 
-    def _seconds(self, start: Any, marks: list) -> np.ndarray:
+    def _seconds(self, start: tuple[Mark, float] | None, marks: list) -> np.ndarray:
         """Seconds of the host's clock of each mark."""
         return np.array(marks)
 
@@ -152,19 +159,20 @@ class DeviceClock(HostClock):
     waits = True
 
     @staticmethod
-    def now() -> Any:
+    def now() -> Mark:
         return arrays.record(timing=True)
 
     def _can_read(self, call: TimedCall) -> bool:
         return not call.marks or arrays.is_done(call.marks[-1])
 
-    def _start(self) -> Any:
+    def _start(self) -> tuple[Mark, float] | None:
         return self.host_seconds(), self.now()
 
-    def _seconds(self, start: Any, marks: list) -> np.ndarray:
+    def _seconds(self, start: tuple[Mark, float] | None, marks: list) -> np.ndarray:
         self.span = 0.0
         if not marks:
             return np.zeros(0)
+        assert start is not None  # as `_start` made it
         zero, first = start
         if not arrays.is_done(marks[-1]):
             marks[-1].synchronize()

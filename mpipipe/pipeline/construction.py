@@ -69,7 +69,10 @@ class AgreedRanks(NamedTuple):
 
     @property
     def groups(self) -> list[RankGroup]:
-        return [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
+        groups = [self.pipe]
+        if self.replicas is not None:
+            groups.append(self.replicas)
+        return groups
 
     @property
     def replica(self) -> int:
@@ -99,7 +102,9 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             with suppress(PeerError):
                 group.close()
         else:
-            text = f"{error}" if isinstance(error, MpipipeError) else f"{error!r}"
+            text = f"{error!r}"
+            if isinstance(error, MpipipeError):
+                text = f"{error}"
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
@@ -141,6 +146,9 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
     device = "cpu"
     replicas = arguments.replicas
     schedule = arguments.schedule
+    with_replicas = "without replicas"
+    if replicas is not None:
+        with_replicas = "with replicas"
     try:
         settings.check_settings()
         if arguments.check and settings.NCCL.is_on:
@@ -163,7 +171,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
             ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
             ("number of micro-batches", schedule.microbatches),
             ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
-            (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
+            (REPLICAS, with_replicas),
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
@@ -344,8 +352,10 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
         )
     check(schedule)
     numbers = schedule.stages_of(comm.rank)
-    if not isinstance(stages, (list, tuple)) or len(stages) != len(numbers):
-        count = len(stages) if isinstance(stages, (list, tuple)) else type(stages).__name__
+    count: int | str = type(stages).__name__
+    if isinstance(stages, (list, tuple)):
+        count = len(stages)
+    if count != len(numbers):
         raise ArgumentError(
             "wrong number of stages on this rank",
             rank=comm.rank,
@@ -409,13 +419,16 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
             expected = f"None, or {numbers} of at least 1, one for each slice of the schedule"
         raise ArgumentError("slice_lengths", found=lengths, expected=expected)
     for number, stage in stages.items():
-        _check_stage_slices(number, stage, count if lengths is None else tuple(lengths))
-    whole = getattr(loss, "over_batch", False)
-    by_rows = getattr(loss, "mean_over_entries", None) is False
-    if count > 1 and arguments.schedule.stages - 1 in stages and (whole or by_rows):
+        _check_stage_slices(number, stage, tuple(lengths or ()) or count)
+    unfit = None
+    if getattr(loss, "mean_over_entries", None) is False:
+        unfit = "loss.mean_over_entries = False"
+    if getattr(loss, "over_batch", False):
+        unfit = "loss.over_batch"
+    if count > 1 and arguments.schedule.stages - 1 in stages and unfit is not None:
         raise ArgumentError(
             "the loss does not go together with the slices of sequences",
-            found="loss.over_batch" if whole else "loss.mean_over_entries = False",
+            found=unfit,
             expected="a mean over target entries, of one slice at a time",
             remedy="set loss.mean_over_entries = True where that is so, or return (value, "
             "doutput, weight); or take a "
@@ -457,21 +470,34 @@ def _check_stage_slices(number: int, stage: PipelineStage, lengths: Sequence[int
 
 def names_given(schedule: Schedule, stage: int) -> list[str]:
     """Return the names that a stage hands on over skips, each once."""
-    return list(dict.fromkeys(skip.name for skip in schedule.skips if skip.source == stage))
+    names: list[str] = []
+    for skip in schedule.skips:
+        if skip.source == stage and skip.name not in names:
+            names.append(skip.name)
+    return names
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:
     """Raise ArgumentError unless the last stage has all forwards before its first backward."""
     last = schedule.stages - 1
     order = schedule.orders[schedule.placement[last]]
-    ops = [action.op for action in order if action.stage == last]
-    backwards = [place for place, op in enumerate(ops) if op in "BI"]
-    if backwards and "F" in ops[backwards[0] :]:
-        forwards = counted(ops[: backwards[0]].count("F"), "forward")
+    forwards = 0
+    begun = False  # whether a backward was met
+    for action in order:
+        if action.stage != last:
+            continue
+        if action.op in "BI":
+            begun = True
+        if action.op != "F":
+            continue
+        if not begun:
+            forwards += 1
+            continue
         raise ArgumentError(
             f"{what} needs all outputs before the first backward",
             stage=last,
-            found=f"{schedule.name}, whose first backward comes after {forwards}",
+            found=f"{schedule.name}, whose first backward comes after "
+            f"{counted(forwards, 'forward')}",
             expected="an order with all forwards of the last stage first",
             remedy="schedules.gpipe, or schedules.looped_bfs with several stages on a rank",
         )
@@ -481,7 +507,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]
     """Refuse stages with gradients in one memory, which replicas would sum twice."""
     for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
         for flat in gradient_arrays(second):
-            if any(arrays.shares_memory(flat, other_flat) for other_flat in gradient_arrays(stage)):
+            if arrays.shares_any(flat, gradient_arrays(stage)):
                 raise ArgumentError(
                     "two stages of a rank have their gradients in the same memory, which replicas "
                     "would sum twice",

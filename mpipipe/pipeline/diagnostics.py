@@ -58,25 +58,28 @@ class PipelineFlight:
 
     def progress_token(self) -> object:
         mailbox = self.messages.mailbox
-        marks = () if self.call is None else self.call.marks
-        return self.begun, self.running, len(marks), len(mailbox.sent), mailbox.polls
+        marks = 0
+        if self.call is not None:
+            marks = len(self.call.marks)
+        return self.begun, self.running, marks, len(mailbox.sent), mailbox.polls
 
     def snapshot(self) -> Snapshot:
-        call = self.call if self.running and self.state.running else None
+        call = self.call
         idle = Snapshot(self.group.key)
-        if call is None:
+        if call is None or not self.running or not self.state.running:
             return idle
         done, computes = divmod(len(call.marks), 2)
         steps = call.plan.steps
-        # the last action may not have sent all of its own messages yet
-        ended = done if computes or self.group.context.long_waits else done - 1
+        ended = done
+        # The last action may not have sent all of its own messages yet.
+        if done and not computes and not self.group.context.long_waits:
+            ended -= 1
         sent = set(call.sent)
-        skipped = [
-            message
-            for step in steps[: max(0, ended)]
-            for message in step.sends
-            if message not in sent
-        ]
+        skipped = []
+        for step in steps[:ended]:
+            for message in step.sends:
+                if message not in sent:
+                    skipped.append(message)
         account = idle._replace(
             call=call.number,
             doing=f"the end of {call.name}",
@@ -88,13 +91,16 @@ class PipelineFlight:
         if done == len(steps):
             return account
         action = steps[done]
-        awaited = None if computes else self.messages.mailbox.awaited
+        awaited = self.messages.mailbox.awaited
+        expects = None
+        if not computes and awaited in action.receives:
+            expects = self._message(awaited)
         return account._replace(
             doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.unit}, "
             f"in {call.name}",
             stage=action.stage,
             microbatch=action.unit,
-            expects=self._message(awaited) if awaited in action.receives else None,
+            expects=expects,
         )
 
     def _message(self, envelope: Envelope) -> Message:
@@ -139,7 +145,9 @@ def memory_error(what: str, error: Exception) -> StageError | None:
     shortage = arrays.memory_shortage(error)
     if shortage is None:
         return None
-    request = "an unknown number of" if shortage.request is None else f"{shortage.request:,}"
+    request = "an unknown number of"
+    if shortage.request is not None:
+        request = f"{shortage.request:,}"
     return StageError(
         f"{what} ran out of memory on the GPU",
         found=f"{request} bytes asked for, {shortage.free:,} bytes free of {shortage.total:,}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Tree
@@ -23,7 +22,9 @@ class LossEvaluation:
         self.weighing = weighing
         # True if a loss over the batch waits for all outputs.
         self.gathers = loss is not None and loss.over_batch
-        self.use_output = self.gather if self.gathers else self.evaluate
+        self.use_output = self.evaluate
+        if self.gathers:
+            self.use_output = self.gather
 
     def taking_head(self, call: Call) -> AbstractContextManager[None]:
         """Let the last stage leave its head to a loss that is made for that, in a `with` block."""
@@ -37,16 +38,15 @@ class LossEvaluation:
         units = range(len(self.weighing.shares))
         if len(call.awaiting) < len(units):
             return
-        outputs = [call.awaiting[unit][0] for unit in units]
-        targets = [call.awaiting[unit][1] for unit in units]
+        outputs, targets = zip(*map(call.awaiting.__getitem__, units))
         # It counts as the loss of unit 0.
-        self.evaluate(call, outputs, targets, 0)
+        self.evaluate(call, [*outputs], [*targets], 0)
         call.awaiting = {}
         call.losses = dict.fromkeys(units, call.losses[0])
         call.loss_gradients = dict(enumerate(call.loss_gradients.get(0, ())))
         self._download(call)
 
-    def evaluate(self, call: Call, y: Any, target: Any, unit: int) -> None:
+    def evaluate(self, call: Call, y: Tree, target: Tree, unit: int) -> None:
         """Evaluate the loss of a unit, and make the gradient with which its backward begins."""
         loss = self.loss
         assert loss is not None  # agreed at the start of the call
@@ -90,9 +90,9 @@ class LossEvaluation:
     @staticmethod
     def _download(call: Call) -> None:
         """Copy losses to the host, which need not wait for the backwards to come."""
-        waiting = []
+        waiting = {}
         for unit, value in call.losses.items():
             if type(value) is not float and arrays.is_device(value):
-                waiting.append(unit)
+                waiting[unit] = value
         if waiting:
-            call.download = waiting, arrays.Download([call.losses[unit] for unit in waiting])
+            call.download = [*waiting], arrays.Download([*waiting.values()])

@@ -80,29 +80,31 @@ class Executor:
             call.training and messages.known and self.clock.recorder is None and self.checks is None
         )
         if not is_usual:
-            return [(self._bound(step, may_be_plain=False), step) for step in steps]
+            return self._bind(steps, may_be_plain=False)
         key = messages.signature, id(call.plan)
         # Programs are bound to the specs of messages.
         if self._drops != messages.drops:
             self._drops = messages.drops
             self._programs.clear()
         if key not in self._programs:
-            self._programs[key] = [(self._bound(step, may_be_plain=True), step) for step in steps]
+            self._programs[key] = self._bind(steps, may_be_plain=True)
         return self._programs[key]
+
+    def _bind(self, steps: Sequence[PlannedAction], may_be_plain: bool) -> Program:
+        return [(self._bound(step, may_be_plain), step) for step in steps]
 
     def _bound(self, action: PlannedAction, may_be_plain: bool) -> Run:
         """Return the function that runs an action: the shortest one that can."""
         stage = self.stages[action.chunk]
-        runner = stage.runner
         messages = self.messages
         waits_for_batch = action.last and self.loss.gathers
         run: Run
         if not may_be_plain or waits_for_batch or not is_plain(action, stage, messages):
             run = GENERAL[action.op](action, self).run
         elif action.op == "F":
-            run = PlainForward(action, runner, messages, self.loss.evaluate).run
+            run = PlainForward(action, stage, messages, self.loss.evaluate).run
         else:
-            run = PlainBackward(action, runner, messages, self.input_grads).run
+            run = PlainBackward(action, stage, messages, self.input_grads).run
         if self.clock.recorder is not None and self.clock.waits:
             run = partial(_annotated, run, action)
         if action.completes:
@@ -145,9 +147,8 @@ class Executor:
             )
             raise
 
-    def finish(self, program: Program, call: Call) -> None:
-        """Run the last actions of a call, and end it."""
-        self.run(program, call)
+    def end(self, call: Call) -> None:
+        """End a call whose actions have all run."""
         self.clock.end()
         self.messages.end(call.agreed.signature)
         if self.checks is not None:
@@ -174,7 +175,9 @@ class Executor:
         self.messages.mailbox.recorder = recorder
         if not self.clock.waits:
             # Marks are read from the host's clock.
-            self.now = self.clock.now if recorder is None else recorder.now
+            self.now = self.clock.now
+            if recorder is not None:
+                self.now = recorder.now
 
     def _locate(self, error: MpipipeError, action: PlannedAction) -> None:
         """Add where an error happened, as far as it does not say that itself."""

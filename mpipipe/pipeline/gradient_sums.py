@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
@@ -89,7 +90,8 @@ class GradientSums:
 
 # -- All gradients of a training step: zeroed, summed over ties and replicas, added to earlier ones
 
-Earlier = list[tuple[Array, Array]]  # (gradients, a copy of what was in them)
+# Gradients, and copies of what was in them.
+Earlier: TypeAlias = "tuple[list[Array], list[Array]]"
 
 
 class StepGradients:
@@ -113,12 +115,14 @@ class StepGradients:
 
         To `accumulate`, a copy of the earlier gradients is given. They are sums already.
         """
-        earlier: Earlier = []
+        earlier: Earlier = [], []
         if accumulate:
+            shown, copies = earlier
             for stage in self.stages:
                 for gradients in stage.stage.shown_gradients:
-                    if not any(arrays.shares_memory(gradients, other) for other, _ in earlier):
-                        earlier.append((gradients, arrays.copy(gradients)))
+                    if not arrays.shares_any(gradients, shown):
+                        shown.append(gradients)
+                        copies.append(arrays.copy(gradients))
         try:
             for stage in self.stages:
                 stage.begin_gradients()
@@ -137,7 +141,7 @@ class StepGradients:
 
     def add(self, earlier: Earlier) -> None:
         """Add earlier gradients to those of the step."""
-        for gradients, copy in earlier:
+        for gradients, copy in zip(*earlier):
             kernels.of_array(gradients).accumulate(gradients, copy)
 
     def close(self) -> None:

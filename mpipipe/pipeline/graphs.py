@@ -71,13 +71,13 @@ class Kind:
 class Saved:
     """What the forward of a micro-batch leaves for its backward."""
 
-    saved: Any
+    saved: nn.Saved
     # The forward and its backwards depend on this besides the input.
     mode: Key = ()
     kind: Kind | None = None  # None if graphs are out of the question
     slot: Slot | None = None  # None if the forward ran without a graph
     # The input gradient leaves this for the weight gradient.
-    pending: Any = None
+    pending: nn.Pending = None
     pending_by_graph: bool = False  # whether a recorded input gradient writes `pending` each time
 
     def __del__(self) -> None:
@@ -110,13 +110,19 @@ class StageGraphs:
         logger.info("%s", self)
 
     def __str__(self) -> str:
-        state = f"has none: {self.reason}" if self.reason else "has them"
+        state = "has them"
+        if self.reason:
+            state = f"has none: {self.reason}"
         return f"CUDA graphs: stage {self.stage.index} {state}"
 
     @property
     def recorded(self) -> int:
         """Number of graphs of the slots that no micro-batch has: of all slots between two calls."""
-        return sum(len(slot.graphs) for kind in self._kinds.values() for slot in kind.free.values())
+        graphs = 0
+        for kind in self._kinds.values():
+            for slot in kind.free.values():
+                graphs += len(slot.graphs)
+        return graphs
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
         stage = self.stage
@@ -159,13 +165,17 @@ class StageGraphs:
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
         dx, by_graph = self._backward("backward", dy, kept, self.stage.backward)
-        return arrays.copy(dx) if by_graph and dx is not None else dx
+        if by_graph and dx is not None:
+            dx = arrays.copy(dx)
+        return dx
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
         result, by_graph = self._backward("backward_input", dy, kept, self.stage.backward_input)
         dx, kept.pending = result
         kept.pending_by_graph = by_graph
-        return arrays.copy(dx) if by_graph and dx is not None else dx, kept
+        if by_graph and dx is not None:
+            dx = arrays.copy(dx)
+        return dx, kept
 
     def backward_weight(self, kept: Saved) -> None:
         stage = self.stage
@@ -190,7 +200,9 @@ class StageGraphs:
         key = (action, *kept.mode)
         if kept.kind is not None and kept.kind.meets(key) and slot is not None:
             if arrays.is_device(dy) and dy.flags.c_contiguous:
-                place = slot.dy = arrays.empty_like(dy) if slot.dy is None else slot.dy
+                if slot.dy is None:
+                    slot.dy = arrays.empty_like(dy)
+                place = slot.dy
                 fits = (dy.shape, dy.dtype) == (place.shape, place.dtype)
                 if fits and self._record(slot, key, lambda: work(place, kept.saved)):
                     arrays.copy_into(place, dy)
@@ -202,7 +214,7 @@ class StageGraphs:
         graph.launch()
         return result
 
-    def _record(self, slot: Slot, key: Key, work: Callable[[], Any]) -> bool:
+    def _record(self, slot: Slot, key: Key, work: Callable[[], object]) -> bool:
         """Whether the slot has a graph of an action, which is recorded now if it can be."""
         stage = self.stage
         if key not in slot.graphs and not self.reason:

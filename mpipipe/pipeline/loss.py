@@ -33,7 +33,8 @@ from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFinite
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, Position, kernels
 from mpipipe.pipeline.attached import AttachedStage
-from mpipipe.pipeline.batch import UNSAID, BatchFacts, MessageSpec
+from mpipipe.pipeline.batch import UNSAID, BatchFacts, LossFunction, MessageSpec, Value, kinds_of
+from mpipipe.pipeline.units import in_order
 from mpipipe.stages import takes_parameter
 
 # Gives the factor that a weight asks for.
@@ -52,7 +53,7 @@ class Loss:
     the result.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: LossFunction):
         self.function = function
         self.takes_factor = takes_parameter(function, "factor")
         self.takes_position = takes_parameter(function, "position")
@@ -60,11 +61,15 @@ class Loss:
         # True if it takes and gives lists, once for all micro-batches.
         self.over_batch = bool(getattr(function, "over_batch", False))
         self.uploads = not getattr(function, "wants_host_targets", False)
-        self.with_head = function if isinstance(function, HeadCrossEntropy) else None
+        self.with_head: HeadCrossEntropy | None = None
+        if isinstance(function, HeadCrossEntropy):
+            self.with_head = function
 
     def taking_head(self) -> AbstractContextManager[None]:
         """Let the last stage leave its head to a loss that is made for that, in a `with` block."""
-        return nullcontext() if self.with_head is None else self.with_head.taking_over()
+        if self.with_head is None:
+            return nullcontext()
+        return self.with_head.taking_over()
 
     def call(
         self,
@@ -85,17 +90,19 @@ class Loss:
             return self.function(output, target, factor=factor)
         return self.function(output, target)
 
-    def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
+    def checked(self, result: Any) -> tuple[Value, Tree, float | None]:
         """Return (value, gradient, weight or None); ArgumentError for another result.
 
         Weight 0 has value NaN.
         """
         if type(result) is not tuple or len(result) not in (2, 3):
             found = type(result).__name__
+            if found == "tuple":
+                found = f"a tuple of {len(result)}"
             raise ArgumentError(
                 "a loss returns (value, gradient of the output), or (value, gradient of the "
                 "output, weight)",
-                found=f"a tuple of {len(result)}" if found == "tuple" else found,
+                found=found,
                 expected="a tuple of two or three",
                 remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that "
                 "returns a number",
@@ -114,7 +121,8 @@ class Loss:
                     found=f"an array of shape {value.shape}",
                     expected="one number",
                 )
-            value = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
+            if isinstance(value, (np.ndarray, np.generic)):
+                value = value.item()
             on_device = arrays.is_device(value)
             if isinstance(value, complex) or (on_device and value.dtype.kind == "c"):
                 raise ArgumentError(
@@ -140,7 +148,8 @@ class Loss:
             if is_alike and output.dtype.kind == "f":
                 return gradient
         if type(output) is list:  # the loss is over the batch
-            gradient = gradient if factor else output  # all zeroed
+            if not factor:  # all are zeroed
+                gradient = output
             if not isinstance(gradient, (list, tuple)) or len(gradient) != len(output):
                 raise ArgumentError(
                     "the gradient of a loss over the batch",
@@ -150,10 +159,10 @@ class Loss:
             pairs = zip(gradient, output)
             return [Loss.scaled(part, factor, of_output) for part, of_output in pairs]
         outputs, structure = flatten(output)
-        spec = MessageSpec(structure, [(leaf.shape, leaf.dtype) for leaf in outputs])
+        spec = MessageSpec(structure, kinds_of(outputs))
         likes = spec.with_gradients(outputs)
         if not factor:
-            return spec.gradient_tree([arrays.zeros_like(like) for like in likes])
+            return spec.gradient_tree([*map(arrays.zeros_like, likes)])
         leaves = spec.gradient_leaves(gradient, "the gradient of the loss", "the output")
         for leaf, like in zip(leaves, likes):
             if arrays.is_device(leaf) != arrays.is_device(like):
@@ -167,15 +176,17 @@ class Loss:
         return spec.gradient_tree(leaves)
 
 
-def _beside(output: Any, target: Any) -> Any:
+def _beside(output: Tree | list[Tree], target: Tree | list[Tree]) -> Tree | list[Tree]:
     """Return a target whose arrays are on the GPU if the output is there."""
     if isinstance(target, list):  # the loss is over the batch
         return [_beside(*pair) for pair in zip(output, target, strict=True)]
     if not any(map(arrays.is_device, flatten(output)[0])):
         return target
-    return arrays.mapped(
-        lambda leaf: leaf if arrays.is_device(leaf) else arrays.upload(leaf), target
-    )
+    return arrays.mapped(_on_device, target)
+
+
+def _on_device(array: Array) -> Array:
+    return array if arrays.is_device(array) else arrays.upload(array)
 
 
 def checked_weight(weight: Any) -> float:
@@ -253,7 +264,9 @@ class Weighing:
     def exponent(self) -> int:
         """Exponent of c; before the first step with weights that of the number of entries."""
         assert self._facts is not None  # asked for within a call
-        return _exponent(self._facts.entries) if self._exponent is None else self._exponent
+        if self._exponent is None:
+            return _exponent(self._facts.entries)
+        return self._exponent
 
     def weight_of(self, shared: SharedLoss) -> float:
         """Return the sum of the weights of a call, or the rows or entries of all targets."""
@@ -272,10 +285,14 @@ class Weighing:
         if self.gives_weights is None:
             self.gives_weights = weight is not None
         if self.gives_weights != (weight is not None):
-            expected = "a weight" if self.gives_weights else "none"
+            found = "no weight"
+            expected = "a weight"
+            if weight is not None:
+                found = f"the weight {weight}"
+                expected = "none"
             raise ArgumentError(
                 "the loss returns a weight for some micro-batches only",
-                found="no weight" if weight is None else f"the weight {weight}",
+                found=found,
                 expected=f"{expected}, as for the first micro-batch of this pipeline",
                 remedy="return (value, doutput, weight) always, or (value, doutput) always",
             )
@@ -321,7 +338,9 @@ class Weighing:
         if self.all_give_weights is False:
             return 1.0, None
         problem = self._problem(shared)
-        self.all_give_weights = shared.givers > 0 if problem is None else None
+        self.all_give_weights = None
+        if problem is None:
+            self.all_give_weights = shared.givers > 0
         if not self.all_give_weights:
             self.gives_weights = self.all_give_weights
             return 1.0, problem
@@ -348,9 +367,12 @@ class Weighing:
                 remedy="give the same loss to all replicas",
             )
         elif givers and not 0 < total < math.inf:
+            found = "weights too large"
+            if total == 0:
+                found = "all weights 0"
             problem = ArgumentError(
                 f"the weights of {shared.what} add up to {total}",
-                found="all weights 0" if total == 0 else "weights too large",
+                found=found,
                 expected="something that counts, in one micro-batch of one replica at least",
                 remedy="leave out a batch in which nothing is valid, on all ranks",
             )
@@ -364,7 +386,7 @@ def _divide_gradients(stages: Sequence[AttachedStage], divisor: float) -> None:
     for stage in stages:
         for gradients in stage.gradient_arrays:
             # Two stages of a user's own may add to one array.
-            if not any(arrays.shares_memory(gradients, other) for other in done):
+            if not arrays.shares_any(gradients, done):
                 kernels.of_array(gradients).scale(gradients, 1 / divisor, gradients)
                 done.append(gradients)
 
@@ -386,7 +408,7 @@ class OwnLosses(NamedTuple):
     `waiting` are on the device, and `download` brings them.
     """
 
-    losses: dict[int, Any]
+    losses: dict[int, Value]
     waiting: list[int]
     download: arrays.Download | None
     where: tuple[int, int, str]  # rank, stage, and which step or call, for errors
@@ -397,7 +419,9 @@ class OwnLosses(NamedTuple):
 
     def read(self) -> list[float]:
         """Return the losses in order; NonFiniteError for the first one that is not finite."""
-        values = [] if self.download is None else self.download.result()
+        values: Sequence[Array] = ()
+        if self.download is not None:
+            values = self.download.result()
         for unit, value in zip(self.waiting, values):
             self.losses[unit] = float(value.item())
             try:
@@ -407,7 +431,7 @@ class OwnLosses(NamedTuple):
                 error.microbatch = unit
                 error.message = f"{error.message} in {when}"
                 raise
-        return [self.losses[unit] for unit in range(len(self.losses))]
+        return [*map(float, in_order(self.losses))]
 
 
 class SharedLoss:
@@ -461,7 +485,7 @@ class SharedLoss:
                 mean += share * loss
         self._table[-3] = mean
 
-    def _by_microbatch(self, losses: Sequence[float]) -> Any:
+    def _by_microbatch(self, losses: Sequence[float]) -> Sequence[float] | np.ndarray:
         """Return the loss of each micro-batch: the mean of its slices by their shares."""
         microbatches = len(self._table) - 3
         if len(losses) == microbatches:
@@ -473,7 +497,10 @@ class SharedLoss:
 
     @property
     def mean(self) -> float:
-        return float(self._table[-3] / self.total if self.givers else self._table[-3])
+        mean = float(self._table[-3])
+        if self.givers:
+            mean /= self.total
+        return mean
 
     @property
     def total(self) -> float:

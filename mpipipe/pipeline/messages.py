@@ -15,7 +15,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Branches, Tree, flatten, read_only, unflatten
-from mpipipe.comm import Envelope, Incoming, Leaf, Lease, Mailbox
+from mpipipe.comm import BACKWARD, Envelope, Incoming, Leaf, Lease, Mailbox
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn import sum_of
 from mpipipe.pipeline.batch import MessageSpec
@@ -60,17 +60,18 @@ class StageMessages:
         self.signature = signature
         self.specs = self.kept.get(signature, {})
         if self.known and key not in self.receive_schedules:
-            leaves = [
-                self._leaves(self.specs[message.edge, message.unit], message)
-                for message in plan.receives
-            ]
+            leaves = []
+            for message in plan.receives:
+                leaves.append(self._leaves(self.specs[message.edge, message.unit], message))
             window = plan.window * max(map(len, leaves), default=0)
             self.receive_schedules[key] = (
                 self.mailbox.receive_schedule(plan.receives, leaves),
                 window,
             )
-        schedule, window = self.receive_schedules[key] if self.known else ([], 0)
-        self.mailbox.begin_call(schedule, window)
+        if self.known:
+            self.mailbox.begin_call(*self.receive_schedules[key])
+        else:
+            self.mailbox.begin_call([], 0)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
@@ -79,7 +80,9 @@ class StageMessages:
 
     @staticmethod
     def _leaves(spec: MessageSpec, envelope: Envelope) -> Sequence[tuple[arrays.Shape, np.dtype]]:
-        return spec.gradients if envelope.direction else spec.leaves
+        if envelope.direction == BACKWARD:
+            return spec.gradients
+        return spec.leaves
 
     def bytes_of(self, envelope: Envelope) -> int | None:
         """Bytes of a message; None where its spec is not known."""
@@ -95,7 +98,9 @@ class StageMessages:
         After a failure they are those of a whole call.
         """
         totals: dict[tuple[int | str, str], int] = {}
-        for envelope in () if self.plan is None else self.plan.sends:
+        if self.plan is None:
+            return totals
+        for envelope in self.plan.sends:
             nbytes = self.bytes_of(envelope)
             if nbytes is not None:
                 key = envelope.skip or envelope.edge, ("forward", "backward")[envelope.direction]
@@ -108,13 +113,13 @@ class StageMessages:
             self.specs[key] = MessageSpec.decode(self.mailbox.take_header(envelope))
         spec = self.specs[key]
         lease = self._take(envelope, spec.leaves)
-        return unflatten([slot.view for slot in lease], spec.structure), lease
+        return unflatten(_views(lease), spec.structure), lease
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
         """Return the gradient of the activation of this edge and unit, and its lease."""
         spec = self.specs[envelope.edge, envelope.unit]
         lease = self._take(envelope, spec.gradients)
-        return spec.gradient_tree([slot.view for slot in lease]), lease
+        return spec.gradient_tree(_views(lease)), lease
 
     def _take(self, envelope: Envelope, leaves: Sequence[Leaf]) -> Lease:
         mailbox = self.mailbox
@@ -138,7 +143,7 @@ class StageMessages:
                     expected=f"{spec}, as for the same input shapes before",
                     remedy="pad the output to a shape that follows from the input shapes",
                 )
-        self.mailbox.put(envelope, [tree] if spec.structure is None else flatten(tree)[0])
+        self.mailbox.put(envelope, flatten(tree)[0])
 
     def send_gradient(self, envelope: Envelope, tree: Tree) -> None:
         """Start sending the gradient of an activation that was received."""
@@ -152,11 +157,16 @@ class StageMessages:
 
     def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
         """Return what comes to an action, in Branches if some comes over skips, and its lease."""
-        forward = action.op == "F"
-        receive, way = (self.receive_activation, "F") if forward else (self.receive_gradient, "B")
+        receive = self.receive_activation
+        edge = action.stage
+        way = "F"
+        if action.op != "F":
+            receive = self.receive_gradient
+            edge += 1
+            way = "B"
         lease: Lease = ()
         if action.receive is None:
-            main = local.pop((action.stage + (not forward), action.unit, way))
+            main = local.pop((edge, action.unit, way))
         else:
             main, lease = receive(action.receive)
         if not action.takes:
@@ -183,15 +193,22 @@ class StageMessages:
 
         `lease` is that of the arrays which the action took.
         """
-        forward = action.op == "F"
-        send, way = (self.send_activation, "F") if forward else (self.send_gradient, "B")
+        send = self.send_gradient
+        edge = action.stage
+        way = "B"
+        if action.op == "F":
+            send = self.send_activation
+            edge += 1
+            way = "F"
         if action.send is None:
-            local[action.stage + forward, action.unit, way] = read_only(main)
+            local[edge, action.unit, way] = read_only(main)
         else:
             send(action.send, main)
         for port in action.gives:
             if port.wanted:
-                tree = copy_if_aliased(skips[port.name], lease) if lease else skips[port.name]
+                tree = skips[port.name]
+                if lease:
+                    tree = copy_if_aliased(tree, lease)
                 if port.message is None:
                     local[port.edge, action.unit, way] = read_only(tree)
                 else:
@@ -212,21 +229,20 @@ def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
         return tree
     if tree is None:
         return None
-    buffers = [slot.view for slot in leases]
-    if arrays.is_array(tree):
-        return arrays.copy(tree) if _shares_memory(tree, buffers) else tree
+    buffers = _views(leases)
     leaves, structure = flatten(tree)
-    if not any(_shares_memory(leaf, buffers) for leaf in leaves):
-        return tree
-    return unflatten(
-        [arrays.copy(leaf) if _shares_memory(leaf, buffers) else leaf for leaf in leaves], structure
-    )
+    owned = []
+    for leaf in leaves:
+        owns_memory = isinstance(leaf, np.ndarray) and leaf.base is None
+        if leaf is not None and not owns_memory and arrays.shares_any(leaf, buffers):
+            leaf = arrays.copy(leaf)
+        owned.append(leaf)
+    return unflatten(owned, structure)
 
 
-def _shares_memory(leaf: Array | None, buffers: Sequence[Array]) -> bool:
-    if leaf is None or (isinstance(leaf, np.ndarray) and leaf.base is None):
-        return False
-    return any(arrays.shares_memory(leaf, buffer) for buffer in buffers)
+def _views(lease: Lease) -> list[Array]:
+    """Return the received arrays."""
+    return [received.view for received in lease]
 
 
 def remedy_of(error: Exception) -> str | None:
@@ -267,13 +283,16 @@ def parted(
         main = result.main
         trees = result.skips
         found = f"Branches with {', '.join(trees) or 'no skips'}"
-    names = {port.name for port in ports if port.wanted}
-    if not names <= {*trees} or not {*trees} <= {port.name for port in ports}:
+    wanted = {port.name for port in ports if port.wanted}
+    if not wanted <= {*trees} <= {port.name for port in ports}:
+        expected = "no skips"
+        if wanted:
+            expected = f"mpipipe.Branches with {', '.join(sorted(wanted))}"
         raise StageError(
             f"the {what} of a stage does not give what its skips want",
             found=found,
-            expected=f"mpipipe.Branches with {', '.join(sorted(names))}" if names else "no skips",
+            expected=expected,
             remedy="return Branches(tree, name=tree) with a tree for each skip of "
             "schedules.with_skips, and no other",
         )
-    return main, {name: tree for name, tree in trees.items() if name in names}
+    return main, {name: tree for name, tree in trees.items() if name in wanted}

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,16 @@ from mpipipe.job import Communicator, own, runtime, settings
 from mpipipe.nn import Position
 from mpipipe.pipeline.agreement import Agreement
 from mpipipe.pipeline.attached import AttachedStage
-from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, Call, check_place
+from mpipipe.pipeline.batch import (
+    STEPS,
+    Batch,
+    Batched,
+    BatchFacts,
+    BatchReader,
+    Call,
+    LossFunction,
+    check_place,
+)
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.construction import (
@@ -30,20 +39,17 @@ from mpipipe.pipeline.construction import (
 from mpipipe.pipeline.diagnostics import PipelineFlight, memory_error
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.executor import Executor
-from mpipipe.pipeline.gradient_sums import GradientSums, StepGradients
+from mpipipe.pipeline.gradient_sums import Earlier, GradientSums, StepGradients
 from mpipipe.pipeline.graphs import use_graphs
 from mpipipe.pipeline.loss import Loss, OwnLosses, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plans
 from mpipipe.pipeline.result import PipelineState, StepResult
 from mpipipe.pipeline.ties import TieNames, Ties
-from mpipipe.pipeline.units import Slicing, merge, split_as
+from mpipipe.pipeline.units import Slicing, in_order, merge, split_as
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.text import counted, name_slice, units
 from mpipipe.trace import Recorder
-
-# a batch, its micro-batches, a function that gives them by their numbers, or nothing on this rank
-Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
 
 
 class Pipeline:
@@ -138,7 +144,7 @@ class Pipeline:
         stages: Sequence[Any],
         schedule: Schedule,
         comm: Communicator | None = None,
-        loss: Callable[..., Any] | None = None,
+        loss: LossFunction | None = None,
         recompute: bool = False,
         replicas: Communicator | None = None,
         check: bool | None = None,
@@ -146,14 +152,15 @@ class Pipeline:
         slice_lengths: Sequence[int] | None = None,
     ):
         comm = runtime.resolve(comm)
-        check = settings.CHECK.is_on if check is None else bool(check)
+        if check is None:
+            check = settings.CHECK.is_on
         arguments = Arguments(
             stages,
             schedule,
             loss,
             bool(recompute),
             replicas,
-            check,
+            bool(check),
             bool(input_grads),
             slice_lengths,
         )
@@ -189,26 +196,35 @@ class Pipeline:
             group=pipe,
         )
         mailbox = Mailbox(transport, pipe)
-        checks = Checks(self.rank, schedule.stages - 1) if ranks.check else None
+        checks = None
         messages = StageMessages(mailbox)
-        if checks is not None:
+        if ranks.check:
+            checks = Checks(self.rank, schedule.stages - 1)
             messages = CheckedMessages(mailbox, checks)
         ties = Ties(pipe, transport, ranks.stages, numbers, tie_names)
 
         # -- Stages, and what runs them
 
         attached = []
+        recomputed = {stage for stage, _ in schedule.recomputed}
         for stage, number in zip(ranks.stages, numbers):
             ends = number == schedule.trained_from and (number > 0 or not arguments.input_grads)
-            again = any(number == recomputed for recomputed, _ in schedule.recomputed)
-            attached.append(AttachedStage(stage, number, ends, arguments.recompute or again))
+            runs_again = arguments.recompute or number in recomputed
+            attached.append(AttachedStage(stage, number, ends, runs_again))
         sums = None
         if ranks.replicas is not None:
-            nccl = NcclSums(ranks.replicas) if ranks.nccl.sums else None
+            nccl = None
+            if ranks.nccl.sums:
+                nccl = NcclSums(ranks.replicas)
             sums = GradientSums(ranks.replicas, nccl, pipe.size > 1, attached)
-        loss = None
-        if arguments.loss is not None:
-            loss = Loss(arguments.loss) if checks is None else CheckedLoss(arguments.loss, checks)
+        loss: Loss | None = None
+        if arguments.loss is not None and checks is not None:
+            loss = CheckedLoss(arguments.loss, checks)
+        elif arguments.loss is not None:
+            loss = Loss(arguments.loss)
+        clock = HostClock()
+        if ranks.device == "cuda":
+            clock = DeviceClock()
         weighing = Weighing(pipe, ranks.replicas, schedule.placement[-1])
         executor = Executor(
             self.rank,
@@ -217,11 +233,13 @@ class Pipeline:
             LossEvaluation(loss, weighing),
             sums,
             checks,
-            DeviceClock() if ranks.device == "cuda" else HostClock(),
+            clock,
             arguments.input_grads,
         )
+        poll = mailbox.poll
+        if sums is not None:
+            poll = executor.poll
         for attached_stage in attached:
-            poll = mailbox.poll if sums is None else executor.poll
             attached_stage.attach(poll, names_given(schedule, attached_stage.number))
             if checks is not None:
                 attached_stage.runner = CheckedStage(attached_stage, checks)
@@ -234,7 +252,9 @@ class Pipeline:
         for number, stage in zip(numbers, ranks.stages):
             if schedule.has_backward(number) and not stage.shows_gradients:
                 bare = True
-        names = ranks.stages[0].input_names if numbers and numbers[0] == 0 else None
+        names = None
+        if self.rank == schedule.placement[0]:
+            names = ranks.stages[0].input_names
         slicing = Slicing(schedule.slices, arguments.slice_lengths)
         self.executor = executor
         self.plans = Plans(schedule, self.rank, tags, arguments.recompute)
@@ -297,7 +317,8 @@ class Pipeline:
             with self._gradients.making(accumulate) as earlier:
                 call = self._begin("step", batch, agreed, scale)
                 with executor.loss.taking_head(call):
-                    executor.finish(executor.program(call), call)
+                    executor.run(executor.program(call), call)
+                    executor.end(call)
                 # Before losses are fetched: the device must wait for no rank that may fail.
                 self._gradients.wait()
                 shared = self._share_losses(call)
@@ -325,7 +346,8 @@ class Pipeline:
         with self._state:
             call = self._begin("forward_train", batch, agreed)
             steps = call.plan.steps
-            count = 1 + max(place for place, action in enumerate(steps) if action.op == "F")
+            ops = [action.op for action in steps]
+            count = len(ops) - ops[::-1].index("F")
             executor.run(executor.program(call)[:count], call)
             # Nothing moves messages while the caller computes.
             executor.messages.mailbox.flush()
@@ -372,7 +394,8 @@ class Pipeline:
             executor.checks.gradients = scale == 1
         with self._state:
             with self._gradients.making(accumulate) as earlier:
-                executor.finish(executor.program(call)[count:], call)
+                executor.run(executor.program(call)[count:], call)
+                executor.end(call)
                 self._gradients.wait()
             self._end_step(earlier)
         self._end()
@@ -403,7 +426,8 @@ class Pipeline:
         with self._state:
             call = self._begin("evaluate", batch, agreed)
             with executor.loss.taking_head(call):
-                executor.finish(executor.program(call), call)
+                executor.run(executor.program(call), call)
+                executor.end(call)
             shared = self._share_losses(call)
             _, problem = weighing.settle(shared)
             shared.read()
@@ -421,7 +445,8 @@ class Pipeline:
         batch, agreed = self._agree("forward", inputs)
         with self._state:
             call = self._begin("forward", batch, agreed)
-            self.executor.finish(self.executor.program(call), call)
+            self.executor.run(self.executor.program(call), call)
+            self.executor.end(call)
             outputs = self._outputs(call)
         self._end()
         return outputs
@@ -458,7 +483,9 @@ class Pipeline:
 
         That is as for the schedule that was given, without the R's of `recompute`.
         """
-        return max(self._activations) if self.steps_taken else 0
+        if not self.steps_taken:
+            return 0
+        return max(self._activations)
 
     @property
     def live_activations(self) -> int:
@@ -471,7 +498,9 @@ class Pipeline:
     @property
     def _activations(self) -> list[int]:
         plan = self.plans.training
-        return plan.activations_and_inputs if self.plans.recompute else plan.activations
+        if self.plans.recompute:
+            return plan.activations_and_inputs
+        return plan.activations
 
     @property
     def busy(self) -> float:
@@ -582,9 +611,9 @@ class Pipeline:
     def _agree(
         self,
         name: str,
-        inputs: Any = None,
-        targets: Any = None,
-        scale: Any = 1.0,
+        inputs: Batched = None,
+        targets: Batched = None,
+        scale: float = 1.0,
         accumulate: bool = False,
     ) -> tuple[Batch, BatchFacts]:
         """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
@@ -608,7 +637,7 @@ class Pipeline:
             raise problem
         return batch, agreed
 
-    def _checked_batch(self, name: str, inputs: Any, targets: Any, scale: Any) -> Batch:
+    def _checked_batch(self, name: str, inputs: Batched, targets: Batched, scale: float) -> Batch:
         """Return the batch of a call; raise for arguments that are wrong on this rank."""
         batch = Batch()
         self._check_halves(name)
@@ -645,7 +674,9 @@ class Pipeline:
         training = name in STEPS
         executor = self.executor
         executor.loss.weighing.begin(agreed, batch.counts or [])
-        plan = self.plans.training if training else self.plans.forward(agreed.microbatches)
+        plan = self.plans.training
+        if not training:
+            plan = self.plans.forward(agreed.microbatches)
         slices = self._batches.slicing.count
         replica = self.ranks.replica
         positions = [
@@ -676,7 +707,7 @@ class Pipeline:
         self.flight.begin(name, self._agreement.count, plan, call.marks)
         return call
 
-    def _end_step(self, earlier: list) -> None:
+    def _end_step(self, earlier: Earlier) -> None:
         self._gradients.add(earlier)
         self.steps_taken += 1
         if self.recorder is not None:
@@ -692,18 +723,18 @@ class Pipeline:
 
     def _outputs(self, call: Call) -> Batched:
         """Return the outputs of the last stage in the form of the inputs; None on other ranks."""
-        by_unit = [call.outputs[unit] for unit in range(len(call.outputs))]
-        pieces = self._batches.slicing.whole(by_unit)
+        pieces = self._batches.slicing.whole(in_order(call.outputs))
         if not pieces:
             return None
         if not call.agreed.listed:
             return merge(pieces)
-        return [read_only(piece) for piece in pieces] if call.training else pieces
+        if call.training:
+            pieces = [*map(read_only, pieces)]
+        return pieces
 
     def _input_gradients(self, call: Call, scale: float) -> list | None:
         """Return the gradients of the inputs by micro-batch, without a factor on them."""
-        by_unit = [call.input_gradients[unit] for unit in range(len(call.input_gradients))]
-        gradients = self._batches.slicing.whole(by_unit)
+        gradients = self._batches.slicing.whole(in_order(call.input_gradients))
         if scale != 1:
             gradients = [unscaled(gradient, scale) for gradient in gradients]
         return gradients or None
@@ -714,7 +745,9 @@ class Pipeline:
         own_losses = None
         if call.targets is not None:
             waiting, download = call.download or ([], None)
-            when = f"step {self.steps_taken + 1}" if call.training else call.name
+            when = call.name
+            if call.training:
+                when = f"step {self.steps_taken + 1}"
             where = self.rank, self.schedule.stages - 1, when
             own_losses = OwnLosses(call.losses, waiting, download, where)
         name = f"{call.name} (call {self._agreement.count}) of {self._state.name}"
@@ -732,17 +765,21 @@ class Pipeline:
         hooks = []
         for stage in self.ranks.stages:
             hooks.append(stage.before_write)
-            hooks += [inner.before_write for inner in stage.inner_stages if inner is not stage]
+            for inner in stage.inner_stages:
+                if inner is not stage:
+                    hooks.append(inner.before_write)
         return hooks
 
-    def _take_gradients(self, call: Call, gradients: Any, scale: float) -> None:
+    def _take_gradients(self, call: Call, gradients: Batched, scale: float) -> None:
         """Take the caller's gradients of the outputs; raise ArgumentError if they do not fit."""
         root = self.schedule.placement[-1]
         where = f"rank {root}, which holds the last stage"
         check_place("gradients", gradients, self.rank == root, where)
-        outputs = [call.outputs[unit] for unit in range(len(call.outputs))]
+        outputs = in_order(call.outputs)
         slicing = self._batches.slicing
-        parts = split_as(gradients, slicing.whole(outputs)) if outputs else []
+        parts: list[Tree] = []
+        if outputs:
+            parts = split_as(gradients, slicing.whole(outputs))
         checks = self.executor.checks
         for unit, (gradient, y) in enumerate(zip(slicing.cut_as(parts, outputs), outputs)):
             try:

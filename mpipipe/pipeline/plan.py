@@ -61,13 +61,16 @@ class PlannedAction(NamedTuple):
         return _messages(self.send, self.gives)
 
     def __str__(self) -> str:
-        unit = self.unit
-        cell = "{}.{}".format(*unit.place) if isinstance(unit, Unit) else unit
-        return f"{self.stage}{self.op}{cell}"
+        name = f"{self.unit}"
+        if isinstance(self.unit, Unit):
+            name = "{}.{}".format(*self.unit.place)
+        return f"{self.stage}{self.op}{name}"
 
 
 def _messages(main: Envelope | None, ports: Sequence[Port]) -> list[Envelope]:
-    messages = [] if main is None else [main]
+    messages = []
+    if main is not None:
+        messages.append(main)
     for port in ports:
         if port.message is not None:
             messages.append(port.message)
@@ -83,7 +86,9 @@ class Plans:
         self.tags = tags
         # True if the user asked for an R before each backward; the schedule may have its own.
         self.recompute = recompute
-        trained = before_backwards(schedule) if recompute else schedule
+        trained = schedule
+        if recompute:
+            trained = before_backwards(schedule)
         self.training = ActionPlan(trained, rank, tags)
         # By the number of micro-batches.
         self._forward: dict[int, ActionPlan] = {}
@@ -102,9 +107,14 @@ class ActionPlan:
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
         self.schedule = schedule
         self.steps = _steps(schedule, rank, tags)
-        self.receives = [received for step in self.steps for received in step.receives]
-        self.sends = [sent for step in self.steps for sent in step.sends]
-        self.window = receive_window(simulate(schedule), rank) if self.receives else 0
+        self.receives: list[Envelope] = []
+        self.sends: list[Envelope] = []
+        for step in self.steps:
+            self.receives += step.receives
+            self.sends += step.sends
+        self.window = 0
+        if self.receives:
+            self.window = receive_window(simulate(schedule), rank)
         self.activations = _activations(self.steps, whole=True)
         self.activations_and_inputs = _activations(self.steps, whole=False)
 
@@ -128,7 +138,10 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     lowest = schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     order = schedule.orders[rank]
-    final = {action.stage: action for action in order if action.op in "BW"}
+    final = {}
+    for action in order:
+        if action.op in "BW":
+            final[action.stage] = action
 
     def envelope(
         edge: int, neighbour: int, unit: int, direction: int, skip: str = ""
@@ -142,7 +155,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
 
     def ports(stage: int, unit: int, direction: int, takes: bool) -> tuple[Port, ...]:
         """Return the ends of skips over which a stage takes something, or gives something."""
-        found = []
+        ends = []
         for edge, skip in enumerate(schedule.skips, schedule.stages):
             near = skip.source
             far = skip.target
@@ -153,8 +166,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
                 message = None
                 if is_wanted:
                     message = envelope(edge, far, unit, direction, skip.name)
-                found.append(Port(skip.name, edge, message, is_wanted))
-        return tuple(found)
+                ends.append(Port(skip.name, edge, message, is_wanted))
+        return tuple(ends)
 
     steps = []
     numbers = units(schedule.units, schedule.slices)
@@ -173,7 +186,11 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
             receive = envelope(stage + 1, stage + 1, unit, BACKWARD)
             if stage > lowest:
                 send = envelope(stage, stage - 1, unit, BACKWARD)
-        moves = op in "FBI"
+        takes: tuple[Port, ...] = ()
+        gives: tuple[Port, ...] = ()
+        if op in "FBI":
+            takes = ports(stage, unit, direction, takes=True)
+            gives = ports(stage, unit, direction, takes=False)
         step = PlannedAction(
             op,
             stage,
@@ -187,8 +204,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
             keeps=schedule.has_backward(stage),
             recomputed=(stage, unit) in schedule.recomputed,
             ends=stage == lowest,
-            takes=ports(stage, unit, direction, takes=True) if moves else (),
-            gives=ports(stage, unit, direction, takes=False) if moves else (),
+            takes=takes,
+            gives=gives,
         )
         steps.append(step)
     return steps
@@ -207,8 +224,10 @@ def receive_window(timeline: Timeline, rank: int) -> int:
                 sent = timeline.done[action.op != "F"][stage * schedule.units + action.microbatch]
                 needed.append((start, sent))
     starts = [start for start, _ in needed]
-    ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
-    return max([1, *ahead])
+    window = 1
+    for index, (_, sent) in enumerate(needed):
+        window = max(window, index - bisect_right(starts, sent) + 1)
+    return window
 
 
 def _makers(schedule: Schedule, action: Action) -> list[int]:
@@ -216,6 +235,10 @@ def _makers(schedule: Schedule, action: Action) -> list[int]:
     stage = source(action.stage, action.op, schedule.stages)
     if stage is None:
         return []
-    forward = action.op == "F"
-    skips = [ends if forward else ends[::-1] for ends in schedule.skip_ends]
-    return [stage, *(maker for maker, taker in skips if taker == action.stage)]
+    makers = [stage]
+    for maker, taker in schedule.skip_ends:
+        if action.op != "F":
+            maker, taker = taker, maker
+        if taker == action.stage:
+            makers.append(maker)
+    return makers

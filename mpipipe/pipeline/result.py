@@ -123,11 +123,10 @@ class PipelineState:
     def check(self, call: str) -> None:
         """Raise ArgumentError if a call cannot begin."""
         if not self.is_open:
-            raise ArgumentError(
-                f"the pipeline is {self.state}",
-                rank=self.rank,
-                remedy="start the job anew" if self.state == "failed" else "call step before close",
-            )
+            remedy = "call step before close"
+            if self.state == "failed":
+                remedy = "start the job anew"
+            raise ArgumentError(f"the pipeline is {self.state}", rank=self.rank, remedy=remedy)
         if self.running:
             raise ArgumentError(
                 f"{call} was called within another call of {self.name}",

@@ -46,11 +46,13 @@ Facts: TypeAlias = dict[str, list[TieSite]]
 def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
     """Return the ties of this rank; ArgumentError if a parameter lies in an absent stage."""
     facts: Facts = {}
-    here = {id(inner) for stage in stages for inner in stage.inner_stages}
+    present: set[int] = set()
+    for stage in stages:
+        present.update(map(id, stage.inner_stages))
     for stage, number in zip(stages, numbers):
         for inner, model in enumerate(stage.inner_stages):
             for name, (owner, owner_name) in model.buffers.owners.items():
-                if id(owner) not in here:
+                if id(owner) not in present:
                     raise ArgumentError(
                         f"the tied parameter {name} lies in the buffer of a stage of an earlier "
                         "pipeline",
@@ -87,8 +89,10 @@ def check_ties(table: Sequence[Facts]) -> None:
                     f"{first.stage}",
                 )
             if place.frozen != first.frozen:
-                trained = first if place.frozen else place
-                raise partly_frozen_error(key, [trained.name])
+                trained = place.name
+                if place.frozen:
+                    trained = first.name
+                raise partly_frozen_error(key, [trained])
 
 
 def _places(table: Sequence[Facts]) -> dict[str, list[tuple[int, TieSite]]]:
@@ -138,11 +142,11 @@ class TieNames:
                 channel, tag = divmod(count, tags)
                 self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
                 count += 1
-        on_several_ranks = False
+        self.channels = 0
         for of_key in self.order.values():
-            if any(place.rank != of_key[0].rank for place in of_key):
-                on_several_ranks = True
-        self.channels = -(-count // tags) if on_several_ranks else 0
+            ranks = {place.rank for place in of_key}
+            if len(ranks) > 1:
+                self.channels = -(-count // tags)
 
 
 class Ties:
@@ -173,7 +177,9 @@ class Ties:
             if users:
                 tied.append((places, users))
                 owner = _owner(list(users.values()))
-                shared += [(user, owner) for user in users.values() if user is not owner]
+                for user in users.values():
+                    if user is not owner:
+                        shared.append((user, owner))
         share(shared)
         self.parameters = [TiedParameter(pipe, transport, *pair) for pair in tied]
 
@@ -265,7 +271,9 @@ class TiedParameter:
         return own(self.transport.irecv(array, place.rank, place.channel, place.tag))
 
     def _wait(self, requests: Sequence[Testable], what: TiedPlace) -> None:
-        peers = self.peers if what.rank == self.pipe.rank else [what.rank]
+        peers = [what.rank]
+        if what.rank == self.pipe.rank:
+            peers = self.peers
         for request, peer in zip(requests, peers):
             self.pipe.wait(request, what, peer=peer)
 

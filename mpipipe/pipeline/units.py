@@ -8,12 +8,10 @@ With slices, unit m n + s is slice s of micro-batch m:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import Any, TypeAlias, TypeVar
 
 from mpipipe import arrays
 from mpipipe.arrays import Shape, Tree, flatten, read_only, unflatten
@@ -23,11 +21,12 @@ from mpipipe.even_split import even_split
 from mpipipe.text import counted
 
 AskedBatch: TypeAlias = Any  # the class of batch.py
+T = TypeVar("T")
 
 
 def rows_of(tree: Tree, axis: int = 0) -> int:
     """Return the extent of an axis that all leaves share; ArgumentError if they do not."""
-    return _extent([leaf.shape for leaf in _sendable(tree)], axis)
+    return _extent(_shapes(_sendable(tree)), axis)
 
 
 def rows_of_any(tree: Tree) -> int:
@@ -45,19 +44,29 @@ def rows_of_any(tree: Tree) -> int:
             remedy="leave out what is empty, such as a graph without nodes, before you make "
             "micro-batches",
         )
-    extents = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
-    return extents.pop() if len(extents) == 1 else 0
+    extents = set()
+    for leaf in leaves:
+        extents.add(leaf.shape[0] if leaf.ndim else 0)
+    if len(extents) > 1:
+        return 0
+    return extents.pop()
 
 
 def _sendable(tree: Tree) -> list[arrays.Array]:
-    leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
+    leaves, _ = flatten(tree)
     for leaf in leaves:
         check_sendable(leaf)
     return leaves
 
 
+def _shapes(leaves: Sequence[arrays.Array]) -> list[Shape]:
+    return [leaf.shape for leaf in leaves]
+
+
 def _extent(shapes: Sequence[Shape], axis: int) -> int:
-    extents = {shape[axis] if len(shape) > axis else -1 for shape in shapes}
+    extents = set()
+    for shape in shapes:
+        extents.add(shape[axis] if len(shape) > axis else -1)
     if len(extents) != 1 or -1 in extents:
         what = "rows"
         form = "(rows, ...)"
@@ -94,7 +103,7 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
                 found=len(batch),
                 expected=f"{microbatches}, as in the schedule",
             )
-        return [read_only(tree) for tree in batch], _counts(batch)
+        return [*map(read_only, batch)], _counts(batch)
     if microbatches == 1:  # nothing is cut
         return [read_only(batch)], [rows_of_any(batch)]
     rows = rows_of(batch)
@@ -142,7 +151,7 @@ def split_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> lis
                 found=len(whole),
                 expected=f"{len(pieces)}, as the outputs",
             )
-        return [read_only(tree) for tree in whole]
+        return [*map(read_only, whole)]
     leaves, structure = flatten(read_only(whole))
     edges = [0, *accumulate(rows_of(piece, axis) for piece in pieces)]
     for leaf in leaves:
@@ -153,16 +162,19 @@ def split_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> lis
             if axis == 0:
                 listed = counted(len(pieces), "micro-batch")
                 expected = f"arrays of {counted(edges[-1], 'row')}, or a list of {listed}"
+            found = type(leaf).__name__
+            if arrays.is_array(leaf):
+                found = f"shape {leaf.shape}"
             raise ArgumentError(
-                "the gradients do not match the outputs",
-                found=f"shape {leaf.shape}" if arrays.is_array(leaf) else type(leaf).__name__,
-                expected=expected,
+                "the gradients do not match the outputs", found=found, expected=expected
             )
     parts = []
     for start, stop in pairwise(edges):
         at = (*[slice(None)] * axis, slice(start, stop))
-        of_leaves = [None if leaf is None else leaf[at] for leaf in leaves]
-        parts.append(unflatten(of_leaves, structure))
+        pieces_of_leaves = []
+        for leaf in leaves:
+            pieces_of_leaves.append(None if leaf is None else leaf[at])
+        parts.append(unflatten(pieces_of_leaves, structure))
     return parts
 
 
@@ -171,10 +183,18 @@ def merge(pieces: Sequence[Tree], axis: int = 0) -> Tree:
     if pieces[0] is None:  # a gradient of integers
         return None
     structure = flatten(pieces[0])[1]
+    columns = []
+    for piece in pieces:
+        columns.append(flatten(piece)[0])
     whole = []
-    for column in zip(*(flatten(piece)[0] for piece in pieces)):
+    for column in zip(*columns):
         whole.append(None if column[0] is None else arrays.concatenate(column, axis))
     return unflatten(whole, structure)
+
+
+def in_order(by_unit: Mapping[int, T]) -> list[T]:
+    """Return what belongs to units in the order of these."""
+    return [by_unit[unit] for unit in range(len(by_unit))]
 
 
 # -- Slices of micro-batches -----------------------------------------------------------------------
@@ -212,7 +232,7 @@ class Slicing:
     def cut(self, tree: Tree) -> list[Tree]:
         """Return the slices of a micro-batch, read-only and contiguous."""
         leaves, structure = flatten(tree)
-        lengths = self.lengths_of([leaf.shape for leaf in leaves])
+        lengths = self.lengths_of(_shapes(leaves))
         parts = []
         start = 0
         for length in lengths:
@@ -228,7 +248,7 @@ class Slicing:
         cut: list[Tree] = []
         for gradient, slices in zip(gradients, self._by_microbatch(units)):
             cut += split_as(gradient, slices, 1)
-        return [arrays.in_c_order(part) for part in cut]
+        return [*map(arrays.in_c_order, cut)]
 
     def units(self, batch: list[Tree] | AskedBatch) -> Any:
         """Return the units of a batch, by their numbers; ArgumentError if it cannot be cut."""
@@ -267,7 +287,7 @@ def shapes_of(batch: list[Tree] | AskedBatch) -> list[list[Shape]]:
     shapes = []
     if isinstance(batch, list):
         for tree in batch:
-            shapes.append([leaf.shape for leaf in flatten(tree)[0]])
+            shapes.append(_shapes(flatten(tree)[0]))
     else:
         for spec in batch.specs:
             shapes.append([shape for shape, _ in spec.leaves])

@@ -31,6 +31,8 @@ class Sequential(Layer):
     mixes_positions = False
     # Set by the stage: layers before it have no backward, for nobody asks for a gradient there.
     lowest = 0
+    # With which arguments `Stage.end_backward` has set that.
+    asked: tuple[bool, bool] | None = None
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)

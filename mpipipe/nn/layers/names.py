@@ -26,7 +26,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Layer, Pending, Position, Saved
+from mpipipe.nn.layers.layer import Differentiable, Layer, Pending, Position, Saved, StageOfLayer
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import zeros
 
@@ -121,9 +121,7 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
     return Branches(x, **{name: values[name] for name in names}) if names else x
 
 
-def check_links(
-    chain: NamedChain, number: int, takes: Collection[str], gives: Collection[str]
-) -> None:
+def check_links(chain: Names, number: int, takes: Collection[str], gives: Collection[str]) -> None:
     """Raise ArgumentError unless the skips at a stage are the names of its layers.
 
     The first stage takes its names from the inputs, and hands on others that are there.
@@ -163,22 +161,33 @@ class PositionOfNames(Position):
     values: dict[str, Tree]
 
 
-class NamedChain(Sequential):
-    """The layers of a stage with names: Branches come in and go out.
+class Names(Differentiable):
+    """The chain of layers of a stage, with names: Branches come in and go out.
 
     `comes_in` are the names that the stage is handed, `goes_out` those that it hands on, for which
-    it may have been handed some that its layers do not take.
+    it may have been handed some that its layers do not take. `entry` is what micro-batches run
+    through: the chain alone where there are no names.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        super().__init__(layers)
+    def __init__(self, stage: StageOfLayer, layers: Sequence[Layer]) -> None:
+        self.stage = stage
+        self.chain = Sequential(layers)
+        self.chain.stage = stage
         self.takes, self.named, self.unclaimed = names_of(layers)
         self.comes_in = self.takes
         self.goes_out = self.unclaimed
         self.gradients: dict[str, Tree] | None = None  # None outside of a backward
+        self.entry: Differentiable = self if self.takes or self.named else self.chain
+
+    @property
+    def are_used(self) -> bool:
+        """Whether names come in, go out, or are handed from layer to layer."""
+        return self.entry is self
 
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
+        if names:
+            self.entry = self
         self.goes_out = tuple(names)
         known = (*self.named, *self.takes)
         self.comes_in = (*self.takes, *(name for name in names if name not in known))
@@ -197,7 +206,7 @@ class NamedChain(Sequential):
         position.values = values = dict(handed)
         self.stage.position = position
         try:
-            y, saved = super().forward(main)
+            y, saved = self.chain.forward(main)
         finally:
             self.stage.position = before  # a backward finds no values of another micro-batch
         outputs = {}
@@ -211,12 +220,16 @@ class NamedChain(Sequential):
 
     def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
         of_layers, handed = saved
-        dx, pending = super().backward_input(self._begin(dy), of_layers)
+        dx, pending = self.chain.backward_input(self._begin(dy), of_layers)
         return self._with_gradients(dx, handed), pending
+
+    def backward_weight(self, pending: Pending) -> None:
+        self.chain.backward_weight(pending)
 
     def backward(self, dy: Any, saved: Saved) -> Any:
         of_layers, handed = saved
-        return self._with_gradients(super().backward(self._begin(dy), of_layers), handed)
+        dx = self.chain.backward(self._begin(dy), of_layers)
+        return self._with_gradients(dx, handed)
 
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
         """Return the gradients of the backward under way; raise ArgumentError outside of one."""
@@ -247,7 +260,7 @@ class NamedChain(Sequential):
         if not handed:
             return dx
         skips: dict[str, Tree] = dict.fromkeys(handed)
-        if not self.lowest:
+        if not self.chain.lowest:
             for name, value in handed.items():
                 gradient = gradients.get(name)
                 # No layer may have added one.
