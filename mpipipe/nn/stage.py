@@ -149,8 +149,9 @@ class Stage(Differentiable):
             for key in layer.adapters:
                 adapted[f"{name}.{key}"] = layer
         shapes = {name: self.parameters[name].shape for name in adapted}
-        halves = self.compute is not self.parameters
-        sums = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
+        sums = self.compute
+        if self.compute is self.parameters:
+            sums = FlatBuffer(shapes, self.dtype, self.device)
         for name, layer in adapted.items():
             self.buffers.merged[name] = layer, sums[name]
             setattr(layer, name.rpartition(".")[2], sums[name])
@@ -255,7 +256,9 @@ class Stage(Differentiable):
     def shown_gradients(self) -> list[Array]:
         """The flat array of gradients, unless it is empty."""
         flat = self.gradients.flat
-        return [flat] if flat.size else []
+        if not flat.size:
+            return []
+        return [flat]
 
     @property
     def owners(self) -> Mapping[str, tuple[Any, str]]:
@@ -345,8 +348,9 @@ class Stage(Differentiable):
     @property
     def originals(self) -> FlatBuffer | None:
         """The parameters, if layers compute with nothing but a copy of them in a half dtype."""
-        has_copy = self.compute is not self.parameters
-        return self.parameters if has_copy and not self.buffers.merged else None
+        if self.compute is self.parameters or self.buffers.merged:
+            return None
+        return self.parameters
 
     # -- what a pipeline does with a stage
 
@@ -431,7 +435,9 @@ class Stage(Differentiable):
         parts = self.buffers.parts
         if not parts:
             return
-        source: Mapping[str, Array] = parts if used else self.gradients
+        source: Mapping[str, Array] = self.gradients
+        if used:
+            source = parts
         layer_of = self.layer_of
         for name in parts:
             layer, key = layer_of[name]
@@ -645,7 +651,9 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
             remedy="build the stage with device='cuda', or give a numpy array",
         )
     if named or stage.first_layer.takes_any:
-        return arrays.upload(x) if device != stage.device else x
+        if device != stage.device:
+            x = arrays.upload(x)
+        return x
     first = stage.first_layer
     integers = x.dtype.kind in "iu"
     wide = part and x.dtype == arrays.accumulator(stage.dtype)
@@ -673,5 +681,6 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
             found=f"shape {x.shape}, strides {x.strides}",
             remedy="pass cupy.ascontiguousarray(x)",
         )
-    stays = device == stage.device or (integers and first.uploads_integers)
-    return x if stays else arrays.upload(x)
+    if device != stage.device and not (integers and first.uploads_integers):
+        x = arrays.upload(x)
+    return x

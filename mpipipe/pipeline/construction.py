@@ -77,7 +77,9 @@ class AgreedRanks(NamedTuple):
     @property
     def replica(self) -> int:
         """Number of this pipeline among its replicas."""
-        return 0 if self.replicas is None else self.replicas.rank
+        if self.replicas is None:
+            return 0
+        return self.replicas.rank
 
 
 def agree_on_construction(comm: Communicator, arguments: Arguments) -> AgreedRanks:
@@ -290,7 +292,9 @@ def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
         own_values = [arrays.download(array) for array in state]
         first = others.broadcast(f"{CALL}: state", own_values)
         for array, value in zip(state, first, strict=True):
-            array[...] = arrays.upload(value) if arrays.is_device(array) else value
+            if arrays.is_device(array):
+                value = arrays.upload(value)
+            array[...] = value
 
 
 def _digests(stages: Sequence[PipelineStage]) -> list[str]:

@@ -41,7 +41,7 @@ class Sequential(Layer):
     def forward(self, x: Array) -> tuple[Array, Saved]:
         poll = self.stage.poll
         lowest = self.lowest
-        saved: list[Any] = []
+        saved: list[Saved] = []
         for place, layer in enumerate(self.layers):
             if place and poll is not None:
                 poll()
@@ -136,7 +136,9 @@ class PreNormResidual(Layer):
         self.norm = norm
         self.f = Sequential(layers)
         # Not a class that is derived from one of these.
-        self._fused: Any = norm if type(norm) in (RMSNorm, LayerNorm) else None
+        self._fused: RMSNorm | LayerNorm | None = None
+        if isinstance(norm, (RMSNorm, LayerNorm)) and type(norm) in (RMSNorm, LayerNorm):
+            self._fused = norm
         self.children = {f"layer.{place}": layer for place, layer in enumerate((norm, *layers))}
 
     def bound(self) -> None:

@@ -92,13 +92,17 @@ def ends_of_names(
 
 def sum_of(some: Tree, more: Tree) -> Tree:
     """Return the sum of two gradients of one tree; both have None for integers."""
-    if some is None or more is None:
-        return more if some is None else some
+    if some is None:
+        return more
+    if more is None:
+        return some
     left, structure = arrays.flatten(some)
     right, _ = arrays.flatten(more)
     sums = []
     for a, b in zip(left, right):
-        sums.append(a if b is None else kernels.of_array(a).add(a, b))
+        if b is not None:
+            a = kernels.of_array(a).add(a, b)
+        sums.append(a)
     return arrays.unflatten(sums, structure)
 
 
@@ -118,7 +122,9 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
             found=", ".join(values) or "no names",
             remedy="a layer before gives it, or the inputs have it: mpipipe.Branches(x, name=...)",
         )
-    return Branches(x, **{name: values[name] for name in names}) if names else x
+    if not names:
+        return x
+    return Branches(x, **{name: values[name] for name in names})
 
 
 def check_links(chain: Names, number: int, takes: Collection[str], gives: Collection[str]) -> None:
@@ -177,7 +183,9 @@ class Names(Differentiable):
         self.comes_in = self.takes
         self.goes_out = self.unclaimed
         self.gradients: dict[str, Tree] | None = None  # None outside of a backward
-        self.entry: Differentiable = self if self.takes or self.named else self.chain
+        self.entry: Differentiable = self.chain
+        if self.takes or self.named:
+            self.entry = self
 
     @property
     def are_used(self) -> bool:
@@ -189,8 +197,10 @@ class Names(Differentiable):
         if names:
             self.entry = self
         self.goes_out = tuple(names)
-        known = (*self.named, *self.takes)
-        self.comes_in = (*self.takes, *(name for name in names if name not in known))
+        self.comes_in = self.takes
+        for name in names:
+            if name not in (*self.named, *self.takes):
+                self.comes_in += (name,)
 
     def forward(self, x: Any) -> tuple[Any, Saved]:
         main, handed = _divided(x)
@@ -216,7 +226,9 @@ class Names(Differentiable):
                     f"a layer gives {name!r} by its attribute `gives`, and its forward did not"
                 )
             outputs[name] = values[name]
-        return Branches(y, **outputs) if outputs else y, (saved, handed)
+        if outputs:
+            y = Branches(y, **outputs)
+        return y, (saved, handed)
 
     def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
         of_layers, handed = saved
@@ -262,14 +274,16 @@ class Names(Differentiable):
         skips: dict[str, Tree] = dict.fromkeys(handed)
         if not self.chain.lowest:
             for name, value in handed.items():
-                gradient = gradients.get(name)
-                # No layer may have added one.
-                skips[name] = arrays.mapped(_zeros_of, value) if gradient is None else gradient
+                skips[name] = gradients.get(name)
+                if skips[name] is None:  # no layer has added one
+                    skips[name] = arrays.mapped(_zeros_of, value)
         return Branches(dx, **skips)
 
 
 def _divided(x: Any) -> tuple[Tree, dict[str, Tree]]:
-    return (x.main, x.skips) if type(x) is Branches else (x, {})
+    if type(x) is Branches:
+        return x.main, x.skips
+    return x, {}
 
 
 def _zeros_of(leaf: Array) -> Array | None:
@@ -336,7 +350,11 @@ class Join(Layer):
     def forward(self, x: Array) -> tuple[Array, Saved]:
         other: Any = self.stage.taken(self.takes[0])
         kernels = self.stage.kernels
-        axis = None if self.axis is None else self.axis % x.ndim
+        axis = self.axis
+        expected = f"{x.dtype}{list(x.shape)}"
+        if axis is not None:
+            axis %= x.ndim
+            expected += f", but for axis {self.axis}"
         fits = False
         if arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype:
             before = list(x.shape)
@@ -349,8 +367,7 @@ class Join(Layer):
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its "
                 "input",
                 found=_described(other),
-                expected=f"{x.dtype}{list(x.shape)}"
-                + ("" if self.axis is None else f", but for axis {self.axis}"),
+                expected=expected,
             )
         if axis is None:
             return kernels.add(x, other), None
@@ -367,7 +384,9 @@ class Join(Layer):
 
 
 def _described(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if arrays.is_array(value) else type(value).__name__
+    if not arrays.is_array(value):
+        return type(value).__name__
+    return f"{value.dtype}{list(value.shape)}"
 
 
 class AdaptiveNorm(Layer):
