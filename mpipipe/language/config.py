@@ -133,7 +133,10 @@ class TrainConfig(TaskConfig, ModelOptions, DataOptions):
 
     @classmethod
     def _check_given(cls, values: dict[str, Any]) -> None:
-        sizes = [name for name in FROM_FOLDER if name in values]
+        sizes = []
+        for name in FROM_FOLDER:
+            if name in values:
+                sizes.append(name)
         if values.get("from_") is not None and sizes:
             raise ConfigError(
                 f"{sizes[0]} and from are both given",

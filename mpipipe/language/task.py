@@ -139,7 +139,9 @@ class TextTask(Task):
         self.freeze = self.tuning.freeze
         self.everywhere = config.packing == "segments"
         self.layout = config.layout
-        self.packing = Packing(1) if self.everywhere else None
+        self.packing = None
+        if self.everywhere:
+            self.packing = Packing(1)
         self.units = config.seq_len
         self.copies = config.sample_bytes > 0
         self.folders = ("weights", fine_tuning.INSIDE)
@@ -177,7 +179,10 @@ class TextTask(Task):
         check_layers(config.layers)
         names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
         sizes = {name: getattr(config, name) for name in names}
-        vocab = self.vocab if config.vocab is None else config.vocab
+        if config.vocab is None:
+            vocab = self.vocab
+        else:
+            vocab = config.vocab
         if vocab != BYTES:
             sizes["vocab"] = vocab
         model = self.architecture(seq=config.seq_len, **sizes)
@@ -202,8 +207,13 @@ class TextTask(Task):
         attend = shard.attend(length, causal=True)
         if self.packing is not None:
             attend = PackedAttend(attend, self.packing)
-        positions = None if shard.comm.size == 1 or shard.cut else shard.positions(length)
-        labels = {"labels": True} if self.head_slices > 1 else {}
+        if shard.comm.size == 1 or shard.cut:
+            positions = None
+        else:
+            positions = shard.positions(length)
+        labels = {}
+        if self.head_slices > 1:
+            labels = {"labels": True}
         return self.tuning.layers(self.model.build(attend, positions, **labels))
 
     def costs(self) -> Sequence[float]:
@@ -212,7 +222,9 @@ class TextTask(Task):
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
         """Return lengths of slices that take equal times, with equal shards if they can be."""
         seq = self.config.seq
-        unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
+        unit = 1
+        if 1 < seq <= length // (2 * slices):
+            unit = 2 * seq
         if length >= 8 * slices * math.lcm(unit, BLOCK):
             unit = math.lcm(unit, BLOCK)
         window = None
@@ -229,7 +241,9 @@ class TextTask(Task):
         if self.head_slices > 1:
             raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
         # attention and feed-forward of each; embedding, and head
-        verb = "is" if layers == 1 else "are"
+        verb = "are"
+        if layers == 1:
+            verb = "is"
         raise too_few_pieces(
             f"{counted(layers, 'layer')} {verb} {pieces} pieces (2 x {layers} + 2)",
             stages,
@@ -269,7 +283,9 @@ class TextTask(Task):
             self.packing.microbatches = plan.schedule.microbatches
         assert listing is not None
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
-        folder = None if self.base is None else self.base.folder.path
+        folder = None
+        if self.base is not None:
+            folder = self.base.folder.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
         if self.packing is None or mesh.rank != 0 or self.source is None:
             return
@@ -285,7 +301,10 @@ class TextTask(Task):
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
         if self.packing is not None:
             self.packing.microbatches = microbatches
-            length = self._length(shard) if shard.comm.size == 1 else shape[2]
+            if shard.comm.size == 1:
+                length = self._length(shard)
+            else:
+                length = shape[2]
             self.packing.begin(np.zeros((rows, length), np.int64))
         return self._labelled(shard.part(inputs), shard.part(targets))
 
@@ -337,7 +356,9 @@ class TextTask(Task):
 
     @property
     def fingerprint(self) -> str:
-        return "" if self.listing is None else self.listing.fingerprint
+        if self.listing is None:
+            return ""
+        return self.listing.fingerprint
 
     @property
     def origin(self) -> huggingface.Origin:
@@ -359,7 +380,9 @@ class TextTask(Task):
         if self.head_slices > 1:
             return nn.mean_of_losses
         tiles = worth_tiles(stage, rows * max(shard.slice_lengths or [self._length(shard)]))
-        return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
+        if tiles:
+            return nn.HeadCrossEntropy(stage)
+        return nn.softmax_cross_entropy
 
     def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
         if self.head_slices > 1:  # slices hand on several arrays
@@ -398,12 +421,16 @@ class TextTask(Task):
 
     @property
     def handed_over(self) -> str | None:
-        return None if self.data is None else self.fingerprint
+        if self.data is None:
+            return None
+        return self.fingerprint
 
     def description(self, place: str) -> str:
         config = self.config
         source = self.source
-        text = "" if source is None else f", {len(source.train):,} {self.unit} of text"
+        text = ""
+        if source is not None:
+            text = f", {len(source.train):,} {self.unit} of text"
         return (
             f"{self.model.parameters:,} parameters{self._trained_in_words()}, {config.dtype} on "
             f"{place}, "
@@ -423,7 +450,9 @@ class TextTask(Task):
         return f" of which {count:,} are trained"
 
     def beginning(self) -> str:
-        return "" if self.base is None else f"the model in {self.base.folder.path}"
+        if self.base is None:
+            return ""
+        return f"the model in {self.base.folder.path}"
 
     def derived(self, loss: float | None, validation: float | None) -> dict[str, Any]:
         return self.tokens.bits(loss, validation)
@@ -459,7 +488,9 @@ class TextTask(Task):
         prompt = None
         if mesh.pipe.rank == first and self.source is not None:
             text = self.source.validation
-            most = PROMPT_BYTES if room is None else room // 2
+            most = PROMPT_BYTES
+            if room is not None:
+                most = room // 2
             prompt = text.read(0, min(PROMPT_BYTES, len(text), most)).tolist()
         prompt = group_of(mesh.pipe).broadcast("train: the prompt of the sample", prompt, first)
         if room is not None:

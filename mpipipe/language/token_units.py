@@ -119,14 +119,17 @@ class TokenUnits:
     def summary(self, record: Mapping[str, float]) -> str:
         """Return the validation in bits per byte of tokens, for the last line of a training."""
         bits = record.get(RATES[1])
-        return "" if bits is None or self.unit == "bytes" else f" bits/byte={bits:.4f}"
+        if bits is None or self.unit == "bytes":
+            return ""
+        return f" bits/byte={bits:.4f}"
 
     def text(self, ids: Sequence[int]) -> str:
         """Return ids as text that can be shown; as numbers where no tokenizer is there."""
-        tokenizer = Bytes() if self.unit == "bytes" else self.tokenizer
-        if tokenizer is None:
+        if self.unit == "bytes":
+            return shown(Bytes().decode(ids))
+        if self.tokenizer is None:
             return " ".join(map(str, ids))
-        return shown(tokenizer.decode(ids))
+        return shown(self.tokenizer.decode(ids))
 
 
 def find_tokenizer(
@@ -137,7 +140,9 @@ def find_tokenizer(
     Without the library BackendError is raised where the tokenizer was named; that of a model is
     used for its name alone.
     """
-    folder = named if named is not None else model
+    folder: str | Path | None = model
+    if named is not None:
+        folder = named
     if folder is None or (named is None and hash_of(folder) is None):
         return None
     check_tokenizer(listing, folder)

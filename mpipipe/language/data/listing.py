@@ -66,7 +66,9 @@ class DataListing:
     @property
     def files(self) -> list[tuple[Path, int]]:
         """(file, bytes) of each file, where this rank has it; none is read for it."""
-        root = library_folder() if self.default else Path()
+        root = Path()
+        if self.default:
+            root = library_folder()
         return [(root / name, size) for name, size in self.entries]
 
     def open(self, seq_len: int) -> Source:
@@ -103,9 +105,15 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     """List the data and their kind; no paths stand for the source of the standard library."""
     forget_files()
     places = [Path(path) for path in paths]
-    tokens = [path for path in places if is_token_file(path)]
+    tokens = []
+    for path in places:
+        if is_token_file(path):
+            tokens.append(path)
     if tokens and len(tokens) < len(places):
-        others = [str(path) for path in places if path not in tokens]
+        others = []
+        for path in places:
+            if path not in tokens:
+                others.append(str(path))
         raise DataError(
             "tokens and text cannot be mixed",
             found=f"tokens in {tokens[0]}, none in {', '.join(others[:5])}",
@@ -122,7 +130,10 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
         names = [str(path) for path, _ in listed]
     else:
         folder = library_folder()
-        listed = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
+        listed = []
+        for path, size in _walk(folder):
+            if path.suffix == ".py" and size:
+                listed.append((path, size))
         names = [os.path.relpath(path, folder) for path, _ in listed]
         if not listed:
             raise DataError(
@@ -140,7 +151,10 @@ def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
     Without one it is one more than their largest id.
     """
     opened = [open_tokens(path) for path in paths]
-    known = [(path, one.facts) for path, one in zip(paths, opened) if one.facts is not None]
+    known = []
+    for path, one in zip(paths, opened):
+        if one.facts is not None:
+            known.append((path, one.facts))
     _check_tokenizers(known, vocab)
     tokenizer = None
     if len(known) == len(opened):
@@ -225,7 +239,9 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
 
     def next_start(position: int) -> int:
         number = bisect_left(starts, position)
-        return starts[number] if number < len(starts) else total
+        if number < len(starts):
+            return starts[number]
+        return total
 
     parts = []
     count = max(1, min(SECTIONS, len(starts) // DOCUMENTS))
@@ -235,7 +251,9 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
         cut = next_start(end - (end - begin) // HELD_OUT)
         parts.append(TokenPart(file, cut, next_start(end)))
     share = sum(part.stop - part.start for part in parts) / max(1, total)
-    return parts if FEWEST <= share <= MOST else []
+    if FEWEST <= share <= MOST:
+        return parts
+    return []
 
 
 # -- Files of text ---------------------------------------------------------------------------------
@@ -250,7 +268,10 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
         "data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY
     ):
         if files.is_folder(path):
-            listed = [(file, size) for file, size in _walk(path) if size and not _is_binary(file)]
+            listed = []
+            for file, size in _walk(path):
+                if size and not _is_binary(file):
+                    listed.append((file, size))
             binary = False
         else:
             listed = [(path, files.check_regular(path).st_size)]

@@ -123,7 +123,9 @@ class Array(Tokens):
                 found=f"{self.array.dtype}{list(self.array.shape)}",
                 expected="one axis of integers",
             )
-        self.documents = None if documents is None else np.asarray(documents, np.int64)
+        self.documents = None
+        if documents is not None:
+            self.documents = np.asarray(documents, np.int64)
         self.nbytes = nbytes
 
     def __len__(self) -> int:

@@ -157,7 +157,9 @@ class FileTokens(Tokens):
         self._ends = list(accumulate(part.stop - part.start for part in self.parts))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        if self._ends:
+            return self._ends[-1]
+        return 0
 
     @property
     def nbytes(self) -> int | None:
@@ -234,7 +236,9 @@ def beside(path: Path, end: str) -> Path:
 
 def dtype_for(vocab: int) -> str:
     """The dtype in which the ids of a vocabulary are written."""
-    return "<u2" if vocab <= 1 << 16 else "<u4"
+    if vocab <= 1 << 16:
+        return "<u2"
+    return "<u4"
 
 
 def is_token_file(path: Path) -> bool:

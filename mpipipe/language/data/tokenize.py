@@ -122,8 +122,12 @@ class Encoder:
         self.tokenizer = tokenizer
         self.lengths = array("q")
         self.nbytes = array("q")
-        ends = () if tokenizer.end is None else (tokenizer.end,)
-        self._after = tokenizer.after if tokenizer.after[-1:] == ends else (*tokenizer.after, *ends)
+        ends: tuple[int, ...] = ()
+        if tokenizer.end is not None:
+            ends = (tokenizer.end,)
+        self._after = tokenizer.after
+        if self._after[-1:] != ends:
+            self._after = (*self._after, *ends)
         self.dtype = dtype_for(tokenizer.vocab)
 
     def encode(self, documents: Sequence[Document]) -> np.ndarray:

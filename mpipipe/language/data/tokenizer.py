@@ -89,7 +89,9 @@ def library_errors(path: Path, text: str = "the tokenizer fails") -> Iterator[No
 def path_of(folder: str | Path) -> Path:
     """Return the tokenizer.json of a folder, or the path itself where it is no folder."""
     path = Path(folder)
-    return path / NAME if files.is_folder(path) else path
+    if files.is_folder(path):
+        return path / NAME
+    return path
 
 
 def hash_of(folder: str | Path) -> str | None:
@@ -131,7 +133,9 @@ def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int
             token = token[0]
     if token is None:
         return None
-    number = token if type(token) is int else library.token_to_id(str(token))
+    number = token
+    if type(token) is not int:
+        number = library.token_to_id(str(token))
     if number is None or not 0 <= number < vocab:
         raise DataError(
             "the tokenizer does not have the token that ends a text",
@@ -150,4 +154,6 @@ def _facts(path: Path) -> dict[str, Any]:
         "a file beside the tokenizer", path, DataError, also=(ValueError, RecursionError)
     ):
         facts = json.loads(files.read_text(path, MOST_SMALL))
-    return facts if isinstance(facts, dict) else {}
+    if isinstance(facts, dict):
+        return facts
+    return {}

@@ -50,7 +50,9 @@ class Evaluation:
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), infinite where that is too large."""
-    return math.exp(loss) if loss < 709 else math.inf
+    if loss < 709:
+        return math.exp(loss)
+    return math.inf
 
 
 class WindowLosses(nn.HeadCrossEntropy):
@@ -61,8 +63,9 @@ class WindowLosses(nn.HeadCrossEntropy):
 
     def __init__(self, stage: nn.Stage, slices: bool = False) -> None:
         self.stage = stage
-        self.mean_of = nn.mean_of_losses if slices else super().__call__
+        self.mean_of = nn.mean_of_losses
         if not slices:
+            self.mean_of = super().__call__
             super().__init__(stage)
         self.tokens = 0
         self.nats: list[float] = []  # sum for each micro-batch
@@ -188,7 +191,10 @@ def build_evaluator(
     with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, "zigzag")
         attend = shard.attend(length, causal=True)
-        positions = None if mesh.seq.size == 1 else shard.positions(length)
+        if mesh.seq.size == 1:
+            positions = None
+        else:
+            positions = shard.positions(length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
         layers = model.build(attend, positions, labels=True)

@@ -69,7 +69,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
     if count < 1:
         raise ArgumentError("number of tokens to generate", found=count, expected="at least 1")
     for number, prompt in enumerate(prompts):
-        name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if len(prompts) == 1:
+            name = "the prompt"
+        else:
+            name = f"prompt {number}"
         if not prompt:
             raise ArgumentError(
                 f"{name} is empty", expected="at least one token, which the answer then continues"
@@ -312,12 +315,17 @@ def build_decoder(
         head = len(layers) - model.head_slices
         for start, stop in plan.ranges_of(mesh.pipe.rank):
             begins = start <= head < stop
-            cuts = [start, head, stop] if begins else [start, stop]
+            if begins:
+                cuts = [start, head, stop]
+            else:
+                cuts = [start, stop]
             inner = []
             for low, high in pairwise(cuts):
                 inner.append(nn.Stage(layers[low:high], dtype=dtype, first=low))
             every += inner
-            rows = batch if stop < len(layers) else 0
+            rows = 0
+            if stop < len(layers):
+                rows = batch
             stages.append(DecodingStage(inner, underway, begins, rows))
     with group.raise_together("generate: the parameters"):
         load_weights(every)
@@ -331,7 +339,10 @@ IN_FLIGHT = 4
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
     """Return the cut of a model for forwards of `rows` rows; raise ConfigError."""
-    microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
+    if ranks == 1:
+        microbatches = 1
+    else:
+        microbatches = IN_FLIGHT * ranks
     check_layers(model.layers)
     schedule = schedules.forward_only(ranks, 1, microbatches)
     return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows)

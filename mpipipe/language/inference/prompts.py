@@ -86,7 +86,9 @@ def _lines(path: Path) -> list[str | list[int]]:
         "the prompts", path, DataError, expected="text in UTF-8", also=(UnicodeDecodeError,)
     ):
         text = files.read_text(path, MOST_BYTES)
-    lines = text.removesuffix("\n").split("\n") if text else []
+    lines = []
+    if text:
+        lines = text.removesuffix("\n").split("\n")
     if not lines:
         raise DataError("there are no prompts", found=f"an empty file {path}", remedy=REMEDY)
     if path.suffix != ".jsonl":
@@ -102,7 +104,9 @@ def _parsed(line: str, place: str) -> str | list[int]:
         raise DataError(
             f"a line of the prompts is no JSON: {error}", found=place, remedy=REMEDY
         ) from error
-    prompt = value.get("prompt", value.get("tokens")) if isinstance(value, dict) else None
+    prompt = None
+    if isinstance(value, dict):
+        prompt = value.get("prompt", value.get("tokens"))
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):

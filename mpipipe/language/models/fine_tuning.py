@@ -36,7 +36,9 @@ class FineTuning:
 
     def layers(self, layers: Sequence[nn.Layer]) -> list[nn.Layer]:
         """Return the layers of a model, with adapters where there are to be any."""
-        return list(layers) if self.lora is None else self.lora.apply(layers)
+        if self.lora is None:
+            return list(layers)
+        return self.lora.apply(layers)
 
     def costs(self, model: GPT, trained: Iterable[str]) -> list[float]:
         """Return the costs of a model's layers, where only `trained` parameters are trained.

@@ -144,7 +144,10 @@ class GPT:
     def __post_init__(self) -> None:
         fields = vars(self)
         check_sizes(fields)
-        heads = self.heads if self.kv_heads is None else self.kv_heads
+        if self.kv_heads is None:
+            heads = self.heads
+        else:
+            heads = self.kv_heads
         check_heads({**fields, "kv_heads": heads})
         check_positions(fields)
         check_slice_count(self.head_slices, self.vocab)
@@ -192,7 +195,9 @@ class GPT:
             norm with head, or with its first slice, and the other slices. The first one is an
             `nn.Embedding`, or an `nn.Sequential` of that and an `nn.LearnedPositions`.
         """
-        tie = TIE if self.tied else None
+        tie = None
+        if self.tied:
+            tie = TIE
         # The last matrix of each of the 2 * layers residual branches starts smaller, so that the
         # sum of all branches has the size of one (Radford et al., "Language models are unsupervised
         # multitask learners", 2019).
@@ -234,7 +239,9 @@ class GPT:
             return lambda window: attend(window=window)
 
         def attend_with(window: int | None) -> ForwardAndBackward:
-            return attend if window is None else as_attend(attend).with_window(window)
+            if window is None:
+                return attend
+            return as_attend(attend).with_window(window)
 
         return attend_with
 
@@ -268,7 +275,9 @@ class GPT:
         return nn.RMSNorm(self.dim, self.eps)
 
     def _residual(self, layer: nn.Layer) -> nn.Layer:
-        dropout = [nn.Dropout(self.dropout)] if self.dropout else []
+        dropout = []
+        if self.dropout:
+            dropout = [nn.Dropout(self.dropout)]
         return nn.PreNormResidual(self._norm(), layer, *dropout)
 
     def costs(self) -> list[float]:
@@ -280,11 +289,18 @@ class GPT:
         """
         width = self.heads * self.head_dim
         projections = 2 * self.dim * (2 * width + 2 * self.kv_heads * self.head_dim)
-        products = 4 if self.feed_forward == "gelu" else 6
-        tables = 1 if self.max_positions is None else 2
+        products = 6
+        if self.feed_forward == "gelu":
+            products = 4
+        tables = 2
+        if self.max_positions is None:
+            tables = 1
         costs = [float(tables * self.dim)]
         for window in self.windows or (None,) * self.layers:
-            seen = self.seq if window is None else min(window, self.seq)
+            if window is None:
+                seen = self.seq
+            else:
+                seen = min(window, self.seq)
             scores = 4 * width * (seen - seen**2 / (2 * self.seq))
             costs += [float(projections + scores), float(products * self.dim * self.hidden)]
         for rows in even_split(self.vocab, self.head_slices):
@@ -355,7 +371,9 @@ def check_heads(values: dict[str, Any]) -> None:
     heads = values["heads"]
     head_dim = values["head_dim"]
     rotary = values["positions"] == "rotary"
-    unit = 2 * heads if rotary else heads
+    unit = heads
+    if rotary:
+        unit = 2 * heads
     if head_dim is None and dim % unit:
         expected = "dim a multiple of heads"
         if rotary:
@@ -382,7 +400,9 @@ def check_heads(values: dict[str, Any]) -> None:
 def check_positions(values: dict[str, Any]) -> None:
     """Raise ArgumentError for options of rotary and of learned positions together."""
     learned = values["positions"] == "learned"
-    name = "rope_scaling" if learned else "max_positions"
+    name = "max_positions"
+    if learned:
+        name = "rope_scaling"
     if values[name] is not None:
         raise ArgumentError(
             f"a GPT with {values['positions']} positions has no {name}",
@@ -418,7 +438,9 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
     for window in windows:
         if window is not None and not _is_size(window):
             raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")
-    return None if all(window is None for window in windows) else tuple(windows)
+    if all(window is None for window in windows):
+        return None
+    return tuple(windows)
 
 
 def check_layers(layers: int) -> None:

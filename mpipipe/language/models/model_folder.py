@@ -109,13 +109,18 @@ class ModelFolder(ABC):
         else:
             facts = huggingface.Origin.of(self.path).config
         ids = facts.get("eos_token_id")
-        several = ids if isinstance(ids, list) else [ids]
+        if isinstance(ids, list):
+            several = ids
+        else:
+            several = [ids]
         vocab = self.model.vocab
         return tuple(end for end in several if type(end) is int and 0 <= end < vocab)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer in the folder, None for a model of bytes; one rank calls this."""
-        return open_tokenizer(self.path) if (self.path / NAME).exists() else None
+        if (self.path / NAME).exists():
+            return open_tokenizer(self.path)
+        return None
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,9 @@ class CheckpointFolder(TrainingFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return path if files.exists(path / checkpoint.MANIFEST) else checkpoint.newest(path)
+        if files.exists(path / checkpoint.MANIFEST):
+            return path
+        return checkpoint.newest(path)
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointFolder:
@@ -171,7 +178,10 @@ class CheckpointFolder(TrainingFolder):
         for content in saved.files.values():
             entries.update(content.arrays)
         prefix = f"{checkpoint.PARAMETERS}/"
-        dtypes = [entry.dtype for name, entry in entries.items() if name.startswith(prefix)]
+        dtypes = []
+        for name, entry in entries.items():
+            if name.startswith(prefix):
+                dtypes.append(entry.dtype)
         if not isinstance(sizes, dict) or not dtypes:
             raise ConfigError(
                 "the checkpoint is not one of `mpipipe train`",
@@ -190,7 +200,9 @@ class CheckpointFolder(TrainingFolder):
         return cls(folder, checkpoint.NAMES[dtypes[0]], None, sizes)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
-        names = {f"{checkpoint.PARAMETERS}/{name}": array for name, array in parameters.items()}
+        names = {}
+        for name, array in parameters.items():
+            names[f"{checkpoint.PARAMETERS}/{name}"] = array
         checkpoint.read_arrays(checkpoint.read(self.path), names)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
@@ -311,7 +323,9 @@ def read_group(
     folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]
 ) -> dict[str, np.ndarray]:
     """Read the parameters with these names and shapes."""
-    values = {name: np.empty(shape, arrays.dtype(dtype)) for name, shape in shapes.items()}
+    values = {}
+    for name, shape in shapes.items():
+        values[name] = np.empty(shape, arrays.dtype(dtype))
     folder.read(values)
     return values
 

@@ -146,7 +146,8 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape
         for name, form in ((LORA_A, "plain"), (LORA_B, tensor.form)):
             stored = f"{PREFIX}{module}.{name}.weight"
             ours = f"{layer}.{target}.{name}"
-            form = "turned" if form == "turned" else "plain"
+            if form != "turned":
+                form = "plain"
             part = Part(stored, ours, Tensor(stored, tensor.place, name, form=form))
             shapes[part] = parameters[ours].shape
     if missing:
@@ -223,5 +224,7 @@ def save_adapter(
                 unnamed.mkdir(parents=True, exist_ok=True)
                 ordered = {part.theirs: tensors[part.theirs] for part in parts}
                 write_tensors(unnamed / TENSORS, ordered, metadata=METADATA)
-                base = None if origin.path is None else str(origin.path)
+                base = None
+                if origin.path is not None:
+                    base = str(origin.path)
                 write_json(unnamed / ADAPTER_CONFIG, config_of(lora, family, base))

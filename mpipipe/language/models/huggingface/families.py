@@ -314,7 +314,9 @@ def _scaling(options: Options, positions: int) -> Any:
     kinds = [options.take(name) for name in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
     if not isinstance(kind, str) or kind not in READERS:
-        name = "rope_type" if kinds[0] else "type"
+        name = "type"
+        if kinds[0]:
+            name = "rope_type"
         raise options.error(name, " or ".join(READERS), "has a value that is not supported")
     try:
         scaling = READERS[kind](options, positions)
@@ -358,7 +360,9 @@ def _yarn(options: Options, positions: int) -> Any:
 
 def _growth(factor: float, scale: float) -> float:
     """Return the growth of cosine and sine: Peng et al., "YaRN" (2023), section 3.4."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if factor > 1:
+        return 0.1 * scale * math.log(factor) + 1.0
+    return 1.0
 
 
 READERS: dict[str, Callable[[Options, int], Any]] = {
@@ -381,7 +385,9 @@ KINDS = {"sliding_attention": True, "full_attention": False}
 
 def _window(options: Options) -> int | None:
     """Read `sliding_window`; null says that there is none."""
-    return options.count("sliding_window", None) if "sliding_window" in options.values else 4096
+    if "sliding_window" in options.values:
+        return options.count("sliding_window", None)
+    return 4096
 
 
 def read_layer_windows(options: Options, layers: int) -> Windows:
@@ -413,7 +419,10 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
 
 def layer_window_options(windows: Windows) -> dict[str, Any]:
     """Return the options that `read_layer_windows` reads."""
-    widths = [width for width in windows or () if width is not None]
+    widths = []
+    for width in windows or ():
+        if width is not None:
+            widths.append(width)
     if windows is None or not widths:
         return {"use_sliding_window": False, "sliding_window": None}
     names = {slides: name for name, slides in KINDS.items()}

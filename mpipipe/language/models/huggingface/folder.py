@@ -93,7 +93,10 @@ def _stored(folder: Path) -> dict[str, str]:
             return dict.fromkeys(file.arrays, SINGLE)
     problem = f"neither {SINGLE} nor {INDEX} in {folder}"
     remedy = COPY_AGAIN
-    pickled = [name for name in PICKLES if (folder / name).exists()]
+    pickled = []
+    for name in PICKLES:
+        if (folder / name).exists():
+            pickled.append(name)
     if pickled:
         problem = f"{', '.join(pickled)} in {folder}: pickled objects, which run code when read"
         remedy = (
@@ -145,7 +148,10 @@ def _known(
     """Find the tensors of the model among those that are stored."""
     left = dict(stored)
     # Files of the decoder without a head leave out the prefix.
-    prefix = "" if any(name.startswith(family.prefix) for name in stored) else family.prefix
+    if any(name.startswith(family.prefix) for name in stored):
+        prefix = ""
+    else:
+        prefix = family.prefix
     known = {}
     layers = f"{family.architecture} with {counted(model.layers, 'layer')}"
     for part in parts_of(family.table, model):

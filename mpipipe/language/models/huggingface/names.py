@@ -176,8 +176,12 @@ def heads_of(model: GPT) -> list[str]:
 def embeddings_of(model: GPT) -> list[str]:
     """Return the names of our parameters of the embedding, which has the slices of a tied head."""
     name = f"{_layer(EMBEDDING, 0, model)}.weight"
-    count = model.head_slices if model.tied else 1
-    return [name] if count == 1 else [f"{name}_{k}" for k in range(count)]
+    count = 1
+    if model.tied:
+        count = model.head_slices
+    if count == 1:
+        return [name]
+    return [f"{name}_{k}" for k in range(count)]
 
 
 def tied_to(name: str, model: GPT) -> str:
@@ -207,7 +211,9 @@ def shape_of(tensor: Tensor, ours: tuple[int, ...], model: GPT) -> tuple[int, ..
         return (tensor.total, *ours[1:])
     first, stop = _rows(tensor.rows, model, ours[0])
     shape = (stop - first, *ours[1:])
-    return shape[::-1] if tensor.form == "transposed" else shape
+    if tensor.form == "transposed":
+        return shape[::-1]
+    return shape
 
 
 def _rows(rows: str, model: GPT, count: int) -> tuple[int, int]:

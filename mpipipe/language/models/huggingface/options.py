@@ -51,8 +51,13 @@ class Options:
         self, key: str, expected: str, message: str = "has a value that cannot be used"
     ) -> ConfigError:
         """Make the error for an option."""
-        name = f"{self.inside}.{key}" if self.inside else key
-        text = f"{name} = {self.values[key]!r:.120}" if key in self.values else f"no {name}"
+        name = key
+        if self.inside:
+            name = f"{self.inside}.{key}"
+        if key in self.values:
+            text = f"{name} = {self.values[key]!r:.120}"
+        else:
+            text = f"no {name}"
         return ConfigError(
             f"the option {name} of a model folder {message}",
             found=f"{text} in {self.path}",

@@ -90,7 +90,9 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
 
 def host_for(target: Array) -> np.ndarray:
     """Return an array on the host itself; for one of a GPU a new one, to be uploaded."""
-    return np.empty(target.shape, target.dtype) if arrays.is_device(target) else target
+    if arrays.is_device(target):
+        return np.empty(target.shape, target.dtype)
+    return target
 
 
 def read_part(

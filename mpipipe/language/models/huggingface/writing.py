@@ -146,7 +146,9 @@ def outgoing(
 
     def make(several: Sequence[Part]) -> np.ndarray:
         made = [converted(part, ours[part.ours], dtype, model) for part in several]
-        return made[0] if len(made) == 1 else np.concatenate(made)
+        if len(made) == 1:
+            return made[0]
+        return np.concatenate(made)
 
     tensors = {}
     for theirs, several in parts.items():
