@@ -132,7 +132,7 @@ class TrainConfig(TaskConfig, ModelOptions, DataOptions):
     """
 
     @classmethod
-    def _check_given(cls, values: dict[str, Any]) -> None:
+    def _check_given(cls, values: dict[str, object]) -> None:
         sizes = []
         for name in FROM_FOLDER:
             if name in values:

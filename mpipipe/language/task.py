@@ -308,7 +308,7 @@ class TextTask(Task):
             self.packing.begin(np.zeros((rows, length), np.int64))
         return self._labelled(shard.part(inputs), shard.part(targets))
 
-    def _labelled(self, inputs: Any, targets: Any) -> Pair:
+    def _labelled(self, inputs: object, targets: object) -> Pair:
         """Return inputs and targets; slices of the head take the targets as labels."""
         if self.head_slices > 1:
             inputs = arrays.Branches(inputs, labels=targets)
@@ -372,7 +372,7 @@ class TextTask(Task):
 
     # -- the model, on this rank -------------------------------------------------------------------
 
-    def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
+    def loss(self, output: Any, target: object, factor: float = 1.0) -> tuple[Any, Any]:
         return nn.softmax_cross_entropy(output, target, factor)
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
@@ -404,7 +404,7 @@ class TextTask(Task):
     def sizes(self) -> dict[str, Any]:
         return asdict(self.model)
 
-    def compared(self, sizes: dict[str, Any]) -> dict[str, Any]:
+    def compared(self, sizes: dict[str, object]) -> dict[str, Any]:
         return {**sizes, "seq_len": sizes["seq"]}
 
     def resolve(self, keys: dict[str, Any]) -> dict[str, Any]:

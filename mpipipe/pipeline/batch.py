@@ -205,7 +205,7 @@ class BatchReader:
                 "and none before gives",
             )
 
-    def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], list[int], int, bool]:
+    def _count(self, targets: object, rows: list[int]) -> tuple[list[int], list[int], int, bool]:
         """Count what each micro-batch weighs, its rows, and all entries.
 
         The last value is true if rows of some micro-batches have more entries than rows of others.

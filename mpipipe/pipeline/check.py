@@ -405,7 +405,7 @@ class CheckedLoss(Loss):
             checks.finite(checks.gradients_of[checks.last_stage](), "gradient", what, self._sources)
         return result
 
-    def checked(self, result: Any) -> Any:
+    def checked(self, result: object) -> Any:
         try:
             return super().checked(result)
         except NonFiniteError as error:

@@ -193,7 +193,7 @@ class StageGraphs:
         stage.backward_weight(kept.pending)
 
     def _backward(
-        self, action: str, dy: Array, kept: Saved, work: Callable[[Array, Any], Any]
+        self, action: str, dy: Array, kept: Saved, work: Callable[[Array, object], object]
     ) -> tuple[Any, bool]:
         """Return (what a backward of the stage returns, whether a graph has written it)."""
         slot = kept.slot

@@ -137,7 +137,7 @@ class Loss:
         return value, gradient, weight
 
     @staticmethod
-    def scaled(gradient: Any, factor: float, output: Any) -> Any:
+    def scaled(gradient: object, factor: float, output: object) -> Any:
         """Return the gradient times a factor; ArgumentError if it does not fit the output.
 
         0 gives zeros.

@@ -232,7 +232,7 @@ class SequenceCaches(nn.Attend):
             outs.append(cache.forward(q[:, start:stop], k[:, start:stop], v[:, start:stop])[0])
         return np.concatenate(outs, axis=1), None
 
-    def backward(self, dout: arrays.Array, saved: Any, room: object = None) -> NoReturn:
+    def backward(self, dout: arrays.Array, saved: object, room: object = None) -> NoReturn:
         raise ArgumentError("a decoder has no backward")
 
 

@@ -118,7 +118,7 @@ class PretrainedModel:
     folder: model_folder.ModelFolder
     origin: huggingface.Origin
 
-    def architecture(self, *, seq: int, dropout: float, **_: Any) -> GPT:
+    def architecture(self, *, seq: int, dropout: float, **_: object) -> GPT:
         """Return the model for sequences of a training, with the sizes of the folder."""
         return replace(self.folder.model, seq=seq, dropout=dropout)
 

@@ -84,7 +84,7 @@ def _decoder(options: Options, *required: str) -> dict[str, Any]:
     return fields
 
 
-def _decoder_options(model: GPT, **more: Any) -> dict[str, Any]:
+def _decoder_options(model: GPT, **more: object) -> dict[str, Any]:
     """Return what all families but GPT-2 write, and more."""
     options: dict[str, Any] = {}
     for theirs, ours in SIZES.items():
@@ -240,7 +240,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
     )
 
 
-def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, Any]]:
+def read_config(values: dict[str, object], path: Path) -> tuple[Family, dict[str, Any]]:
     """Return the family of a config.json, and the fields of models.GPT."""
     options = Options(values, path)
     name = options.take("model_type")

@@ -41,7 +41,7 @@ class Options:
     `finish` refuses every option that was not read.
     """
 
-    def __init__(self, values: dict[str, Any], path: Path, inside: str = "") -> None:
+    def __init__(self, values: dict[str, object], path: Path, inside: str = "") -> None:
         self.values = values
         self.path = path
         self.inside = inside
@@ -65,14 +65,14 @@ class Options:
             remedy=REMEDY,
         )
 
-    def take(self, key: str, default: Any = None) -> Any:
+    def take(self, key: str, default: object = None) -> Any:
         """Return whatever an option has; `default` if it is missing, and not required."""
         if key not in self.values and default is REQUIRED:
             raise self.error(key, "a value", "is missing")
         self.left.pop(key, None)
         return self.values.get(key, default)
 
-    def count(self, key: str, default: Any = REQUIRED) -> Any:
+    def count(self, key: str, default: object = REQUIRED) -> Any:
         """Return an integer of at least 1; `default` if it is missing or, unless required, null."""
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
@@ -81,7 +81,7 @@ class Options:
             raise self.error(key, "an integer of at least 1")
         return value
 
-    def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
+    def number(self, key: str, default: object = REQUIRED, above: float = 0.0) -> Any:
         """Return a finite number above `above`; `default` where it is missing or null."""
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
@@ -97,7 +97,7 @@ class Options:
             raise self.error(key, "true or false")
         return value
 
-    def only(self, key: str, *allowed: Any) -> None:
+    def only(self, key: str, *allowed: object) -> None:
         """Refuse any value but these; the option may be missing."""
         value = self.take(key, allowed[0])
         if not any(type(value) is type(other) and value == other for other in allowed):

@@ -54,7 +54,7 @@ def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str,
 def save(
     target: Path,
     model: GPT,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, object]],
     read: ReadGroup,
     *,
     dtype: str,
@@ -130,7 +130,7 @@ def explained(target: Path) -> AbstractContextManager[None]:
     )
 
 
-def write_json(path: Path, facts: Mapping[str, Any]) -> None:
+def write_json(path: Path, facts: Mapping[str, object]) -> None:
     """Write a JSON object. Raises OSError."""
     files.write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
 
