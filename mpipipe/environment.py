@@ -168,7 +168,9 @@ def _git(folder: str, *words: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    if answer.returncode == 0:
+        return answer.stdout.strip()
+    return None
 
 
 def _here(gpus: bool) -> dict[str, Any]:
@@ -238,7 +240,10 @@ def _different(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what ranks have in another way than rank 0, equal ranks together."""
     groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for rank, place in enumerate(everyone):
-        others = {name: place[name] for name in COMPARED if place[name] != everyone[0][name]}
+        others = {}
+        for name in COMPARED:
+            if place[name] != everyone[0][name]:
+                others[name] = place[name]
         if others:
             groups.setdefault(repr(others), (others, []))[1].append(rank)
     return [{"ranks": cores_text(ranks), **others} for others, ranks in groups.values()]

@@ -168,4 +168,6 @@ def _named(ranks: str) -> str:
 
 def _sendable(value: object) -> int | float | str | None:
     """Return a value as it can be sent to another rank."""
-    return value if value is None or isinstance(value, (int, float, str)) else str(value)
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    return str(value)

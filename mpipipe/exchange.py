@@ -45,7 +45,10 @@ class _OverRanks(Layer):
         self._options = tuple(options.items())
         self._kind = type(self).__name__
         error: MpipipeError | None = None
-        axes = [value for name, value in self._options if name.endswith("axis")]
+        axes = []
+        for name, value in self._options:
+            if name.endswith("axis"):
+                axes.append(value)
         try:
             are_axes = all(isinstance(axis, int) and axis > 0 for axis in axes)
             if not are_axes or len(axes) != len(set(axes)):
@@ -75,7 +78,10 @@ class _OverRanks(Layer):
         facts = self._options
         length = 0
         if not arrays.is_array(x) or x.ndim < self._axes or not arrays.is_floating(x.dtype):
-            kind = f"{x.dtype}{list(x.shape)}" if arrays.is_array(x) else type(x).__name__
+            if arrays.is_array(x):
+                kind = f"{x.dtype}{list(x.shape)}"
+            else:
+                kind = type(x).__name__
             expected = f"numbers with a gradient, along {self._axes} axes or more"
             error = ArgumentError(
                 f"layer {self.name} ({self._kind}): the input", found=kind, expected=expected
@@ -172,7 +178,11 @@ class HaloExchange(_OverRanks):
         self.axis = axis
         self.periodic = bool(periodic)
         self.layout = layout
-        self.width: Any = width if isinstance(width, tuple) else (width, width)
+        self.width: Any
+        if isinstance(width, tuple):
+            self.width = width
+        else:
+            self.width = (width, width)
         self._agree(
             comm, axis=axis, width=self.width, periodic=self.periodic, convolution=self._conv
         )
@@ -188,7 +198,9 @@ class HaloExchange(_OverRanks):
         if layout is None:
             return
         if layout.kind != "contiguous" or layout.ranks != ranks or layout.slice_lengths:
-            slices = " with slices" if layout.slice_lengths else ""
+            slices = ""
+            if layout.slice_lengths:
+                slices = " with slices"
             raise ArgumentError(
                 "a halo needs shards that follow each other in the order of the ranks",
                 found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}{slices}",
@@ -220,7 +232,10 @@ class HaloExchange(_OverRanks):
         except ArgumentError as problem:  # every rank finds the same in the same table
             raise_on_all(0, problem, self._group)
         with self._group.failing("the forward of a halo"):
-            make = arrays.zeros if beyond else arrays.empty
+            if beyond:
+                make = arrays.zeros
+            else:
+                make = arrays.empty
             shape = (*x.shape[:axis], sum(self.width) + lengths[rank], *x.shape[axis + 1 :])
             y = make(shape, x.dtype, arrays.device_of(x))
             transfer = self._transfer(moves, x, y)
@@ -406,7 +421,9 @@ class AllToAll(_OverRanks):
         with group.failing("the forward of an AllToAll"):
             parts = even_split(x.shape[scatter], group.size)
             ends = np.cumsum(lengths).tolist()
-            takes = [[along(gather, end - length, end)] for length, end in zip(lengths, ends)]
+            takes = []
+            for length, end in zip(lengths, ends):
+                takes.append([along(gather, end - length, end)])
             gives = [[along(scatter, part.start, part.stop)] for part in parts]
             moves = all_to_all(group.rank, gives, takes)
             shape = list(x.shape)

@@ -90,7 +90,9 @@ def check_new(what: str, path: str | Path) -> None:
     """Raise ConfigError unless `what` can be a new file there: none is overwritten."""
     is_taken = exists(path) or os.path.islink(path)
     if is_taken or not is_folder(Path(path).parent):
-        why = "a file or folder of this name already" if is_taken else "no such folder"
+        why = "no such folder"
+        if is_taken:
+            why = "a file or folder of this name already"
         raise ConfigError(
             f"{what} cannot be written: there is {why}",
             found=str(path),
@@ -265,5 +267,8 @@ def _checked(status: os.stat_result, path: str | Path) -> os.stat_result:
     if stat.S_ISREG(status.st_mode):
         return status
     kind = next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file")
-    code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+    if stat.S_ISDIR(status.st_mode):
+        code = errno.EISDIR
+    else:
+        code = errno.EINVAL
     raise OSError(code, f"it is {kind}, not a file", str(path))

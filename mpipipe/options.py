@@ -65,7 +65,10 @@ class Option:
     @property
     def range_words(self) -> str:
         """The range in words, such as "at least 0 and below 1" or "1 to 8"; "" for none."""
-        limits = {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
+        limits = {}
+        for name in LIMITS:
+            if getattr(self, name) is not None:
+                limits[name] = getattr(self, name)
         if limits.keys() == {"least", "most"}:
             return f"{self.least:g} to {self.most:g}"
         words = []
@@ -83,8 +86,12 @@ class Option:
 
 def _shown(limit: float) -> str:
     """Show a limit; one that is a large power of two as that."""
-    power = round(math.log2(limit)) if limit >= 2**32 else 0
-    return f"2^{power}" if power and limit == 2**power else f"{limit:g}"
+    power = 0
+    if limit >= 2**32:
+        power = round(math.log2(limit))
+    if power and limit == 2**power:
+        return f"2^{power}"
+    return f"{limit:g}"
 
 
 # -- Options as the fields of a configuration, a dataclass -----------------------------------------
@@ -168,7 +175,10 @@ def _read(entry: dataclasses.Field, value: Any, kind: type) -> Any:
 
 
 def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
-    items = value if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, (list, tuple)):
+        items = value
+    else:
+        items = [value]
     if value == "" or (kind is tuple and "" in items):
         raise ConfigError(
             f"{key_of(entry)} is empty",
@@ -215,7 +225,10 @@ def document(config: type) -> None:
     """Put the help of the fields into a configuration's docstring, as its Parameters."""
     lines = ["Parameters", "----------"]
     for entry in fields(config):
-        default = "" if entry.default in (None, MISSING) else f", default {entry.default!r}"
+        if entry.default in (None, MISSING):
+            default = ""
+        else:
+            default = f", default {entry.default!r}"
         kind = str(entry.type).replace(" | None", ", optional")
         lines += [f"{entry.name} : {kind}{default}", f"    {option_of(entry).text}"]
     section = textwrap.indent("\n".join(lines), "    ") + "\n\n"

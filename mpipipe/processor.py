@@ -315,7 +315,9 @@ def keep_freed_memory() -> None:
 def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
     """Return the bytes that a line of a file of /proc says in kB, or None."""
     text = line_of(path, name).split()
-    return int(text[0]) * 1024 if text else None
+    if text:
+        return int(text[0]) * 1024
+    return None
 
 
 def line_of(path: str, name: str) -> str:

@@ -194,7 +194,9 @@ def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], li
     flats: list[Array] = []
     for inner in stage.inner_stages:
         for name, array in (*inner.parameters.items(), *inner.state.items()):
-            frozen = " frozen" if name in inner.frozen else ""
+            frozen = ""
+            if name in inner.frozen:
+                frozen = " frozen"
             named.append((f"{name} {inner.dtype}{frozen}", array))
         flats += [inner.parameters.flat, inner.buffers.frozen.flat]
     if isinstance(stage, UserStage) and not stage.inner_stages:
@@ -231,7 +233,10 @@ class UserArrays:
     def __init__(self, user_stage: Any):
         self.user_stage = user_stage
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
-        strange = [type(x).__name__ for x in self.inner_stages if not isinstance(x, nn.Stage)]
+        strange: list[str] = []
+        for inner in self.inner_stages:
+            if not isinstance(inner, nn.Stage):
+                strange.append(type(inner).__name__)
         if strange:
             raise ArgumentError(
                 "inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage"
@@ -250,12 +255,16 @@ class UserArrays:
 
     @property
     def device(self) -> str:
-        inner = self.inner_stages[0].device if self.inner_stages else "cpu"
+        inner = "cpu"
+        if self.inner_stages:
+            inner = self.inner_stages[0].device
         return str(getattr(self.user_stage, "device", inner))
 
     @property
     def gpu(self) -> int | None:
-        inner = self.inner_stages[0].gpu if self.inner_stages else None
+        inner = None
+        if self.inner_stages:
+            inner = self.inner_stages[0].gpu
         gpu: int | None = getattr(self.user_stage, "gpu", inner)
         flat = flat_if_any(getattr(self.user_stage, "parameters", None))
         if gpu is None and flat is not None and arrays.is_device(flat):
@@ -271,7 +280,10 @@ class UserArrays:
         """The parameters by name, with `flat`; complex ones are pairs of real ones."""
         holder = getattr(self.user_stage, "parameters", None)
         flat = flat_if_any(holder)
-        place = (0, 0) if flat is None else (arrays.address(flat), flat.size)
+        if flat is None:
+            place = (0, 0)
+        else:
+            place = (arrays.address(flat), flat.size)
         if self._view is None or self._view[0] != place:
             if holder is not None or getattr(self.user_stage, "gradients", None) is not None:
                 self._view = place, FlatView.of(holder)
@@ -314,7 +326,9 @@ class UserArrays:
         if ranges is None:
             return parameters.decay_ranges
         parts = parameters.parts
-        flat_ranges = [(parts * start, parts * stop, decay) for start, stop, decay in ranges]
+        flat_ranges = []
+        for start, stop, decay in ranges:
+            flat_ranges.append((parts * start, parts * stop, decay))
         end = 0
         for start, stop, _ in flat_ranges:
             if start != end:
@@ -336,13 +350,18 @@ class UserArrays:
     def before_write(self) -> list[Callable[[], object]]:
         hooks = getattr(self.user_stage, "before_write", None)
         # A list that is empty is the user's own, too: a pipeline adds to it.
-        return [] if hooks is None else hooks
+        if hooks is None:
+            return []
+        return hooks
 
     @property
     def contents(self) -> Mapping[str, Any]:
         """All arrays by name: of `state_dict()`, else `parameters`."""
         give = getattr(self.user_stage, "state_dict", None)
-        named = self.user_stage.parameters if give is None else give()
+        if give is None:
+            named = self.user_stage.parameters
+        else:
+            named = give()
         if isinstance(named, FlatBuffer):
             return {name: named.entry(name) for name in named}
         return named
@@ -374,8 +393,14 @@ class UserStage(UserArrays, nn.Differentiable):
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError if it lacks what these actions, or the replicas, need."""
-        needed = [METHODS[op] for op in METHODS if op in ops]
-        missing = [name for name in needed if not callable(getattr(self.user_stage, name, None))]
+        needed = []
+        for op in METHODS:
+            if op in ops:
+                needed.append(METHODS[op])
+        missing = []
+        for name in needed:
+            if not callable(getattr(self.user_stage, name, None)):
+                missing.append(name)
         if missing:
             raise ArgumentError(
                 "a stage lacks methods that the schedule needs",
@@ -409,7 +434,9 @@ class UserStage(UserArrays, nn.Differentiable):
     @property
     def input_names(self) -> set[str] | None:
         takes = getattr(self.user_stage, "takes", None)
-        return {*takes} if type(takes) is tuple else None
+        if type(takes) is tuple:
+            return {*takes}
+        return None
 
     @property
     def shows_gradients(self) -> bool:
@@ -423,7 +450,9 @@ class UserStage(UserArrays, nn.Differentiable):
     def shown_gradients(self) -> list[Array]:
         holder = getattr(self.user_stage, "gradients", None)
         if holder is not None:
-            return [holder.flat] if holder.flat.size else []
+            if holder.flat.size:
+                return [holder.flat]
+            return []
         return [array for inner in self.inner_stages for array in inner.shown_gradients]
 
     def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
@@ -472,7 +501,9 @@ class UserStage(UserArrays, nn.Differentiable):
         # It may be another function than at the last call.
         if self._forward[0] != forward:
             self._forward = forward, takes_parameter(forward, "position")
-        return forward(x, position=self.position) if self._forward[1] else forward(x)
+        if self._forward[1]:
+            return forward(x, position=self.position)
+        return forward(x)
 
     def backward(self, dy: Tree, saved: Saved) -> Tree:
         return self.user_stage.backward(dy, saved)
@@ -506,7 +537,9 @@ class FlatView(Mapping[str, Array]):
     """
 
     def __init__(self, flat: Array, offsets: Mapping[str, int], shapes: Mapping[str, arrays.Shape]):
-        pair = (2,) if flat.dtype.kind == "c" else ()
+        pair: tuple[int, ...] = ()
+        if flat.dtype.kind == "c":
+            pair = (2,)
         self._given = flat.dtype, flat.size
         self.flat = arrays.as_reals(flat).reshape(-1)
         self.parts = 1 + len(pair)
@@ -561,7 +594,9 @@ class FlatView(Mapping[str, Array]):
 def flat_if_any(holder: Any) -> Array | None:
     """Return `holder.flat` where that is a one-dimensional contiguous array; None elsewhere."""
     flat: Any = getattr(holder, "flat", None)
-    return flat if arrays.is_array(flat) and flat.ndim == 1 and flat.flags.c_contiguous else None
+    if arrays.is_array(flat) and flat.ndim == 1 and flat.flags.c_contiguous:
+        return flat
+    return None
 
 
 def flat_of(holder: Any, what: str) -> Array:

@@ -16,7 +16,9 @@ def counted(count: int, noun: str) -> str:
     """Return a count with its noun: "1 rank", "4 cores" or "2 micro-batches"."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count} {noun}es" if noun.endswith("ch") else f"{count} {noun}s"
+    if noun.endswith("ch"):
+        return f"{count} {noun}es"
+    return f"{count} {noun}s"
 
 
 class Unit(int):
@@ -53,14 +55,18 @@ def shown_bytes(count: float) -> str:
     """Return a number of bytes in the largest unit that it fills, such as "1.5 KiB"."""
     for unit, power in BYTES:
         if count >= 2**power:
-            digits = ".0f" if count >= 999.5 * 2**power else ".3g"
+            digits = ".3g"
+            if count >= 999.5 * 2**power:
+                digits = ".0f"
             return f"{count / 2**power:{digits}} {unit}"
     return counted(round(count), "byte")
 
 
 def exact_bytes(count: int) -> str:
     """Return bytes for comparison, from 1 KiB on in a unit and exactly: "1.5 KiB (1536 bytes)"."""
-    return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)
+    if count >= 1024:
+        return f"{shown_bytes(count)} ({count} bytes)"
+    return shown_bytes(count)
 
 
 def near(

@@ -60,7 +60,9 @@ class Recorder:
     def begin_step(self) -> None:
         """Note that a training step begins on this thread."""
         now = self.now()
-        self._begun = now if self._reads is None else self._reads
+        self._begun = now
+        if self._reads is not None:
+            self._begun = self._reads
         self._thread = threading.get_ident()
         self._reads = None
 

@@ -144,7 +144,9 @@ def jax_stage(
         PyTorch does, and has no gradient.
     """
     room = _room("jax.layer", "jax", "JAX")
-    entry = (function, parameters) if state is None else (function, parameters, state)
+    entry: tuple[Any, ...] = (function, parameters)
+    if state is not None:
+        entry = (*entry, state)
     layer = room.JaxLayer(with_skips(entry, gives=gives, takes=takes, ties=ties))
     made: JaxStage = room.JaxStage(layer, prefix, seed)
     return made

@@ -129,7 +129,10 @@ class ForeignLayer(nn.Layer):
     @property
     def mixes_positions(self) -> bool:  # type: ignore[override]
         """True, unless the module or the function has an attribute of this name that is False."""
-        module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
+        if isinstance(self.entry, tuple):
+            module = self.entry[0]
+        else:
+            module = self.entry
         return bool(getattr(module, "mixes_positions", True))
 
     def forget(self) -> ForeignLayer:
@@ -152,7 +155,10 @@ class ForeignLayer(nn.Layer):
     def random_seed(self, library: str) -> int:
         """Return a seed for random numbers: the same again in a recomputation, others elsewhere."""
         stage: Any = self.stage
-        place = stage.index if self.place is None else self.place
+        if self.place is None:
+            place = stage.index
+        else:
+            place = self.place
         return random_seed(library, stage.seed, place, *stage.position[:3])
 
     def poll(self) -> None:

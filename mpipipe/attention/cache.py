@@ -110,9 +110,14 @@ class KVCache(Attend):
         self.length = start + rows
         for kept, x in zip(self._kept, (k, v)):
             kept[:, start : self.length] = x
-        low = 0 if self.window is None else max(0, start + 1 - self.window)
+        low = 0
+        if self.window is not None:
+            low = max(0, start + 1 - self.window)
         keys, values = (kept[:, low : self.length] for kept in self._kept)
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        if self.scale is None:
+            scale = q.shape[3] ** -0.5
+        else:
+            scale = self.scale
         if rows == 1:
             return _attend_one(q, keys, values, scale), None
         queries = PositionRange(0, rows, start, 1)

@@ -69,8 +69,10 @@ def sent_backward(
     but the last two, by N - 2 hops (the last is at home), and dK and dV of all but the last, by
     N - 1 hops. That makes (2 N - 3) kv_bytes if shards are even, and none for a rank alone.
     """
-    steps = len(blocks) if steps is None else steps
-    gradients = blocks if gradients is None else gradients
+    if steps is None:
+        steps = len(blocks)
+    if gradients is None:
+        gradients = blocks
     return sum(_messages(blocks, gradients, rank, steps, backward=True))
 
 
@@ -97,7 +99,9 @@ def sent_backward_full_circle(block: int, ranks: int) -> int:
 
     K and V take N - 1 hops. dK and dV take N, where the last brings them home: (2 N - 1) kv_bytes.
     """
-    return (2 * ranks - 1) * block if ranks > 1 else 0
+    if ranks > 1:
+        return (2 * ranks - 1) * block
+    return 0
 
 
 def saved_by_sharded_rows(ranks: int) -> float:
@@ -211,12 +215,18 @@ def slice_lengths(
             expected="at least `unit` positions for each slice, and no negative number",
             remedy="fewer slices, or a longer sequence",
         )
-    rest = 12 * width**2 if parameters is None else parameters
+    rest = 12.0 * width**2
+    if parameters is not None:
+        rest = parameters
     ends = unit * np.arange(seq_len // unit + 1, dtype=np.float64)  # places at which slices may end
     full = np.minimum(ends, window or seq_len)
     pairs = full * (full + 1) / 2 + (ends - full) * full
-    costs = 6 * rest * ends + 4 * (1 + BACKWARD_WORK) * width * pairs if rest or width else ends
-    cuts = [int(np.abs(costs - costs[-1] * part / slices).argmin()) for part in range(slices + 1)]
+    costs = ends
+    if rest or width:
+        costs = 6 * rest * ends + 4 * (1 + BACKWARD_WORK) * width * pairs
+    cuts = []
+    for part in range(slices + 1):
+        cuts.append(int(np.abs(costs - costs[-1] * part / slices).argmin()))
     for part in range(1, slices):  # each has one unit or more
         cuts[part] = min(max(cuts[part], cuts[part - 1] + 1), len(ends) - 1 - slices + part)
     *lengths, last = sorted((unit * (stop - start) for start, stop in pairwise(cuts)), reverse=True)
@@ -296,14 +306,20 @@ def ring_cost(
             table = layout.table(rank, causal, window, backward=backward)
             tables.append(table)
             sizes.append(_messages(blocks, gradients, rank, len(table), backward))
-        rate = flops / BACKWARD_WORK if backward else flops
+        rate = flops
+        if backward:
+            rate = flops / BACKWARD_WORK
         computing = [0.0] * layout.ranks
         done = [0.0] * layout.ranks
         for step, rows in enumerate(zip(*tables)):
-            arrivals = [begin + size[step] / bandwidth for begin, size in zip(done, sizes)]
+            arrivals = []
+            for begin, size in zip(done, sizes):
+                arrivals.append(begin + size[step] / bandwidth)
             for rank, row in enumerate(rows):
                 seconds = attention_flops(batch * row.pairs, heads, head_dim) / rate
-                source = rank if row.receive_from is None else row.receive_from
+                source = rank
+                if row.receive_from is not None:
+                    source = row.receive_from
                 computing[rank] += seconds
                 done[rank] = max(done[rank] + seconds, arrivals[rank], arrivals[source])
         sent = layers * max(map(sum, sizes))

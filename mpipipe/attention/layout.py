@@ -115,7 +115,9 @@ class Layout:
         numpy.ndarray
             (length(rank),), int64, rising.
         """
-        ranges = [part.first + part.stride * np.arange(part.rows) for part in self._ranges[rank]]
+        ranges = []
+        for part in self._ranges[rank]:
+            ranges.append(part.first + part.stride * np.arange(part.rows))
         return np.concatenate(ranges).astype(np.int64)
 
     def shard(self, array: np.ndarray, rank: int, axis: int = 1) -> np.ndarray:
@@ -293,7 +295,10 @@ def _shards(kind: str, ranks: int, seq_len: int) -> list[list[PositionRange]]:
     if kind == "striped":
         counts = [len(range(rank, seq_len, ranks)) for rank in range(ranks)]
         return [[PositionRange(0, count, rank, ranks)] for rank, count in enumerate(counts)]
-    chunks = ranks if kind == "contiguous" else 2 * ranks
+    if kind == "contiguous":
+        chunks = ranks
+    else:
+        chunks = 2 * ranks
     parts = even_split(seq_len, chunks)
     firsts = [PositionRange(0, len(part), part.start, 1) for part in parts[:ranks]]
     if kind == "contiguous":
@@ -309,8 +314,12 @@ def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple
     numbers = tuple(lengths)
     integers = all(isinstance(length, (int, np.integer)) and length > 0 for length in numbers)
     if not numbers or not integers or seq_len not in (None, sum(numbers)):
-        total = f", {sum(numbers)} in all" if integers else ""
-        sums_up = "" if seq_len is None else f" that add up to {seq_len}"
+        total = ""
+        if integers:
+            total = f", {sum(numbers)} in all"
+        sums_up = ""
+        if seq_len is not None:
+            sums_up = f" that add up to {seq_len}"
         raise ArgumentError(
             "lengths of the slices of a sequence",
             found=f"{list(numbers)}{total}",
@@ -365,8 +374,20 @@ def ring_hops(
     rank: int, ranks: int, steps: int, backward: bool = False
 ) -> Iterator[tuple[int, Any, Any, int]]:
     """Yield the steps of `ring_pass`: number, ranks to send to and receive from, owner of keys."""
-    way = -1 if backward else 1
+    way = 1
+    if backward:
+        way = -1
     for step in range(steps):
-        moves = step > 0 or steps > 2 if backward else step < steps - 1
-        ends = ((rank + way) % ranks, (rank - way) % ranks) if moves else (None, None)
-        yield step, *ends, (rank - (steps - 1 - step if backward else step)) % ranks
+        if backward:
+            moves = step > 0 or steps > 2
+        else:
+            moves = step < steps - 1
+        target = None
+        source = None
+        if moves:
+            target = (rank + way) % ranks
+            source = (rank - way) % ranks
+        passed = step
+        if backward:
+            passed = steps - 1 - step
+        yield step, target, source, (rank - passed) % ranks

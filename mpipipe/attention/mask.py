@@ -57,16 +57,22 @@ class Slice(NamedTuple):
         """FULL (no mask), CAUSAL (j <= i) or BAND (any other)."""
         if self.low is None and self.high is None:
             return FULL
-        return CAUSAL if self.low is None and self.high == 0 else BAND
+        if self.low is None and self.high == 0:
+            return CAUSAL
+        return BAND
 
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that see each other."""
         rows = np.arange(self.q_stop - self.q_start)
         keys = self.k_stop - self.k_start
-        first = 0 if self.low is None else np.clip(rows + self.low, 0, keys)
-        last = keys if self.high is None else np.clip(rows + self.high + 1, 0, keys)
-        return int(np.sum(np.maximum(last - first, 0) + np.zeros_like(rows)))
+        first = np.zeros_like(rows)
+        last = np.full_like(rows, keys)
+        if self.low is not None:
+            first = np.clip(rows + self.low, 0, keys)
+        if self.high is not None:
+            last = np.clip(rows + self.high + 1, 0, keys)
+        return int(np.maximum(last - first, 0).sum())
 
 
 def mask_slices(
@@ -102,7 +108,9 @@ def _joined(slices: list[Slice]) -> list[Slice]:
     """
     below: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
-        last = below[-1] if below else part
+        last = part
+        if below:
+            last = below[-1]
         if last.kind == part.kind == FULL and (*last[2:4], last.q_stop) == (
             *part[2:4],
             part.q_start,
@@ -112,7 +120,9 @@ def _joined(slices: list[Slice]) -> list[Slice]:
             below.append(part)
     beside: list[Slice] = []
     for part in sorted(below, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
-        last = beside[-1] if beside else part
+        last = part
+        if beside:
+            last = beside[-1]
         if last.kind == part.kind == FULL and (*last[:2], last.k_stop) == (*part[:2], part.k_start):
             beside[-1] = last._replace(k_stop=part.k_stop)
         else:
@@ -124,9 +134,13 @@ def in_one_band(slices: Sequence[Slice]) -> list[Slice]:
     """Join slices of the same queries where each query sees some key in both."""
     joined: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
-        last = joined[-1] if joined else part
+        last = part
+        if joined:
+            last = joined[-1]
         if (*last[:2], last.k_stop, last.high, part.low) == (*part[:2], part.k_start, None, None):
-            high = None if part.high is None else part.high + last.k_stop - last.k_start
+            high = None
+            if part.high is not None:
+                high = part.high + last.k_stop - last.k_start
             joined[-1] = last._replace(k_stop=part.k_stop, high=high)
         else:
             joined.append(part)
@@ -177,7 +191,9 @@ def _band(
     stride = query.stride
     apart = query.first - key.first
     high = apart // stride
-    low = None if window is None else -((window - 1 - apart) // stride)
+    low = None
+    if window is not None:
+        low = -((window - 1 - apart) // stride)
     if low is not None and low > high:
         return None
     q0 = 0
@@ -195,8 +211,14 @@ def _band(
             break
     if q0 >= q1 or k0 >= k1:
         return None
-    below = None if low is None or low + q0 - k0 <= -(q1 - q0 - 1) else low + q0 - k0
-    above = None if high + q0 - k0 >= k1 - k0 - 1 else high + q0 - k0
+    if low is None or low + q0 - k0 <= -(q1 - q0 - 1):
+        below = None
+    else:
+        below = low + q0 - k0
+    if high + q0 - k0 >= k1 - k0 - 1:
+        above = None
+    else:
+        above = high + q0 - k0
     return Slice(query.start + q0, query.start + q1, key.start + k0, key.start + k1, below, above)
 
 
@@ -247,7 +269,9 @@ def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | No
         )
     if numbers.size == seq_len:
         starts = np.flatnonzero(np.diff(numbers)) + 1
-        ids = numbers[np.concatenate([[0], starts]).astype(int)] if seq_len else numbers
+        ids = numbers
+        if seq_len:
+            ids = numbers[np.concatenate([[0], starts]).astype(int)]
         if len(set(ids.tolist())) != len(ids):
             raise ArgumentError(
                 "segments: a document's positions do not stand together", found=ids.tolist()[:20]

@@ -100,9 +100,9 @@ class Ring(PlannedAttend):
         self.seq_len = length = self.options.seq_len
         rank = self.group.rank
         size = self.group.size
-        self._positions = (
-            None if length is None else self.options.whole(size, length).positions(rank)
-        )
+        self._positions = None
+        if length is not None:
+            self._positions = self.options.whole(size, length).positions(rank)
 
     def _forget(self) -> None:
         super()._forget()
@@ -178,7 +178,9 @@ class Ring(PlannedAttend):
 def _listed(positions: np.ndarray) -> str:
     """The first positions, and how many there are."""
     numbers = positions.reshape(-1)
-    more = f" ... ({numbers.size} in all)" if numbers.size > 8 else ""
+    more = ""
+    if numbers.size > 8:
+        more = f" ... ({numbers.size} in all)"
     return " ".join(map(str, numbers[:8].tolist())) + more
 
 

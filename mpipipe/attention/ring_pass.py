@@ -66,7 +66,8 @@ class RingPass:
         """Return the output, and what the backward needs."""
         shape = (*q.shape[:3], v.shape[3])
         scale = self.attend.options.scale
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[3] ** -0.5
         q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
         message = None
         if self.exchange is None:
@@ -158,10 +159,15 @@ class RingPass:
             ahead = step < plan.steps - 2
             split = packing.nbytes(owner, packing.sum_dtype)
             # The message of the next step.
-            size = split + packing.nbytes(owner + 1) if ahead else split
+            size = split
+            if ahead:
+                size = split + packing.nbytes(owner + 1)
             incoming = packing.empty(size)
             if dest is not None:
-                outgoing = message if ahead else message[:behind]
+                if ahead:
+                    outgoing = message
+                else:
+                    outgoing = message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
             k, v = own.k, own.v
             if step < plan.steps - 1:

@@ -80,7 +80,8 @@ class RingOptions:
                     f"unknown {name}", found=repr(value), expected=" or ".join(known)
                 )
         if segments is not None:
-            segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
+            if np.ndim(segments) == 1:
+                segments = tuple(np.asarray(segments).tolist())
             is_right = isinstance(segments, tuple)
             if not is_right or not all(isinstance(number, int) for number in segments):
                 raise ArgumentError(
@@ -222,7 +223,10 @@ def make_plan(
             "documents of one position",
         )
     whole = document_offsets(options.segments, seq_len)
-    documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
+    if options.rows is None:
+        documents = [whole]
+    else:
+        documents = [list(offsets) for offsets in options.rows]
     has_documents = whole is not None or options.rows is not None
     if has_documents and others is not queries and options.part is None:
         raise ArgumentError(
@@ -340,7 +344,9 @@ def like(dout: Array, out: Array) -> Array:
     if len(out) != 1 or not arrays.is_array(dout):
         return dout
     fits = dout.shape[2:] == out.shape[2:] and dout.size == out.size
-    return with_batch(dout, 1) if fits else dout
+    if fits:
+        return with_batch(dout, 1)
+    return dout
 
 
 # -- The ranks of a ring agree: one small all-gather before each forward and backward --------------

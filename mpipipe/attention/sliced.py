@@ -246,7 +246,10 @@ class Sliced(Attend):
         sequence = self._sequences[number]
         # q is a view of an array with keys and values, which are kept elsewhere.
         if keeps and not q.flags.c_contiguous:
-            q = arrays.copied(q) if arrays.is_device(q) else np.ascontiguousarray(q)
+            if arrays.is_device(q):
+                q = arrays.copied(q)
+            else:
+                q = np.ascontiguousarray(q)
         with self._agreement.failing("the forward of a slice"):
             keys, values = self._seen(sequence.kept, part, self._rank)
             out, own = RingPass(self.inner, plan, kernel).forward(q, keys, values, call)
@@ -348,7 +351,9 @@ class Sliced(Attend):
             sequence = self._sequences[number] = _SlicedSequence(
                 number, kept, len(self.lengths) - 1
             )
-        done = 0 if sequence is None else sequence.done
+        done = 0
+        if sequence is not None:
+            done = sequence.done
         if sequence is None or part > done or (part < done and not keeps):
             raise ArgumentError(
                 "forwards of slices are out of order",
@@ -391,7 +396,9 @@ class Sliced(Attend):
         self, sequence: _SlicedSequence, part: int, plan: RingPlan, message: Array
     ) -> None:
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
-        blocks = [with_batch(x, len(sequence.kept[0])) for x in plan.message.unpack(message, other)]
+        blocks = []
+        for x in plan.message.unpack(message, other):
+            blocks.append(with_batch(x, len(sequence.kept[0])))
         if not sequence.far:
             sequence.far = [_rows_like(x, self._starts[other][-1], x.dtype) for x in blocks]
         for x, far in zip(blocks, self._own(sequence.far, part, other)):
@@ -406,7 +413,10 @@ class Sliced(Attend):
         return plan.message.pack(with_batch(k, batch), with_batch(v, batch), other)
 
     def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
-        of_ring = "" if isinstance(self.inner, Local) else f" on rank {self._rank}"
+        if isinstance(self.inner, Local):
+            of_ring = ""
+        else:
+            of_ring = f" on rank {self._rank}"
         return ArgumentError(
             "the rows are not those of the slice",
             found=counted(rows, "row"),

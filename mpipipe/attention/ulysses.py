@@ -131,7 +131,9 @@ class Ulysses(Ring):
         """Return the moves from shards of all heads to the whole sequence of `heads` heads."""
         everything = slice(None)
         rank = self.group.rank
-        rows = [slice(part.start, part.start + part.rows) for part in layout._ranges[rank]]
+        rows = []
+        for part in layout._ranges[rank]:
+            rows.append(slice(part.start, part.start + part.rows))
         gives = []
         takes = []
         for other, ranges in enumerate(layout._ranges):

@@ -76,7 +76,9 @@ def share_of(
         if name not in state:
             writer = sizes.index(min(sizes))
             sizes[writer] += array.nbytes
-        whole = array.whole() if isinstance(array, StateShard) else array
+        whole = array
+        if isinstance(array, StateShard):
+            whole = array.whole()
         if writer == replicas.rank:
             share[name] = arrays.copied(whole) if name in state else whole
     return share

@@ -81,7 +81,10 @@ def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
     whole = find(Path(root))
     if not whole:
         return
-    last = whole[-1] if just_saved is None else min(whole[-1], just_saved, key=_place)
+    if just_saved is None:
+        last = whole[-1]
+    else:
+        last = min(whole[-1], just_saved, key=_place)
     for path in _folders(Path(root)):
         if path in whole[-keep:] or (path not in whole and _place(path) > _place(last)):
             continue
@@ -249,7 +252,9 @@ def read(folder: Path) -> Checkpoint:
         raise _wrong(path, f"is damaged: its checksum is {checksum} and not {written!s:.40}")
     try:
         steps = facts["optimizer_steps"]
-        contents = {name: _content(name, content) for name, content in facts["files"].items()}
+        contents = {}
+        for name, content in facts["files"].items():
+            contents[name] = _content(name, content)
         names = [array for content in contents.values() for array in content.arrays]
         if len(set(names)) < len(names):
             raise ValueError("an array is in two files")

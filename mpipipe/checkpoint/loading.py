@@ -65,13 +65,21 @@ def load(
             is_fixed = isinstance(array, np.ndarray) and not array.flags.writeable
             targets[name] = np.empty_like(array) if is_fixed else array
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
-    kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
-    names = list(contents) if mesh.replicas.rank == 0 else []
+    if optimizer is None:
+        kinds = {PARAMETERS}
+    else:
+        kinds = {PARAMETERS, *optimizer.named_state()}
+    names = []
+    if mesh.replicas.rank == 0:
+        names = list(contents)
     all_names = set().union(*group.gather("checkpoint.load: the names of all ranks", names))
     with group.raise_together("checkpoint.load: the arrays"):
         _check_names(saved, all_names, kinds, optimizer)
         # a save that still reads these arrays finishes first
-        writers = [item for item in (*adapters, optimizer) if hasattr(item, "before_write")]
+        writers = []
+        for item in (*adapters, optimizer):
+            if hasattr(item, "before_write"):
+                writers.append(item)
         announce_write(*writers)
         read_arrays(saved, targets)
         if optimizer is not None:
@@ -88,7 +96,9 @@ def read(path: str | Path) -> Checkpoint:
     Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
     path = Path(path).absolute()
-    folder = path if files.exists(path / MANIFEST) else folders.newest(path)
+    folder: Path | None = path
+    if not files.exists(path / MANIFEST):
+        folder = folders.newest(path)
     if folder is None:
         raise ArgumentError(
             "no checkpoint is here",
@@ -116,9 +126,9 @@ def _check_names(
         )
     for name in [*sorted(model_names - names), *sorted(names - model_names)]:
         if name.split("/", 1)[0] in kinds:
-            text = (
-                "has no array" if name in model_names else "has an array that the model does not:"
-            )
+            text = "has an array that the model does not:"
+            if name in model_names:
+                text = "has no array"
             raise ArgumentError(
                 f"the checkpoint {text} {name}",
                 found=f"{len(names)} arrays in {saved.path / MANIFEST}",

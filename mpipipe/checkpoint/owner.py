@@ -142,10 +142,12 @@ def is_owner_file(name: str) -> bool:
 
 def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     """Share this job's ownership of a folder, or take the folder (`take_folder`); collective."""
-    place = None
+    place: tuple[Path, str | None] | None = None
     if group.rank == 0:
+        place = folder.absolute(), None
         known = owner_of(folder.absolute())
-        place = (folder.absolute(), None) if known is None else (known.folder, known.token)
+        if known is not None:
+            place = known.folder, known.token
     folder, token = group.broadcast("the owner of a folder", place)
     if token is None:
         return take_folder(folder, group, explained)
@@ -298,7 +300,9 @@ class OwnerRecord:
         return bool(other.job) and self.job == other.job and self.starts < other.starts
 
     def __str__(self) -> str:
-        job = f"{self.job}, " if self.job else ""
+        job = ""
+        if self.job:
+            job = f"{self.job}, "
         return f"{job}process {self.process} on {self.host}, since {self.since}"
 
 
@@ -310,7 +314,9 @@ def start_of(process: int) -> str | None:
     """Return when a process of this machine began, in ticks since the boot; None if it is gone."""
     with suppress(OSError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
+        if fields[0] in "ZX":
+            return None
+        return fields[19]
     try:  # it may be that of another user in a /proc that is mounted with hidepid
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

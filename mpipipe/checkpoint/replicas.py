@@ -83,13 +83,18 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     group = group_of(mesh.comm)
     with group.raise_together(f"{WHAT}: the hashes"):
         local = _held(mesh, stages, optimizer)
-    steps = None if optimizer is None else optimizer.steps
+    steps = None
+    if optimizer is not None:
+        steps = optimizer.steps
     number = digest(WHAT, tuple(sorted(local.hashes.items())))
     table = group.agree(WHAT, (("steps of the optimizer", steps),), [number, bool(local.ties)])
     numbers: dict[int, set[int]] = {}
     for rank, (number, _) in enumerate(table.tolist()):
         numbers.setdefault(mesh.coords_of(rank).pipe, set()).add(number)
-    differ = {pipe for pipe, several in numbers.items() if len(several) > 1}
+    differ = set()
+    for pipe, several in numbers.items():
+        if len(several) > 1:
+            differ.add(pipe)
     if not differ and not table[:, 1].any():
         return
     if local.pipe not in differ:
@@ -109,9 +114,14 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
     """
     differences = []
     for pipe in sorted({local.pipe for local in everyone}):
-        same = {rank: local.hashes for rank, local in enumerate(everyone) if local.pipe == pipe}
+        same = {}
+        for rank, local in enumerate(everyone):
+            if local.pipe == pipe:
+                same[rank] = local.hashes
         for name in sorted(set().union(*same.values())):
-            values = {rank: {hashes.get(name, ABSENT)} for rank, hashes in same.items()}
+            values = {}
+            for rank, hashes in same.items():
+                values[rank] = {hashes.get(name, ABSENT)}
             differences += _difference(name, values)
     for key in sorted(set().union(*(local.ties for local in everyone))):
         names: set[str] = set()

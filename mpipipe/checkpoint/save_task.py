@@ -63,7 +63,9 @@ class SaveTask:
         self.folder = checkpoint.path
         self.part = f"part-{rank}.safetensors"
         self._owner = owner_of(self.folder)  # asked here: threads are no ranks
-        self._check_owner = None if self._owner is None else self._owner.check
+        self._check_owner = None
+        if self._owner is not None:
+            self._check_owner = self._owner.check
         self.read = threading.Event()
         self.sealed = False
         self._given_up = False
@@ -73,7 +75,9 @@ class SaveTask:
         self._doing = "waits for its thread"
         device = any(map(arrays.is_device, share.values()))
         # after the step that the checkpoint is of
-        self._ready = (arrays.current_gpu(), arrays.record()) if device else None
+        self._ready = None
+        if device:
+            self._ready = (arrays.current_gpu(), arrays.record())
         self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
         current_rank().add_inspectable(self)
         atexit.register(self.give_up)  # a program may end without closing its saver
@@ -122,7 +126,9 @@ class SaveTask:
         """How far this rank is, as a number that all ranks can compare."""
         if not self.work.ended:
             return UNDER_WAY
-        return ENDED if self.work.problem is None else FAILED
+        if self.work.problem is None:
+            return ENDED
+        return FAILED
 
     def write_manifest(self, written: Written, seconds: float) -> None:
         """Begin to write the manifest, on rank 0; the last file had its name after `seconds`."""

@@ -106,7 +106,9 @@ class Saver:
         self.wait()
         wait_for_given_up()
         group = self._group
-        steps = None if self.optimizer is None else self.optimizer.steps
+        steps = None
+        if self.optimizer is not None:
+            steps = self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.raise_together("checkpoint.save: what is to be saved"):
             content = contents.contents_of(self.stages, self.optimizer)
@@ -133,7 +135,9 @@ class Saver:
         """Raise ArgumentError where two stages have an array of one name; collective."""
         if self._compared:
             return
-        own_names = sorted(content) if self.mesh.replicas.rank == 0 else []
+        own_names = []
+        if self.mesh.replicas.rank == 0:
+            own_names = sorted(content)
         holders: dict[str, list[int]] = {}
         for rank, names in enumerate(
             self._group.gather("checkpoint.save: the names of all ranks", own_names)

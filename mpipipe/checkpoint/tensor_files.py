@@ -95,7 +95,9 @@ class Planned(NamedTuple):
 def check_storable(name: str, array: Array) -> None:
     """Raise ArgumentError for an array that cannot be written or set in place."""
     if array.dtype.name not in DTYPES or not array.flags.c_contiguous:
-        order = "C-contiguous" if array.flags.c_contiguous else "strided"
+        order = "strided"
+        if array.flags.c_contiguous:
+            order = "C-contiguous"
         raise ArgumentError(
             f"{name} cannot be saved",
             found=f"{order} array of {array.dtype}",
@@ -117,7 +119,9 @@ def header_of(
     content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the header of a file with these arrays, and where each of them lies."""
-    facts: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    facts: dict[str, Any] = {}
+    if metadata is not None:
+        facts = {"__metadata__": metadata}
     entries = {}
     end = 0
     for name, item in content.items():
@@ -166,8 +170,14 @@ def write_tensors(
 
 def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and pieces of all arrays; planned ones are made one at a time."""
-    planned = {name: item for name, item in content.items() if isinstance(item, Planned)}
-    names = [name for name in content if name not in planned]
+    planned = {}
+    for name, item in content.items():
+        if isinstance(item, Planned):
+            planned[name] = item
+    names = []
+    for name in content:
+        if name not in planned:
+            names.append(name)
     for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
         yield names[number], piece
     for name, item in planned.items():
@@ -191,7 +201,10 @@ class TensorFile:
         self.descriptor = files.open_regular(path)
         try:
             size = os.fstat(self.descriptor).st_size
-            self.arrays = self._header() if content is None else self._expected(content, size)
+            if content is None:
+                self.arrays = self._header()
+            else:
+                self.arrays = self._expected(content, size)
         except BaseException:
             self.close()
             raise
@@ -260,7 +273,9 @@ class TensorFile:
         total = 0
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
-            host = np.empty(part.shape, part.dtype) if device else part
+            host = part
+            if device:
+                host = np.empty(part.shape, part.dtype)
             self.read_into(name, host, start * flat.dtype.itemsize)
             total = crc32(host.view(np.uint8).data, total)
             if device:

@@ -42,18 +42,18 @@ def replacing(
     """
 
     def together(what: str) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if group is None else group.raise_together(f"saving a model: its {what}")
-        )
+        if group is None:
+            return nullcontext()
+        return group.raise_together(f"saving a model: its {what}")
 
     leads = group is None or group.rank == 0
     partial = target
     with together("place"), explained(target):
         if leads:
             partial = begin(target, replaces)
-    place: Path = (
-        partial if group is None else group.broadcast("saving a model: its place", partial)
-    )
+    place: Path = partial
+    if group is not None:
+        place = group.broadcast("saving a model: its place", partial)
     try:
         yield place
         with together("name"), explained(target):
@@ -121,7 +121,9 @@ def standing_folder(path: Path) -> Path:
     if files.exists(path) or not path.name:  # `.` has none
         return path
     former = _former(path)
-    return former if files.is_folder(former) else path
+    if files.is_folder(former):
+        return former
+    return path
 
 
 def folder_identity(path: Path) -> int:
@@ -149,7 +151,9 @@ def _replaced(path: Path) -> ArgumentError:
 
 def _place(target: Path) -> Path:
     """Return the folder to which a link leads: that is replaced, and the link stays."""
-    return target.resolve() if os.path.islink(target) else target
+    if os.path.islink(target):
+        return target.resolve()
+    return target
 
 
 def _former(target: Path) -> Path:

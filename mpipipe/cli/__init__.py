@@ -21,7 +21,10 @@ def main() -> None:
 
 def _last(option: str, words: list[str]) -> str:
     """Return the value of the last such option, "" where there is none."""
-    values = [after for word, after in zip(words, [*words[1:], ""]) if word == option]
+    values = []
+    for word, after in zip(words, [*words[1:], ""]):
+        if word == option:
+            values.append(after)
     values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
     if values:
         return values[-1]

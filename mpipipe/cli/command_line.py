@@ -67,7 +67,9 @@ def _command_of_job() -> None:
     """Read the command line on rank 0, and run it on all ranks; other words are read there."""
     words = sys.argv[1:]
     group = group_of()
-    outcome = (words, _outcome(words)) if group.rank == 0 else None
+    outcome = None
+    if group.rank == 0:
+        outcome = (words, _outcome(words))
     read, command = group.broadcast("reading the command line", outcome)
     if read != words:
         command = _outcome(words)
@@ -110,7 +112,9 @@ def _chosen(words: list[str]) -> partial[int]:
             if command is ALL:
                 known.append("--version")
             remedy = INSTEAD.get(f"{prog.removeprefix(program())} {name}".strip())
-            likely = near(name, known) if remedy is None else ()
+            likely: Sequence[str] = ()
+            if remedy is None:
+                likely = near(name, known)
             raise wrong_usage(prog, f"there is no command {name}", likely, remedy)
         prog = f"{prog} {name}"
         command = command.commands[name]
@@ -220,7 +224,9 @@ def wrong_usage(
     prog: str, problem: str, near: Sequence[str] = (), remedy: str | None = None
 ) -> Stop:
     """Return the error that ends a program whose arguments cannot be understood."""
-    hint = f"  did you mean: {' or '.join(near)}\n" if near else ""
+    hint = ""
+    if near:
+        hint = f"  did you mean: {' or '.join(near)}\n"
     if remedy is None:
         remedy = f"`{prog} --help` explains what there is"
     return Stop(f"{prog}: {problem}\n{hint}  remedy: {remedy}\n", WRONG_USAGE)
@@ -264,13 +270,18 @@ class Parser(argparse.ArgumentParser):
         instead = self.instead.get(as_word(name.lstrip("-")))
         if instead is None:
             likely = self.near(name)
-        place = "" if self.after_dashes is None else " before --"
+        place = " before --"
+        if self.after_dashes is None:
+            place = ""
         raise wrong_usage(self.prog, f"there is no option {name}{place}", likely, instead)
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
         options = [option for action in self._actions for option in action.option_strings]
-        known = [option.removeprefix("--") for option in options if option.startswith("--")]
+        known = []
+        for option in options:
+            if option.startswith("--"):
+                known.append(option.removeprefix("--"))
         return [f"--{option}" for option in near(name.lstrip("-"), known)]
 
     def print_help(self, file: Any = None) -> None:
@@ -306,7 +317,10 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     """Give a parser the parameters of a command, and the flags that every command has."""
     parameters = parameters_of(command)
     parser.instead = getattr(command, "instead", {})
-    operands = [entry for entry in parameters if isinstance(entry.flag, Operand)]
+    operands = []
+    for entry in parameters:
+        if isinstance(entry.flag, Operand):
+            operands.append(entry)
     parser.usage = " ".join([_escaped(parser.prog), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:
         if isinstance(entry.flag, Operand):
@@ -366,7 +380,9 @@ def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
     if flag.choices:
         options["choices"] = flag.choices
     else:
-        noun = "path" if entry.kind is Path else NOUNS.get(entry.kind, "text").split()[-1]
+        noun = "path"
+        if entry.kind is not Path:
+            noun = NOUNS.get(entry.kind, "text").split()[-1]
         options["metavar"] = flag.metavar or noun.upper()
     return options | {"type": _converter(entry)}
 
@@ -375,7 +391,10 @@ def _converter(entry: Argument) -> Callable[[str], Any]:
     """Return a function that reads a value, and refuses it in plain words."""
     flag = entry.flag
     # The words for a script are its own.
-    empty = flag.empty if isinstance(flag, Option) else flag.rest
+    if isinstance(flag, Option):
+        empty = flag.empty
+    else:
+        empty = flag.rest
 
     def read(text: str) -> Any:
         if not text and not empty and entry.kind not in NOUNS:

@@ -49,7 +49,9 @@ def evaluate(
         tokens, unit = open_tokens(folder, data or [], mesh)
         place = select_device(device, comm)
         with group.raise_together("evaluate: the windows"):
-            length = folder.model.seq if seq_len is None else seq_len
+            length = folder.model.seq
+            if seq_len is not None:
+                length = seq_len
             windows = count_windows(tokens, length)
         options: Any = {"rows": batch, "dtype": dtype or folder.dtype, "device": place}
         with (

@@ -52,7 +52,10 @@ def parameters_of(command: Callable[..., Any]) -> list[Argument]:
         return list(listed)
     hints = get_type_hints(command, include_extras=True)
     entries = inspect.signature(command).parameters.values()
-    named = [entry for entry in entries if entry.kind is not entry.VAR_KEYWORD]
+    named = []
+    for entry in entries:
+        if entry.kind is not entry.VAR_KEYWORD:
+            named.append(entry)
     return [_parameter(entry, hints[entry.name]) for entry in named]
 
 
@@ -62,8 +65,12 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
         hint, flag = get_args(hint)[:2]
     if get_origin(hint) is not list:
         # X of X | None
-        parts = [part for part in get_args(hint) if part is not type(None)]
-        hint = parts[0] if parts else hint
+        parts = []
+        for part in get_args(hint):
+            if part is not type(None):
+                parts.append(part)
+        if parts:
+            hint = parts[0]
     many = get_origin(hint) is list
     return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
 

@@ -162,7 +162,9 @@ def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
         if tokenizer is None or prompts.texts[number] is None:
             outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
         else:
-            heading = f"--- prompt {number}\n" if several else ""
+            heading = ""
+            if several:
+                heading = f"--- prompt {number}\n"
             outlet.write(f"{heading}{shown(_text_of(tokenizer, answer, ended, prompt))}\n")
 
     return _in_order(show)

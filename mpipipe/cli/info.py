@@ -113,7 +113,9 @@ def _threads(surroundings: Mapping[str, Any]) -> Iterator[str]:
     """Yield for each host the ranks and threads of a training, and the cores that they share."""
     for host, places in _by_host(surroundings):
         sizes = sorted(Counter(place["threads"] for place in places).items())
-        texts = [f"{counted(n, 'rank')} x {counted(threads, 'thread')}" for threads, n in sizes]
+        texts = []
+        for threads, n in sizes:
+            texts.append(f"{counted(n, 'rank')} x {counted(threads, 'thread')}")
         used = frozenset().union(*(parse_cores(place["cores"]) for place in places))
         where = "cores that are not known"
         if used:
@@ -136,7 +138,9 @@ def _idle(surroundings: Mapping[str, Any]) -> str | None:
         used = frozenset().union(*cores)
         pinned = all(len(of_rank) == 1 for of_rank in cores)
         if pinned and 2 * len(used) <= (host["cores"] or 0):
-            verb = "is" if len(used) == 1 else "are"
+            verb = "are"
+            if len(used) == 1:
+                verb = "is"
             return (
                 f"each rank on {host['host']} is pinned to one core, and of {host['cores']} cores "
                 f"{len(used)} {verb} used: see --cpus-per-task of srun, --bind-to of mpiexec"

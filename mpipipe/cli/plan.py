@@ -108,7 +108,10 @@ def _say(*lines: str) -> None:
 def write(path: Path, keys: Mapping[str, Any], choice: Choice) -> None:
     """Write a configuration with the best plan, for `train --config`. ConfigError if it cannot."""
     left_out = (*NOT_WRITTEN, *PLANNED)
-    values = {name.rstrip("_"): value for name, value in keys.items() if name not in left_out}
+    values = {}
+    for name, value in keys.items():
+        if name not in left_out:
+            values[name.rstrip("_")] = value
     if "task" in values:
         # The file of a configuration names it from its own folder.
         values["task"] = os.path.relpath(values["task"], path.parent)

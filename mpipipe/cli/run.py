@@ -44,7 +44,9 @@ def _check_there(target: str, module: bool) -> None:
         if not module:
             os.stat(target)
             return
-        why = "" if importlib.util.find_spec(target.partition(".")[0]) else "no such module"
+        why = "no such module"
+        if importlib.util.find_spec(target.partition(".")[0]):
+            why = ""
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
     if why:

@@ -66,7 +66,9 @@ def simulate(
     """
     with refusing("simulate"):
         sized = without_none(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
-        csv = schedule if is_path(schedule) else None
+        csv = None
+        if is_path(schedule):
+            csv = schedule
         if csv is not None:
             refuse(f"--schedule {schedule}, whose order says it", sized)
         sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **sized}
@@ -91,7 +93,9 @@ def simulate(
             lines = [*_table(sizes, with_links, memory_limit)]
         else:
             costs = with_links(schedule)
-            limit = None if recompute else memory_limit
+            limit = memory_limit
+            if recompute:
+                limit = None
             if csv is None:
                 made = schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
             else:
@@ -167,10 +171,14 @@ SMALL_ORDER = 60
 
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
     result = schedules.simulate(made, costs)
-    limit = max(result.peak_activations) or None if memory_limit is None else memory_limit
+    limit = memory_limit
+    if memory_limit is None:
+        limit = max(result.peak_activations) or None
     bound, gap = _bound_and_gap(result, costs, limit)
     activations = " ".join(map(str, result.peak_activations))
-    unit = "chunks of slices" if made.slices > 1 else "chunks"
+    unit = "chunks"
+    if made.slices > 1:
+        unit = "chunks of slices"
     yield (
         f"schedule    {made.name}: {counted(made.ranks, 'rank')}, "
         f"{counted(made.stages, 'stage')}, {made.batch}"
@@ -185,7 +193,9 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     if made.recomputed:
         room = " that runs as many forwards again"
     elif limit is not None:
-        noun = "activation" if limit == 1 else "activations"
+        noun = "activations"
+        if limit == 1:
+            noun = "activation"
         room = f" with {limit:g} {noun} on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
     yield f"gap         {gap:.2%}: it is at most so much slower than the best one"
@@ -217,7 +227,9 @@ def _table(
         made = schedules.by_name(name, **sizes, costs=costs, memory_limit=memory_limit)
         result = schedules.simulate(made, costs)
         peak = max(result.peak_activations)
-        limit = peak if memory_limit is None else memory_limit
+        limit = float(peak)
+        if memory_limit is not None:
+            limit = memory_limit
         row = f"{name:<24}{result.makespan:>10.6g}{result.bubble_fraction:>8.4f}{peak:>12}"
         if peak > limit:
             yield f"{row}  above the limit of {limit:g}"

@@ -111,7 +111,9 @@ def print_check(load: Callable[[], TaskConfig]) -> int:
             return check_task(task, config.seed, comm, rows=min(2, config.batch))
 
         lines, right = inprocess.run(1, work)[0]
-    result = "ok" if right else "failed"
+    result = "failed"
+    if right:
+        result = "ok"
     lines.append(f"mpipipe: check {result} in float64")
     show_lines(lines)
     return int(not right)
@@ -136,7 +138,10 @@ def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfi
     keys = read_keys(config)
     if task is None and "task" not in keys:
         return TrainConfig.load(config, **flags)
-    others = [key_of(entry) for entry in fields(TrainConfig) if entry.name not in GENERAL]
+    others = []
+    for entry in fields(TrainConfig):
+        if entry.name not in GENERAL:
+            others.append(key_of(entry))
     for name in (*keys, *flags):
         option = name.rstrip("_")
         if option in others and flags.get(name, 0) is not None:
@@ -232,7 +237,10 @@ def described(estimate: MemoryEstimate) -> str:
     count = estimate.count
     rows = plan.microbatch_rows
     units = estimate.task.units
-    size = f"{rows} x {-(-units // config.seq)}" if units > 1 else counted(rows, "row")
+    if units > 1:
+        size = f"{rows} x {-(-units // config.seq)}"
+    else:
+        size = counted(rows, "row")
     times = [sum(problem.costs[start:stop]) for start, stop in plan.layer_ranges]
     bubble = schedules.simulate(schedule, schedules.Costs(times, times, times)).bubble_fraction
     lines = [

@@ -13,7 +13,9 @@ from mpipipe.errors import ArgumentError
 
 def rows(x: Array) -> Array:
     """Return x, of any rank above 0, as a matrix of its last axis; a view where x is contiguous."""
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if x.ndim == 2:
+        return x
+    return x.reshape(-1, x.shape[-1])
 
 
 def check_features(layer: Any, x: Array, expected: int) -> None:
@@ -34,7 +36,9 @@ def check_sequence(layer: Any, x: Array, dim: int, positions: np.ndarray | None)
     `positions` is None where they are not known.
     """
     check_features(layer, x, dim)
-    seq = "seq" if positions is None else len(positions)
+    seq: int | str = "seq"
+    if positions is not None:
+        seq = len(positions)
     if x.ndim != 3 or seq not in ("seq", x.shape[1]):
         raise ArgumentError(
             f"layer {layer.name} ({type(layer).__name__}): the input has the wrong shape",
@@ -107,7 +111,9 @@ def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
             expected=f"0 ... {limit - 1}",
             remedy="check the data against the size of the vocabulary",
         )
-    return arrays.upload(x.astype(np.int64)) if device == "cuda" and not arrays.is_device(x) else x
+    if device == "cuda" and not arrays.is_device(x):
+        return arrays.upload(x.astype(np.int64))
+    return x
 
 
 def checked_dtype(name: str | np.dtype) -> np.dtype:

@@ -106,7 +106,9 @@ class _Check:
     def __init__(self, stage: Any, x: Any, position: Position | None, seed: int, prefix: str):
         self.stage = stage
         self.random = np.random.default_rng(seed)
-        self.more = () if position is None else (position,)
+        self.more: tuple[Position, ...] = ()
+        if position is not None:
+            self.more = (position,)
         self.x = _copied(x)
         self.inputs = {}
         for name, leaf in _leaves(_plain(self.x), "input").items():
@@ -181,7 +183,9 @@ class _Check:
             gradient[...] = 0
 
     def _gradients(self, dx: Any) -> dict[str, np.ndarray]:
-        of_input = {} if dx is None else _leaves(_plain(dx), "input")
+        of_input = {}
+        if dx is not None:
+            of_input = _leaves(_plain(dx), "input")
         result = {}
         for name, array in self.inputs.items():
             shape = getattr(of_input.get(name), "shape", None)
@@ -248,7 +252,10 @@ class _Check:
                 expected, error, change = compared(step)
                 if not SMOOTH * change < error <= KINKED * change:
                     break
-            deviation = 0.0 if error <= SMOOTH * change else noise(STEPS[0])
+            if error <= SMOOTH * change:
+                deviation = 0.0
+            else:
+                deviation = noise(STEPS[0])
             if deviation > ROUNDINGS * EPS:
                 # Few numbers are rounded otherwise within a small step, which shows less noise.
                 deviation = max(deviation, noise(deviation**0.2 / 64))
@@ -256,7 +263,9 @@ class _Check:
                 # In this step noise and the error of the extrapolation are alike.
                 expected, error, change = compared(deviation**0.2 / 4, deviation)
             if not error <= SMOOTH * change:
-                ratio = f"{slope / expected:.9g} of" if expected else "not"
+                ratio = "not"
+                if expected:
+                    ratio = f"{slope / expected:.9g} of"
                 self.wrong.append(
                     f"gradient of {name}: {slope:.10g} along a random direction, {ratio} the "
                     f"difference {expected:.10g}"
@@ -283,7 +292,10 @@ class _Check:
             return
         self._clear()
         dx, pending = self.stage.backward_input(self.dy, self._forward()[1])
-        early = [name for name in self.parameters if self.gradients[name].any()]
+        early = []
+        for name in self.parameters:
+            if self.gradients[name].any():
+                early.append(name)
         # A module of PyTorch with hooks does its whole backward at once.
         layers = getattr(self.stage, "layers", ())
         if early and not any(getattr(layer, "in_one_walk", False) for layer in layers):
@@ -349,4 +361,6 @@ def _named(holder: Any, prefix: str) -> dict[str, np.ndarray]:
     if isinstance(holder, Mapping):
         return {name.removeprefix(prefix): array for name, array in holder.items()}
     flat = getattr(holder, "flat", None)
-    return {} if flat is None else {"parameters": flat}
+    if flat is None:
+        return {}
+    return {"parameters": flat}

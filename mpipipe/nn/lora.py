@@ -105,7 +105,10 @@ class LoRA:
             for _, layer in top.walk(""):
                 inner.append(layer)
                 known.update(layer.projections())
-        unknown = [name for name in self.targets if name not in known]
+        unknown = []
+        for name in self.targets:
+            if name not in known:
+                unknown.append(name)
         if unknown:
             raise ArgumentError(
                 "no layer has a projection of this name",
@@ -175,7 +178,10 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
         total = out
         if out.dtype != matrix.dtype:
             total = arrays.empty(matrix.shape, matrix.dtype, stage.device)
-        step = len(matrix) if stage.device == "cuda" else max(1, PIECE // matrix.shape[1])
+        if stage.device == "cuda":
+            step = len(matrix)
+        else:
+            step = max(1, PIECE // matrix.shape[1])
         for start in range(0, len(matrix), step):
             piece = slice(start, start + step)
             kernels.linear_backward_weight(turned[:, piece], a, total[piece], False)

@@ -67,10 +67,14 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
         if arrays.is_device(output) and not fits:
             target = arrays.upload(arrays.on_host(target).astype(output.dtype))
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
-        target = target if target.dtype == output.dtype else target.astype(output.dtype)
+        if target.dtype != output.dtype:
+            target = target.astype(output.dtype)
         parts = arrays.as_reals(output), arrays.as_reals(target)
         value, gradient = kernels.of_array(output).mean_squared_error(*parts, 2 * factor)
-        value = 2 * value if type(value) is float else kernels.of_array(value).scale(value, 2.0)
+        if type(value) is float:
+            value = 2 * value
+        else:
+            value = kernels.of_array(value).scale(value, 2.0)
         return value, gradient.view(output.dtype).reshape(output.shape)
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
@@ -103,7 +107,9 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     >>> bool(np.isclose(value, np.log(4))), gradient
     (True, array([[ 0.25,  0.25, -0.75,  0.25]]))
     """
-    expected = output.shape[:-1] if output.ndim else None
+    expected = None
+    if output.ndim:
+        expected = output.shape[:-1]
     _check_shapes(
         "softmax_cross_entropy needs one target for each row of logits", output, target, expected
     )
@@ -219,7 +225,9 @@ def worth_tiles(stage: Stage, count: int) -> bool:
 
 
 def _last_layer(stage: Stage) -> Layer | None:
-    return leaf(stage.layers[-1], -1) if stage.layers else None
+    if stage.layers:
+        return leaf(stage.layers[-1], -1)
+    return None
 
 
 class HeadCrossEntropy:
@@ -310,7 +318,9 @@ class HeadCrossEntropy:
         """Go through all rows tile by tile."""
         kernels = self.stage.kernels
         total: Any = 0.0
-        dx = arrays.empty_like(x) if self.stage.position.training else None
+        dx = None
+        if self.stage.position.training:
+            dx = arrays.empty_like(x)
         for at in tiles(self.stage, len(x), tile):
             share = (at.stop - at.start) / len(x)
             value, part = self._tile(x[at], ids[at], factor * share)

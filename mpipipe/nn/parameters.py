@@ -101,7 +101,9 @@ def row_slices(whole: Parameter, parts: int, stream: str | None = None) -> list[
 
     slices = []
     for rows in even_split(whole.shape[0], parts):
-        tie = None if whole.tie is None else f"{whole.tie} {rows.start}:{rows.stop}"
+        tie = None
+        if whole.tie is not None:
+            tie = f"{whole.tie} {rows.start}:{rows.stop}"
         slices.append(
             replace(
                 whole,
@@ -300,7 +302,9 @@ def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
     for name, parameter in declared.items():
         rank = 0
         if parameter.tie is not None:
-            rank = 2 if parameter.tie in ties else 1
+            rank = 1
+            if parameter.tie in ties:
+                rank = 2
             ties.add(parameter.tie)
         ranks[name] = rank, not parameter.decay
     return sorted(declared, key=ranks.__getitem__)
@@ -387,7 +391,10 @@ class StageBuffers:
         keeps_halves: bool = False,
     ) -> StageBuffers:
         """Make the buffers of a stage that computes in `dtype`, with initial values."""
-        wide = dtype if keeps_halves else arrays.accumulator(dtype)
+        if keeps_halves:
+            wide = dtype
+        else:
+            wide = arrays.accumulator(dtype)
         trained: dict[str, Parameter] = {}
         rest: dict[str, Parameter] = {}
         for name, parameter in declared.items():
@@ -408,7 +415,9 @@ class StageBuffers:
         decays = {name: parameter.decay for name, parameter in trained.items()}
         ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
         _show(parameters, frozen, declared)
-        gpu = arrays.current_gpu() if device == "cuda" else None
+        gpu = None
+        if device == "cuda":
+            gpu = arrays.current_gpu()
         return cls(parameters, gradients, compute, frozen, frozen_compute, ranges, gpu)
 
     @property

@@ -256,7 +256,10 @@ def angles(
     Positions are (seq,) or (seq, axes).
     """
     numbers = np.asarray(positions, np.float64)
-    width = head_dim if numbers.ndim == 1 else head_dim // numbers.shape[1]
+    if numbers.ndim == 1:
+        width = head_dim
+    else:
+        width = head_dim // numbers.shape[1]
     frequencies = base ** (-np.arange(0, width, 2) / width)
     amplitude = 1.0
     if scaling is not None:

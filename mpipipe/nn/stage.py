@@ -131,7 +131,9 @@ class Stage(Differentiable):
                     expected="an instance of nn.Layer",
                 )
         self.names = Names(self, self.layers)
-        declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
+        declared = {}
+        for name, (layer, key) in self._places().items():
+            declared[name] = layer.declared[key]
         names = frozen_names(declared, tuple(frozen))
         self.buffers = StageBuffers.of(
             declared, names, self.dtype, self.device, self.seed, self.keeps_halves
@@ -612,7 +614,10 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
         for _, inner in layer.walk(""):
             frozen += [getattr(inner, f"{key}_grad") is None for key in inner.declared]
         layer.frozen = bool(frozen) and all(frozen)
-        frozen_keys = [key for key in layer.declared if getattr(layer, f"{key}_grad") is None]
+        frozen_keys = []
+        for key in layer.declared:
+            if getattr(layer, f"{key}_grad") is None:
+                frozen_keys.append(key)
         freezes_parts = vars(type(layer)).get("freezes_parts", False)
         if 0 < len(frozen_keys) < len(layer.declared) and not freezes_parts:
             raise ArgumentError(
@@ -636,7 +641,9 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
         if not stage.has_names:
             message = "the input of a stage has names that no layer takes"
             raise ArgumentError(message, stage=stage.index, found=", ".join(x.skips))
-        skips = {name: accepted_input(stage, tree, named=True) for name, tree in x.skips.items()}
+        skips = {}
+        for name, tree in x.skips.items():
+            skips[name] = accepted_input(stage, tree, named=True)
         return arrays.Branches(accepted_input(stage, x.main), **skips)
     if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
         return arrays.mapped(lambda leaf: accepted_input(stage, leaf, named, part=True), x)

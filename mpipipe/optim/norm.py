@@ -78,8 +78,13 @@ class Norm:
         self.comm = comm
         self.skip = frozenset(skip)
         # None where no rank is asked.
-        self._group = None if comm is None or comm.size == 1 else group_of(comm)
-        self._rank = None if comm is None else comm.rank
+        if comm is None or comm.size == 1:
+            self._group = None
+        else:
+            self._group = group_of(comm)
+        self._rank = None
+        if comm is not None:
+            self._rank = comm.rank
         self._row: NcclRow | None = None  # set if GPUs put the norm together
         self._owners: list[NonFiniteParameter] = []  # one for each number of the row
         self._here = slice(0, 0)  # numbers of this rank
@@ -154,7 +159,9 @@ class Norm:
 def gpu_of(stages: Sequence[Any]) -> int | None:
     """Return the GPU that all these stages are on; None if there is not one."""
     gpus = {stage.gpu for stage in as_stages(stages)}
-    return gpus.pop() if len(gpus) == 1 else None
+    if len(gpus) == 1:
+        return gpus.pop()
+    return None
 
 
 def _owners(counted: Sequence[Counted]) -> list[NonFiniteParameter]:
@@ -177,7 +184,9 @@ def _exact_sum(report: Report | None) -> list[int]:
     if report is None:
         return []
     squares, _ = report
-    parts = expansion(squares) if math.isfinite(sum(squares)) else None
+    parts = None
+    if math.isfinite(sum(squares)):
+        parts = expansion(squares)
     if parts is None or len(parts) > PARTS:
         return [UNKNOWN] + [0] * PARTS
     bits = np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64)
@@ -254,7 +263,9 @@ class GlobalNorm(Norm):
         groups = [group]
         if replicas is not None and replicas.size > 1:
             groups.append(group_of(replicas))
-        device = "cpu" if gpu_of(self.stages) is None else "cuda"
+        device = "cuda"
+        if gpu_of(self.stages) is None:
+            device = "cpu"
         if not agree_on_nccl(groups, device).sums:
             return
         everyone = group.gather(WHAT, _owners(self._counted()))
@@ -315,11 +326,17 @@ class NormOnDevice:
     def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
         counted = norm._counted()
         row = norm._row
-        self._owners = _owners(counted) if row is None else norm._owners
+        if row is None:
+            self._owners = _owners(counted)
+        else:
+            self._owners = norm._owners
         self._row = row
         self._scale = scale
         with nullcontext() if row is None else row.failing():
-            make = arrays.empty if row is None else arrays.zeros
+            if row is None:
+                make = arrays.empty
+            else:
+                make = arrays.zeros
             squares = make((len(self._owners),), np.dtype(np.float64), "cuda")
             start = norm._here.start
             for stage, owners, ranges in counted:

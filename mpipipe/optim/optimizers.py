@@ -48,7 +48,10 @@ class FlatOptimizer:
         error = None
         try:
             self._updated = _checked_stages(self.stages)
-            strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
+            strange: list[str] = []
+            for group in groups:
+                if not isinstance(group, Group):
+                    strange.append(type(group).__name__)
             if strange:
                 raise ArgumentError(
                     "groups of an optimizer",
@@ -91,7 +94,9 @@ class FlatOptimizer:
             The replicas of a sharded optimizer differ in numbers, or in a sample of their
             parameters and gradients.
         """
-        rate = self.lr if lr is None else lr
+        rate = self.lr
+        if lr is not None:
+            rate = lr
         shards = self._shards
         context: AbstractContextManager[None] = nullcontext()
         if shards is not None:
@@ -113,7 +118,9 @@ class FlatOptimizer:
         """Update the share of a stage."""
         stage = self._updated[number]
         share = self._share(number)
-        parameters = None if self._shards is None else self._shards.originals[number]
+        parameters = None
+        if self._shards is not None:
+            parameters = self._shards.originals[number]
         if parameters is None:
             parameters = stage.parameters.flat[slice(*share)]
         gradients = stage.gradients.flat
@@ -121,7 +128,9 @@ class FlatOptimizer:
         # Pieces are cut in each step, since a pipeline may have shortened the parameters.
         for at, factor, decay, ranges in pieces(stage, self.groups, share):
             place = slice(at.start - share[0], at.stop - share[0])
-            state = {kind: buffer[place] for kind, buffer in self.state[number].items()}
+            state = {}
+            for kind, buffer in self.state[number].items():
+                state[kind] = buffer[place]
             if decay is None:
                 decay = self.weight_decay
             update = Update(scale, ranges, None if copy is None else copy[at])
@@ -153,7 +162,9 @@ class FlatOptimizer:
         >>> inprocess.run(2, on_each_rank)
         [[0.5, 0.5], [0.5, 0.5]]
         """
-        return nullcontext() if self._shards is None else self._shards.whole()
+        if self._shards is None:
+            return nullcontext()
+        return self._shards.whole()
 
     def named_state(self) -> dict[str, dict[str, Any]]:
         """Return the state by kind and parameter name: views to read and to set.
@@ -315,7 +326,9 @@ class SGD(FlatOptimizer):
         groups: Sequence[Group] = (),
         replicas: Communicator | None = None,
     ):
-        kinds = ("momentum",) if momentum else ()
+        kinds: tuple[str, ...] = ()
+        if momentum:
+            kinds = ("momentum",)
         super().__init__(stages, lr, weight_decay, groups, kinds, replicas)
         self.momentum = momentum
 
@@ -430,7 +443,9 @@ def pieces(
     pair = getattr(stage.gradients, "parts", 1) - 1
     default = Group("*")
     cuts = [(0, default)]
-    places = stage.gradients.offsets if groups else {}
+    places = {}
+    if groups:
+        places = stage.gradients.offsets
     for name, start in sorted(places.items(), key=itemgetter(1)):
         shape = stage.gradients[name].shape
         matching = (g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair]))
@@ -467,7 +482,9 @@ def ranges_within(
 
 def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:
     """Make the error for two parameters of one name, on one rank or on these."""
-    where = f"on ranks {' and '.join(map(str, ranks))}" if ranks else "of this rank"
+    where = "of this rank"
+    if ranks:
+        where = f"on ranks {' and '.join(map(str, ranks))}"
     return ArgumentError(
         f"two stages {where} have a parameter {name}",
         expected="names that are the parameters' own in the whole model",
@@ -508,5 +525,7 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int, floor: float 
         )
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = min(1.0, (step + 1 - warmup) / (steps - warmup)) if steps > warmup else 1.0
+    progress = 1.0
+    if steps > warmup:
+        progress = min(1.0, (step + 1 - warmup) / (steps - warmup))
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))

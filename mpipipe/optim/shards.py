@@ -62,7 +62,9 @@ class Shards:
         # Names belong to the facts, since two stages of one shape are no replicas.
         facts = []
         for flat, stage in zip(self.flats, stages):
-            shapes = {name: gradient.shape for name, gradient in stage.gradients.items()}
+            shapes = {}
+            for name, gradient in stage.gradients.items():
+                shapes[name] = gradient.shape
             facts.append((flat, getattr(stage, "dtype", None), stage.index, shapes))
         self.group.agree(
             "optim: the parameters that replicas share",
@@ -125,7 +127,9 @@ class Shards:
         with self._exchange("a step of a sharded optimizer"):
             yield
         for stage, original, ranges in zip(self.stages, self.originals, self.ranges):
-            copy = stage.kept_copy if original is None else None
+            copy = None
+            if original is None:
+                copy = stage.kept_copy
             if copy is not None:
                 for start, stop in self._others(ranges):
                     stage.kernels.copy(stage.parameters.flat[start:stop], copy[start:stop])
@@ -222,7 +226,10 @@ class Shards:
         parts = np.clip(np.subtract(self.ranges[number], start), 0, like.size).tolist()
         first, last = parts[self.group.rank]
         begin = start - self.share_of(number)[0]
-        part = state[begin + first : begin + last] if first < last else state[:0]
+        if first < last:
+            part = state[begin + first : begin + last]
+        else:
+            part = state[:0]
         return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
 
 
@@ -306,7 +313,11 @@ class StateShard:
             On the host, of `shape` and `dtype`.
         """
         flat = np.ascontiguousarray(whole).reshape(-1)
-        placed: Any = arrays.upload if arrays.is_device(self.part) else np.asarray
+        placed: Any
+        if arrays.is_device(self.part):
+            placed = arrays.upload
+        else:
+            placed = np.asarray
         arrays.copy_into(self.part, placed(flat[slice(*self.ranges[self.group.rank])]))
         if self.copy is not None:
             kernels.of_array(self.copy).copy(placed(flat), self.copy.reshape(-1))

@@ -238,7 +238,9 @@ def scaled_step(
     measured = norm.measure(scaler.scale)
     if not _is_good(measured, scaler, norm):
         return None
-    factor = max_norm / measured.norm if measured.norm > max_norm else 1.0
+    factor = 1.0
+    if measured.norm > max_norm:
+        factor = max_norm / measured.norm
     optimizer.step(lr=lr, scale=factor / scaler.scale)
     return measured.norm
 
@@ -267,7 +269,9 @@ def _step_on_device(
     measured = begun.result()
     if measured.bad is not None:
         optimizer.steps -= 1  # the device has not made it
-    return measured.norm if _is_good(measured, scaler, norm) else None
+    if _is_good(measured, scaler, norm):
+        return measured.norm
+    return None
 
 
 @total_ordering

@@ -78,7 +78,9 @@ def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: 
         "reading": "read faster, or less: a batch is read while the step before it computes",
         "overhead": "take larger micro-batches, so that there is more work in each action",
     }[part]
-    title = "the schedule's bubble" if part == "bubble" else part
+    title = part
+    if part == "bubble":
+        title = "the schedule's bubble"
     return f"{what[0].upper()}{what[1:]}: {title} costs {mean[part] / whole:.0%} of the time."
 
 

@@ -32,7 +32,10 @@ def events(
         for number, (step, parts) in enumerate(zip(record.steps, steps)):
             for piece in parts:
                 place = (record.rank, MEASURED, zero)
-                name = piece.name if piece.action is None else predicted.schedule.cell(piece.action)
+                if piece.action is None:
+                    name = piece.name
+                else:
+                    name = predicted.schedule.cell(piece.action)
                 found.append(_span(name, piece.part, (piece.start, piece.end), place, step=number))
             first = min((start for _, start, _ in step.actions), default=step.start)
             origin = first - predicted.starts[record.position][0]

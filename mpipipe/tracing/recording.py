@@ -46,7 +46,10 @@ class Recording:
         self.trace: Trace | None = None
         self._recorder = Recorder(now)
         self.spans = self._recorder.spans
-        self._group = pipeline.ranks.pipe if comm is None else group_of(comm)
+        if comm is None:
+            self._group = pipeline.ranks.pipe
+        else:
+            self._group = group_of(comm)
         with self._group.raise_together("the begin of a recording"):
             if pipeline.recorder is not None:
                 raise ArgumentError(
@@ -84,8 +87,12 @@ class Recording:
         pipeline.record(None)
         after = clock_offset(self._group, self._comm, self._recorder.now)
         replicas = pipeline.ranks.replicas
-        planned = pipeline.plans.training.steps if pipeline.executor.clock.waits else None
-        key = None if replicas is None else replicas.key
+        planned = None
+        if pipeline.executor.clock.waits:
+            planned = pipeline.plans.training.steps
+        key = None
+        if replicas is not None:
+            key = replicas.key
         steps = steps_of(self._recorder, key, planned, self._schedule.slices)
         clock = (before.at, before.ahead), (after.at, after.ahead)
         skips = []
@@ -191,7 +198,10 @@ def steps_of(
         for wait in recorder.waits:
             if step.start <= wait.start <= step.end:
                 waits.append(_waited(wait, sums))
-        sent = [message for message in recorder.sent if step.start <= message.time <= step.end]
+        sent = []
+        for message in recorder.sent:
+            if step.start <= message.time <= step.end:
+                sent.append(message)
         if planned is not None:
             waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
             ends = {}

@@ -122,7 +122,9 @@ class Delivery(NamedTuple):
 
 def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
     """Return all messages whose sending and arrival were recorded."""
-    index = {(record.replica, record.position): number for number, record in enumerate(records)}
+    index = {}
+    for number, record in enumerate(records):
+        index[(record.replica, record.position)] = number
     arrivals = {}
     for target, record in enumerate(records):
         for number, step in enumerate(record.steps):
@@ -157,5 +159,7 @@ def on_one_clock(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 def _clock(record: RankRecord) -> Callable[[float], float]:
     (first, ahead), (last, ahead_then) = record.clock
-    drift = (ahead_then - ahead) / (last - first) if last > first else 0.0
+    drift = 0.0
+    if last > first:
+        drift = (ahead_then - ahead) / (last - first)
     return lambda time: time + ahead + drift * (time - first)

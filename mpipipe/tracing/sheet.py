@@ -150,7 +150,9 @@ class Sheet:
         x = MARGIN
         y = top + LINE / 2
         for look in (*looks, *(Look(note, "") for note in notes)):
-            swatch = (SWATCH + 6 * (shades - 1) + 4) if look.colour else 0.0
+            swatch = 0.0
+            if look.colour:
+                swatch = SWATCH + 6 * (shades - 1) + 4
             text = self.text(0, y, look.words)
             width = swatch + self.width_of(text)
             if x + width > WIDTH - MARGIN and x > MARGIN:

@@ -65,7 +65,10 @@ def _sheet(timeline: Timeline) -> paper.Sheet:
         paper.subject(schedule),
         f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}",
     )
-    looks = [look for op, look in paper.OPS.items() if op in ops]
+    looks = []
+    for op, look in paper.OPS.items():
+        if op in ops:
+            looks.append(look)
     top = sheet.key(TOP, looks, schedule.chunks, notes) + 4
     axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan)
     _fill(axes, timeline, row)
@@ -132,7 +135,9 @@ def _border(least: float) -> float:
     """Return the width of the border of a box whose shorter side has `least` points."""
     if least > 5:
         return 0.6
-    return 0.25 if least > 2 else 0.0
+    if least > 2:
+        return 0.25
+    return 0.0
 
 
 # -- The activations that each rank holds over time ------------------------------------------------
@@ -179,7 +184,10 @@ def _memory_sheet(timeline: Timeline) -> paper.Sheet:
     row = paper.height_of_row(schedule.ranks, MEMORY_ROW)
     sheet = paper.Sheet()
     sheet.title(paper.subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
-    part = "" if schedule.chunks == 1 else f", each of one chunk of {schedule.chunks}"
+    if schedule.chunks == 1:
+        part = ""
+    else:
+        part = f", each of one chunk of {schedule.chunks}"
     words = f"activations that each rank holds{part}; dotted: the largest peak of all ranks"
     sheet.text(paper.MARGIN, TOP + paper.LINE / 2, words)
     top = TOP + paper.LINE + 4

@@ -54,14 +54,18 @@ class Trace:
         check_places([(record.replica, record.position) for record in records], schedule.ranks)
         steps = min(len(record.steps) for record in records)
         if steps == 0:
-            counts = [f"{len(record.steps)} of rank {record.rank}" for record in records[:8]]
+            counts = []
+            for record in records[:8]:
+                counts.append(f"{len(record.steps)} of rank {record.rank}")
             raise ArgumentError(
                 "there is no step that all ranks have recorded",
                 found=", ".join(counts),
                 expected="at least one training step",
             )
         self.schedule = schedule
-        same_steps = [record._replace(steps=record.steps[:steps]) for record in records]
+        same_steps = []
+        for record in records:
+            same_steps.append(record._replace(steps=record.steps[:steps]))
         self.records = on_one_clock(same_steps)
         self.costs: Costs = measured_costs(self.records, schedule.stages, schedule.slices)
         self._pieces = segments(self.records)

@@ -324,7 +324,10 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
         100
         """
         names = {key_of(entry): entry.name for entry in fields(cls)}
-        given = {key: value for key, value in flags.items() if value is not None}
+        given = {}
+        for key, value in flags.items():
+            if value is not None:
+                given[key] = value
         values: dict[str, Any] = {}
         for source, part in ((path, read_keys(path)), ("the flags", given)):
             for key, value in part.items():

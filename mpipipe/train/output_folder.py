@@ -87,14 +87,18 @@ def claim(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) ->
 def names_in(out: Path) -> set[str]:
     """Return what is in an output folder besides what any job has there from its start."""
     with using(out):
-        names = set(os.listdir(out)) if out.exists() else set()
+        names = set()
+        if out.exists():
+            names = set(os.listdir(out))
     return {name for name in names if not is_owner_file(name) and not name.startswith(MARKER)}
 
 
 def check_vacant(out: Path, resumable: bool) -> None:
     """Raise ConfigError for a folder that holds anything: nothing is overwritten."""
     if names_in(out):
-        go_on = "go on from its checkpoints with --resume auto, " if resumable else ""
+        go_on = ""
+        if resumable:
+            go_on = "go on from its checkpoints with --resume auto, "
         raise ConfigError(
             "the folder for metrics is not empty",
             found=str(out),
@@ -120,7 +124,9 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     scattered.
     """
     group = group_of(comm)
-    token = secrets.token_hex(16) if comm.rank == 0 else None
+    token = None
+    if comm.rank == 0:
+        token = secrets.token_hex(16)
     token = group.broadcast("the marker of the output folder", token)
     marker = out / f"{MARKER}-{token}"
     with group.raise_together("making the output folder"), using(out):

@@ -56,7 +56,10 @@ class Progress:
         """Return what a checkpoint remembers besides arrays: `facts`, and this state."""
         scaler = self.scaler
         measured = self.record.facts().items()
-        record = {name: value for name, value in measured if math.isfinite(value)}
+        record = {}
+        for name, value in measured:
+            if math.isfinite(value):
+                record[name] = value
         return {
             **facts,
             "record": record,
@@ -119,7 +122,10 @@ def make_optimizer(
 
 
 def _check_optimizer(optimizer: object, config: TaskConfig, task: Task) -> None:
-    lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]
+    lacking = []
+    for name in OPTIMIZER:
+        if not hasattr(optimizer, name):
+            lacking.append(name)
     if lacking:
         raise ConfigError(
             f"{place_of(task, 'optimizer')} returns no optimizer",

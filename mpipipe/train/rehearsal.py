@@ -111,7 +111,10 @@ def check_row(
         pairs += of_rank
     with group.raise_together("train: the first row on all ranks"):
         for name, side in zip(("inputs", "targets"), zip(*pairs)):
-            known = [norms for norms in side if norms is not None]
+            known = []
+            for norms in side:
+                if norms is not None:
+                    known.append(norms)
             for other in known[1:]:
                 if len(other) == len(known[0]) and np.allclose(other, known[0], rtol=ROUGH, atol=0):
                     continue
@@ -163,7 +166,9 @@ def difference(
         scaled = [scale * numbers(piece) for scale, piece in zip(scales, pieces)]
         joined = np.concatenate(scaled, axis)
         values = numbers(leaf)
-        least = SUBNORMAL if leaf.dtype == np.float16 else ROUNDING
+        least = ROUNDING
+        if leaf.dtype == np.float16:
+            least = SUBNORMAL
         norm = float(np.linalg.norm(joined))
         if values.shape == joined.shape and np.linalg.norm(
             values - joined
@@ -190,9 +195,9 @@ def mean_error(
     """
     series = []
     for _ in range(REPEATS):
-        results = [
-            loss.plain.checked(loss.task.loss(*pair, **keywords)) for pair in (whole, *parts)
-        ]
+        results = []
+        for pair in (whole, *parts):
+            results.append(loss.plain.checked(loss.task.loss(*pair, **keywords)))
         series.append([_number(value) for value, _, _ in results])
     (_, gradient, weight), *of_parts = results
     if not np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True):
@@ -332,7 +337,10 @@ def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Ta
     entries: list[int] = []
     if sample is not None and sample.weight is None and not says:
         entries = [leaf.size for leaf in arrays.flatten(sample.target)[0]]
-    of_ranks = [sizes for sizes in group.gather("train: the entries of targets", entries) if sizes]
+    of_ranks = []
+    for sizes in group.gather("train: the entries of targets", entries):
+        if sizes:
+            of_ranks.append(sizes)
     for sizes in of_ranks:
         first = of_ranks[0]
         if any(size * first[0] != sizes[0] * other for size, other in zip(sizes, first)):
@@ -366,7 +374,9 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         last = _single(task, method, rows - 1, shard, batch)
         check_row(task, method, 0, rows - 1, shard, pipe=group, group=group, among_others=last)
     inputs, target = example(task, rows, 1, shard)
-    singles = [_single(task, "batch", row, shard, (inputs, target)) for row in range(rows)]
+    singles = []
+    for row in range(rows):
+        singles.append(_single(task, "batch", row, shard, (inputs, target)))
     # What has become of each row by itself, and of its names.
     alone = [x for x, _ in singles]
     names: list[dict[str, Tree]] = [{} for _ in singles]
@@ -377,7 +387,9 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     mixing = ""
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
-        module = layer.entry if isinstance(layer, ForeignLayer) else layer
+        module = layer
+        if isinstance(layer, ForeignLayer):
+            module = layer.entry
         name = f"layers[{place}] {type(module).__name__}"
         findings.append(_checked(name, stage, x, nn.Position()))
         right = right and findings[-1][1]
@@ -442,7 +454,9 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
     for entries in ties.values():
         fine = fine and len({shape for _, shape in entries}) == 1
         tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries))
-    end = "" if fine else "; tied parameters have one shape"
+    end = "; tied parameters have one shape"
+    if fine:
+        end = ""
     yield f"ties: {', '.join(tied) or 'none'}{end}", fine
     yield f"state in checkpoints: {', '.join(state) or 'none'}", True
     yield f"between layers: {'; '.join(between[:-1]) or 'nothing'}", True

@@ -78,7 +78,10 @@ class Record:
     def facts(self) -> Facts:
         """Return what was measured, by name: fields in their order, and the metrics."""
         facts = {name: getattr(self, name) for name in FIELDS}
-        measured = {name: value for name, value in facts.items() if value is not None}
+        measured = {}
+        for name, value in facts.items():
+            if value is not None:
+                measured[name] = value
         return {**measured, **self.metrics}
 
 
@@ -176,7 +179,9 @@ class Reporter:
         self.oversubscribed = oversubscribed
         self.metrics = JsonLines(out / metrics.NAME, goes_on=done is not None)
         self.log = JsonLines(out / LOG, goes_on=True)
-        self.tensorboard = TensorBoard(out, done or 0, self.warn) if tensorboard else None
+        self.tensorboard = None
+        if tensorboard:
+            self.tensorboard = TensorBoard(out, done or 0, self.warn)
         self.pace = Pace(steps, done or 0)
         self.bubbles = 0
 
@@ -197,11 +202,16 @@ class Reporter:
         """Append a record to the metrics, and show it as a line or two."""
         facts = {**record.facts(), **self.pace.stamp()}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
-        finite = {name: value for name, value in facts.items() if math.isfinite(value)}
+        finite = {}
+        for name, value in facts.items():
+            if math.isfinite(value):
+                finite[name] = value
         self.metrics.append(json.dumps({**dict.fromkeys(facts), **finite}, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
-        timing = self.pace.timing() if self.pace.done else ""
+        timing = ""
+        if self.pace.done:
+            timing = self.pace.timing()
         lines = lines_of(record, self.steps, self.unit, timing)
         if record.bubble is not None and record.predicted is not None:
             self.bubbles += 1

@@ -51,7 +51,9 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
         newest = checkpoint.newest(checkpoints_of(out))
         start = None
         if config.resume == "auto":
-            start = None if newest is None else checkpoint.read(newest)
+            start = None
+            if newest is not None:
+                start = checkpoint.read(newest)
         elif config.resume != "no":
             start = checkpoint.read(config.resume)
         if start is not None:
@@ -107,12 +109,17 @@ def _is_in(start: Checkpoint, out: Path) -> bool:
 
 def _check_unfinished(out: Path, task: Task) -> None:
     """Raise ConfigError for a folder with more than a training leaves before a checkpoint."""
-    copies = () if task.file is None else task.file.copies
-    known = {name.partition("/")[0] for name in copies}
+    known = set()
+    if task.file is not None:
+        for name in task.file.copies:
+            known.add(name.partition("/")[0])
     # Their description is written last: without it they are not whole.
     if not any(out.glob("weights/**/*.json")):
         known.add("weights")
-    others = [n for n in output_folder.names_in(out) - known if not UNFINISHED.fullmatch(n)]
+    others = []
+    for n in output_folder.names_in(out) - known:
+        if not UNFINISHED.fullmatch(n):
+            others.append(n)
     if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",
@@ -126,7 +133,10 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
     place = str(start.path)
     now = facts_of(config, task)
-    others = [entry.name for entry in fields(config) if not option_of(entry).decides]
+    others = []
+    for entry in fields(config):
+        if not option_of(entry).decides:
+            others.append(entry.name)
     try:
         before = _fixed(start.state, config, task, others)
         fingerprint = start.state["fingerprint"]
@@ -137,7 +147,10 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
             remedy="load it with mpipipe.checkpoint",
         ) from error
     after = _fixed(now, config, task, others)
-    different = [key for key in after if before.get(key) != after[key]]
+    different = []
+    for key in after:
+        if before.get(key) != after[key]:
+            different.append(key)
     if different:
         then = ", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different)
         raise ConfigError(

@@ -193,7 +193,9 @@ def _reporter(
     task = reader.task
     output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    step = 0 if start is None else start.step
+    step = 0
+    if start is not None:
+        step = start.step
     with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:
             return NullReporter()

@@ -249,7 +249,10 @@ class Task:
         Raises ConfigError if there are none, or a pattern of `freeze` or of `groups` fits no name.
         """
         everything = declared(self.outline)
-        names = [name for name, parameter in everything.items() if not parameter.frozen]
+        names = []
+        for name, parameter in everything.items():
+            if not parameter.frozen:
+                names.append(name)
         unfit = []
         for pattern in self.freeze:
             if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
@@ -259,7 +262,9 @@ class Task:
             if not any(group._has(entry.tie or name, entry.shape) for name, entry in entries):
                 unfit.append(("groups", f"{group.match}"))
         for what, pattern in unfit:
-            of_adapter = " of an adapter" if any(map(is_adapter, names)) else ""
+            of_adapter = ""
+            if any(map(is_adapter, names)):
+                of_adapter = " of an adapter"
             raise ConfigError(
                 f"a pattern of {what} fits no parameter{of_adapter}",
                 found=pattern,
@@ -355,7 +360,10 @@ class Task:
         """Return what is trained, in a line; `place` is what computes: CPUs or GPUs."""
         count = parameters_of(self.outline)
         trained = sum(entry.size for entry in self.trained().values())
-        part = "" if trained == count else f" of which {trained:,} are trained"
+        if trained == count:
+            part = ""
+        else:
+            part = f" of which {trained:,} are trained"
         return f"{type(self).__name__}: {count:,} parameters{part} on {place}"
 
     def beginning(self) -> str:

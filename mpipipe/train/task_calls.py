@@ -240,7 +240,9 @@ def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> N
 
 def where(method: str, number: int, rows: range) -> str:
     """Return the arguments of `batch` or `validation` in words."""
-    name = "step" if method == "batch" else "index"
+    name = "index"
+    if method == "batch":
+        name = "step"
     return f"({name}={number}, rows={rows.start}..{rows.stop - 1})"
 
 
@@ -261,8 +263,14 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> Rea
             )
         make = partial(as_batch, rows=rows, shard=shard, any_shapes=task.per_microbatch)
         inputs, targets, *more = result
-        inputs = make(inputs, f"the inputs of {place}") if shard.reads_inputs else None
-        targets = make(targets, f"the targets of {place}") if shard.reads_targets else None
+        if shard.reads_inputs:
+            inputs = make(inputs, f"the inputs of {place}")
+        else:
+            inputs = None
+        if shard.reads_targets:
+            targets = make(targets, f"the targets of {place}")
+        else:
+            targets = None
     return inputs, targets, more[0] if more else None
 
 
@@ -272,7 +280,9 @@ def read_all(
     """Read the rows of all micro-batches; lists where the task gives these one by one."""
     if not task.per_microbatch:
         return read(task, method, number, rows, shard)
-    parts = [rows[part.start : part.stop] for part in even_split(len(rows), microbatches)]
+    parts = []
+    for part in even_split(len(rows), microbatches):
+        parts.append(rows[part.start : part.stop])
     readings = [read(task, method, number, part, shard) for part in parts]
     columns = [None if column[0] is None else [*column] for column in zip(*readings)]
     inputs, targets, more = columns
@@ -326,7 +336,10 @@ def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool 
                 expected=f"{len(rows)} along the first axis",
                 remedy="return as many rows as `rows` has; a source that ends early has fewer",
             )
-        dtype = shard.dtype if leaf.dtype.kind == "f" else leaf.dtype
+        if leaf.dtype.kind == "f":
+            dtype = shard.dtype
+        else:
+            dtype = leaf.dtype
         if arrays.is_device(leaf):
             copies.append(arrays.copied(leaf, dtype))
             continue
@@ -338,7 +351,10 @@ def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool 
 
 def _check_finite(leaf: Array, what: str, rows: range | None) -> None:
     """Raise DataError for an array that is not finite: a sum may be infinite by its size alone."""
-    count = leaf.size if rows is None else len(rows)
+    if rows is None:
+        count = leaf.size
+    else:
+        count = len(rows)
     bad = np.flatnonzero(~np.isfinite(leaf).reshape(count, -1).all(axis=1))
     if not bad.size:
         return

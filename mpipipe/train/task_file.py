@@ -90,7 +90,10 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
             module = imported(place, code)
             modules = neighbours(place.parent)
         kind = task_class(module, place, chosen)
-        lacking = [method for method in NEEDED if getattr(kind, method) is getattr(Task, method)]
+        lacking = []
+        for method in NEEDED:
+            if getattr(kind, method) is getattr(Task, method):
+                lacking.append(method)
         if lacking:
             raise ConfigError(
                 f"{kind.__name__} in {place.name} lacks {' and '.join(lacking)}",
@@ -124,7 +127,10 @@ def imported(path: Path, code: bytes) -> ModuleType:
         exec(compile(code, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        lines = []
+        for frame in frames:
+            if frame.filename == str(path):
+                lines.append(frame.lineno)
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
         remedy = f"`python {path.name}` shows the same"
@@ -197,7 +203,10 @@ def task_class(module: ModuleType, path: Path, name: str) -> type[Task]:
 
 def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
     """Make the task with attributes as NAME=VALUE sets them, which keep their types."""
-    names = {name for name in dir(kind) if not name.startswith("_") and name not in vars(Task)}
+    names = set()
+    for name in dir(kind):
+        if not name.startswith("_") and name not in vars(Task):
+            names.add(name)
     is_record = dataclasses.is_dataclass(kind)
     if dataclasses.is_dataclass(kind):
         names.update(entry.name for entry in dataclasses.fields(kind))
@@ -212,7 +221,9 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
             )
     try:
         task = kind()
-        parsed = {name: _parsed(name, text, getattr(task, name)) for name, text in texts.items()}
+        parsed = {}
+        for name, text in texts.items():
+            parsed[name] = _parsed(name, text, getattr(task, name))
         if is_record:
             return kind(**parsed)
         for name, value in parsed.items():

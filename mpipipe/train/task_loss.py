@@ -66,9 +66,17 @@ class TaskLoss:
             return value, gradients[0], *more
         by = partial(self.evaluate, **keywords)
         result: tuple[Any, ...] = call(self.task, "loss", output, target, by=by)
-        weight: float | None = result[2] if len(result) == 3 else None
-        outputs = output if self.over_batch else [output]
-        targets = target if self.over_batch else [target]
+        weight: float | None = None
+        if len(result) == 3:
+            weight = result[2]
+        if self.over_batch:
+            outputs = output
+        else:
+            outputs = [output]
+        if self.over_batch:
+            targets = target
+        else:
+            targets = [target]
         if self.samples and (self.sample is None or self.sample.weight == 0):
             # A stage may write the next output into the same memory.
             copies = [arrays.mapped(arrays.copied, tree) for tree in outputs]
@@ -80,7 +88,9 @@ class TaskLoss:
             if share is None or self.over_batch:
                 share = sum(leaf.size for leaf in arrays.flatten(goal)[0])
             # Nothing counts in a micro-batch without a share.
-            metrics = self.metrics(y, goal) if share else {}
+            metrics = {}
+            if share:
+                metrics = self.metrics(y, goal)
             for name, mean in metrics.items():
                 self.sums.setdefault(name, np.zeros(2))[:] += mean * share, share
         return result

@@ -106,7 +106,9 @@ class Trainer:
         mesh = self.mesh
         say = self.reporter.say
         schedule = self.reader.plan.schedule
-        place = "CPUs" if self.progress.pipeline.stages[0].device == "cpu" else "GPUs"
+        place = "GPUs"
+        if self.progress.pipeline.stages[0].device == "cpu":
+            place = "CPUs"
         say(
             f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
             f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
@@ -250,7 +252,9 @@ class Trainer:
         loss = made.result.loss
         with self._as_replicas():
             self.progress.scaler.read_norms(wait=True)
-        norm = None if made.norm is None else float(made.norm)
+        norm = None
+        if made.norm is not None:
+            norm = float(made.norm)
         measured = np.array(self.progress.pipeline.training_seconds)
         self.times[:, 2:] += measured - self.measured
         self.measured = measured
@@ -285,7 +289,9 @@ class Trainer:
             total += value * weight
             weights += weight
         validation = total / weights
-        metrics = {} if scores is None else scores.means(self.group)
+        metrics = {}
+        if scores is not None:
+            metrics = scores.means(self.group)
         more = self.task.derived(record.loss, validation)
         return replace(record, validation=validation, metrics=metrics, **more)
 

@@ -166,7 +166,10 @@ def problem_of(
             fixed[name] = value
     if config.slices > 1:
         fixed["slices"] = config.slices
-    moments = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
+    if config.optimizer == "adamw":
+        moments = 2
+    else:
+        moments = int(config.momentum > 0)
     return planning.PlanningProblem(
         layers=task.outline,
         costs=costs_of(task),

@@ -78,7 +78,9 @@ class Functions:
                 output, state = with_state(output, state)
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
             kinds = floating_of(leaves)
-            rest = [None if is_floating else leaf for leaf, is_floating in zip(leaves, kinds)]
+            rest = []
+            for leaf, is_floating in zip(leaves, kinds):
+                rest.append(None if is_floating else leaf)
             return list(compress(leaves, kinds)), (unflatten_parts(rest, shapes), state)
 
         def with_gradients(
@@ -91,7 +93,9 @@ class Functions:
         ) -> JaxTree:
             def train(values: list, some: list) -> JaxTree:
                 source = iter(some)
-                every = [next(source) if has else leaf for leaf, has in zip(inputs, floating)]
+                every = []
+                for leaf, has in zip(inputs, floating):
+                    every.append(next(source) if has else leaf)
                 return call(values, every, key, state, structures, training=True)
 
             return jax.vjp(train, values, list(compress(inputs, floating)), has_aux=True)

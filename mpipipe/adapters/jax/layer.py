@@ -137,7 +137,10 @@ class JaxLayer(ForeignLayer):
 
     def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
         position = self.stage.position
-        floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
+        if self.ends:
+            floating = (False,) * len(leaves)
+        else:
+            floating = floating_of(leaves)
         key = key_of(self.random_seed("jax"))
         arguments = self._values, [*map(put, leaves)], key, self._state_for(position), structures
         pull = None
@@ -221,7 +224,9 @@ def _declared(name: str, leaf: Array) -> Parameter:
             expected="floating or complex numbers, of one dtype",
             remedy="constants, such as integers, belong into the function",
         )
-    wide = np.complex128 if leaf.dtype.kind == "c" else np.float64
+    wide = "float64"
+    if leaf.dtype.kind == "c":
+        wide = "complex128"
     reals = arrays.as_reals(leaf.astype(wide, order="C"))
     return Parameter(reals.shape, lambda *_: reals, decay=leaf.ndim > 1)
 
@@ -262,12 +267,16 @@ class JaxLoss:
         self, _nothing: object, output: JaxTree, target: JaxTree, *, key: JaxArray
     ) -> tuple[JaxArray, ...]:
         """Return (value,), or (value, weight), where the weight has no gradient."""
-        options = {"key": key} if self._draws else {}
+        options = {}
+        if self._draws:
+            options = {"key": key}
         result = self.function(output, target, **options)
         if not isinstance(result, tuple):
             return (result,)
         value, *weights = result
-        fixed = [jax.lax.stop_gradient(jax.numpy.asarray(w, value.dtype)) for w in weights]
+        fixed = []
+        for w in weights:
+            fixed.append(jax.lax.stop_gradient(jax.numpy.asarray(w, value.dtype)))
         return (value, *fixed)
 
     def __call__(

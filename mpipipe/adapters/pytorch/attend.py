@@ -52,7 +52,9 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend; tensors that the backward reads are saved: PyTorch sees who writes to them."""
         with on_stream(q.device.type):
-            inputs = [array_of(tensor, contiguous=tensor.is_cuda) for tensor in (q, k, v)]
+            inputs = []
+            for tensor in (q, k, v):
+                inputs.append(array_of(tensor, contiguous=tensor.is_cuda))
             out, ctx.saved = attend.forward(*inputs)
             result = tensor_of(out)
         ctx.attend = attend

@@ -22,7 +22,7 @@ stage_backward_input and stage_backward_weight).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import setitem
@@ -114,7 +114,10 @@ class AutogradGraph:
                     branching[node] = several
         lone = list(chain(*filter(None, map(self._leads_to.get, roots))))
         times = Counter(chain(*branching.values(), lone))
-        shared = {number for number, count in times.items() if count > 1}
+        shared = set()
+        for number, count in times.items():
+            if count > 1:
+                shared.add(number)
         self.shared = sorted(shared)
         self.apart = sorted({*lone} - shared)
         self.branching = {node: sorted(several - shared) for node, several in branching.items()}
@@ -129,7 +132,9 @@ class AutogradGraph:
                     return True
         # These are gone through in both halves: where a second walk goes through everything, all
         # of them.
-        twice = self._leads_to if self.shared or self.apart else self.branching
+        twice: Iterable[Node] = self.branching
+        if self.shared or self.apart:
+            twice = self._leads_to
         return any(map(_has_hooks, twice))
 
     def _visit(self, root: Node) -> None:
@@ -176,7 +181,10 @@ class SplitBackward:
     ):
         # Walks that are left: tensors or edges to begin at, their gradients, and parameters.
         self.parts: list[tuple[list[Any], list[Tensor], list[Tensor]]] = []
-        graph = None if hooked or not parameters else AutogradGraph(outputs, inputs, parameters)
+        if hooked or not parameters:
+            graph = None
+        else:
+            graph = AutogradGraph(outputs, inputs, parameters)
         if graph is None or not graph.divisible:
             torch.autograd.backward(outputs, gradients)
             return

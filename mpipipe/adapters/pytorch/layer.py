@@ -110,7 +110,10 @@ class TorchLayer(ForeignLayer):
         device = self.stage.device
         if device == "cuda":
             device = f"cuda:{arrays.current_gpu()}"
-        shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
+        shared = []
+        for name, buffer in module.named_buffers():
+            if hasattr(buffer, SHARED):
+                shared.append(name)
         dtype = None
         for name in self.declared:
             dtype = tensor_of(getattr(self, name)).dtype
@@ -137,7 +140,9 @@ class TorchLayer(ForeignLayer):
     def _place(self, name: str, parameter: Tensor) -> Tensor | None:
         """Let a parameter and its gradient lie where the stage has them; return the gradient."""
         gradient = getattr(self, f"{name}_grad")
-        slope = None if gradient is None else as_kind_of(parameter, tensor_of(gradient))
+        slope = None
+        if gradient is not None:
+            slope = as_kind_of(parameter, tensor_of(gradient))
         parameter.data = as_kind_of(parameter, tensor_of(getattr(self, name)))
         parameter.requires_grad_(slope is not None)
         parameter.grad = slope
@@ -420,9 +425,14 @@ class TorchStage(ForeignStage):
 
 def _declared(parameter: Tensor) -> Parameter:
     def values(*_: object) -> Array:
-        kind = torch.complex128 if parameter.is_complex() else torch.float64
+        if parameter.is_complex():
+            kind = torch.complex128
+        else:
+            kind = torch.float64
         wide = parameter.detach().to(kind).cpu()
-        reals = torch.view_as_real(wide) if wide.is_complex() else wide
+        reals = wide
+        if wide.is_complex():
+            reals = torch.view_as_real(wide)
         return reals.numpy()
 
     return Parameter(

@@ -37,7 +37,9 @@ class TorchLoss:
     def __init__(self, function: Callable[..., Any], seed: int = 0):
         self.function = function
         self.seed = seed
-        self.module = function if isinstance(function, torch.nn.Module) else None
+        self.module = None
+        if isinstance(function, torch.nn.Module):
+            self.module = function
         # A module without parts may be false.
         self._state = ModuleState(torch.nn.Module() if self.module is None else self.module)
 
@@ -85,8 +87,13 @@ class TorchLoss:
             # A weight of 0 may come with NaN.
             if value.requires_grad and factor:
                 torch.autograd.backward(value, torch.full_like(value, factor), inputs=inputs)
-            slopes = [slope_of(tensor) if tensor.requires_grad else None for tensor in outputs]
-            number = value.item() if value.is_cpu else array_of(value.detach())
+            slopes = []
+            for tensor in outputs:
+                slopes.append(slope_of(tensor) if tensor.requires_grad else None)
+            if value.is_cpu:
+                number = value.item()
+            else:
+                number = array_of(value.detach())
             return (number, unflatten(slopes, structure), *weight)
 
     def _at(self, position: Position | None, device: str) -> AbstractContextManager[object]:

@@ -126,7 +126,9 @@ class ModuleSnapshot(NamedTuple):
     @classmethod
     def of(cls, module: torch.nn.Module, latest: ModuleSnapshot | None) -> ModuleSnapshot:
         """Take the state as it is now; what has not changed since the latest one is not copied."""
-        known = {} if latest is None else latest.entries
+        known = {}
+        if latest is not None:
+            known = latest.entries
         holders: list[Holder] = []
         for part in module.modules():
             holders += [part._buffers, vars(part)]
@@ -184,7 +186,9 @@ def _copied(value: object) -> Any:
     A container has each item with its copy: others may hold the item, too.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if _is_state(value) else value
+        if _is_state(value):
+            return value.detach().clone()
+        return value
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
@@ -240,7 +244,10 @@ def _fill(value: Any, content: Any) -> None:
         value.update((key, _restored(*entry)) for key, entry in content.items())
     else:
         value.clear()
-        add = value.update if isinstance(value, set) else value.extend
+        if isinstance(value, set):
+            add = value.update
+        else:
+            add = value.extend
         add(_restored(*entry) for entry in content)
 
 

@@ -76,7 +76,10 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
     elif isinstance(output, (tuple, list)):
         tree = tuple(output)
     leaves, structure = flatten(tree)
-    strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    strange = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            strange.append(type(leaf).__name__)
     if strange or not leaves:
         raise ArgumentError(
             "the output of a module",
@@ -142,7 +145,9 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
     """Return real numbers as complex ones, where the tensor that they stand for is complex."""
-    return torch.view_as_complex(real) if tensor.is_complex() else real
+    if tensor.is_complex():
+        return torch.view_as_complex(real)
+    return real
 
 
 def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
@@ -152,7 +157,10 @@ def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
     quantized model, stays as it is.
     """
     parameters = module.parameters()
-    trained = {parameter.dtype.to_real() for parameter in parameters if parameter.requires_grad}
+    trained = set()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            trained.add(parameter.dtype.to_real())
     return trained or {torch.float32, torch.float64}
 
 
@@ -176,5 +184,7 @@ def move_state(
             if dtype is not None and buffer.dtype.to_real() in before:
                 narrows = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
                 if not narrows or [*part.parameters(recurse=False)]:
-                    kind = dtype.to_complex() if buffer.is_complex() else dtype
+                    kind = dtype
+                    if buffer.is_complex():
+                        kind = dtype.to_complex()
             part._buffers[key] = buffer.to(device, kind).contiguous()

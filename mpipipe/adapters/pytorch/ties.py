@@ -64,7 +64,9 @@ class FirstPlaces:
                     remedy="make a second one, and let it share parameters: second.weight = "
                     "first.weight",
                 )
-            twins = {id(parameter): self._twin(parameter) for parameter in part.parameters()}
+            twins = {}
+            for parameter in part.parameters():
+                twins[id(parameter)] = self._twin(parameter)
             module._modules[key] = copy.deepcopy(part, twins)
 
     def _twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -67,14 +67,19 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     verdict = cudnn_graph.available()
     if name == "cudnn":
         _require_cudnn(verdict)
-    refused = cudnn_graph.refusal(q, k, v) if verdict.usable else verdict.reason
+    if verdict.usable:
+        refused = cudnn_graph.refusal(q, k, v)
+    else:
+        refused = verdict.reason
     if name == "cudnn" and refused:
         raise ArgumentError(
             f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
             found=refused,
             remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
         )
-    return "cupy" if refused else "cudnn"
+    if refused:
+        return "cupy"
+    return "cudnn"
 
 
 def describe() -> str:

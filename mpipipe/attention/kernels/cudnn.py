@@ -41,7 +41,10 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
         return
     dtype = block.q.dtype
     direct = result.out.dtype == dtype and fits(result.out)
-    target = result if direct else new_result(block.q, block.v, dtype, overwrite)
+    if direct:
+        target = result
+    else:
+        target = new_result(block.q, block.v, dtype, overwrite)
     for part in block.slices:
         _attend(block, part, target, 0)
         block.poll()
@@ -84,10 +87,15 @@ def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
     rows = slice(part.q_start - start, part.q_stop - start)
     out = result.out[:, rows]
     place = result.lse[:, :, rows]
-    lse = place if place.flags.c_contiguous else arrays.empty(place.shape, place.dtype, "cuda")
+    if place.flags.c_contiguous:
+        lse = place
+    else:
+        lse = arrays.empty(place.shape, place.dtype, "cuda")
     given = _parts(dict(q=block.q, k=block.k, v=block.v), part) | dict(out=out, lse=lse)
     request = request_for("forward", given, block.scale, part)
-    plan = None if request is None else cudnn_graph.plan(request)
+    plan = None
+    if request is not None:
+        plan = cudnn_graph.plan(request)
     if plan is not None:
         cudnn_graph.run(plan, given)
     else:
@@ -178,7 +186,10 @@ def backward(
 
 
 def _backward_pass(block: KVBlock, dout: DeviceArray, result: OutLse) -> _Pass:
-    slices = [part for part in block.slices if result.out.size]
+    slices = []
+    for part in block.slices:
+        if result.out.size:
+            slices.append(part)
     block = replace(_fitting_block(block), slices=slices)
     return _Pass(block, _fitting(dout), result._replace(out=_fitting(result.out)))
 
@@ -188,7 +199,9 @@ def _fitting_block(block: KVBlock) -> KVBlock:
 
 
 def _fitting(x: DeviceArray) -> DeviceArray:
-    return x if fits(x) else copied(x)
+    if fits(x):
+        return x
+    return copied(x)
 
 
 def _parts(given: Named, part: Slice) -> Named:

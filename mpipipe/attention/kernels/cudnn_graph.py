@@ -142,10 +142,12 @@ _mine = _OfThread()
 def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
     """Put a plan on the current stream; `given` are the device arrays by name."""
     arrays.keep_for_graph(ready)
-    workspace = (
-        arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
-    )
-    pointers = {UIDS[name]: int(arrays.address(array)) for name, array in given.items()}
+    workspace = None
+    if ready.workspace:
+        workspace = arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda")
+    pointers = {}
+    for name, array in given.items():
+        pointers[UIDS[name]] = int(arrays.address(array))
     # Addresses instead of arrays: the package would import torch and convert arrays by DLPack,
     # which waits for the GPU.
     ready.graph.execute(
@@ -205,7 +207,9 @@ def _version(cudnn: Any) -> int:
     except Exception:
         # the package looks only in the interpreter's own site-packages, not in a user's or in those
         # beneath a venv
-        found = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
+        found = None
+        if find_spec("nvidia"):
+            found = find_spec("nvidia.cudnn")
         for place in found.submodule_search_locations or [] if found else []:
             for file in sorted(Path(place).glob("lib/libcudnn.so.*")):
                 ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
@@ -271,7 +275,9 @@ def refusal(q: Array, k: Array, v: Array) -> str:
         return f"cuDNN computes attention in float16 and bfloat16, not in {q.dtype}"
     if dim % 8 or width % 8:
         return f"head dimensions {dim} (keys) and {width} (values) are not both multiples of 8"
-    widest = WIDEST if dim == width else WIDEST_MIXED
+    widest = WIDEST_MIXED
+    if dim == width:
+        widest = WIDEST
     if max(dim, width) > widest:
         return f"head dimensions {dim} (keys) and {width} (values) are above {widest}"
     capability = arrays.compute_capability()
@@ -286,13 +292,18 @@ def widest_backward(capability: int) -> tuple[int, ...]:
     From sdpa_support_surface.h and scaled_dot_product_flash_attention.h of cudnn-frontend 1.27.
     """
     major = capability // 10
-    beyond = (256,) if major == BLACKWELL and installed().version >= WIDE_ON_BLACKWELL else ()
+    beyond: tuple[int, ...] = ()
+    if major == BLACKWELL and installed().version >= WIDE_ON_BLACKWELL:
+        beyond = (256,)
     return WIDEST_BACK if major == HOPPER else WIDEST_BACK_ELSEWHERE, *beyond
 
 
 def fits(x: DeviceArray) -> bool:
     """Whether cuDNN takes an array as it lies in memory."""
-    apart = [stride for stride, extent in zip(x.strides[:3], x.shape) if extent > 1]
+    apart = []
+    for stride, extent in zip(x.strides[:3], x.shape):
+        if extent > 1:
+            apart.append(stride)
     distances = (*apart, arrays.address(x) or WORD)
     aligned = all(distance > 0 and distance % WORD == 0 for distance in distances)
     return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
@@ -350,7 +361,9 @@ ALONG = {"forward": ("q", "k", "v", "out", "lse"),
 def available() -> CudnnVerdict:
     """Return True if cuDNN attends on the current GPU; tried once in a process."""
     verdict = installed()
-    return _tried(library(), arrays.current_gpu()) if verdict.usable else verdict
+    if verdict.usable:
+        return _tried(library(), arrays.current_gpu())
+    return verdict
 
 
 @lru_cache(maxsize=64)

@@ -38,7 +38,10 @@ from mpipipe.attention.mask import Slice
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; with `overwrite`, `out` may also be of the dtype of `lse`."""
-    slices = [part for part in block.slices if result.out.size]
+    slices = []
+    for part in block.slices:
+        if result.out.size:
+            slices.append(part)
     if not slices:
         return
     q = block.q
@@ -90,7 +93,10 @@ def backward(
     sums = Gradients(*(problem.like(x, dtype) for x in inputs))
     for each in sums:
         arrays.set_zero(each)
-    slices = [part for part in block.slices if result.out.size]
+    slices = []
+    for part in block.slices:
+        if result.out.size:
+            slices.append(part)
     if slices:
         delta = arrays.empty(result.lse.shape, dtype, "cuda")
         _dot((dout, result.out), (delta,))
@@ -153,7 +159,9 @@ def _front(x: Array, rows: int, columns: int | None = None) -> Array:
     """Return a smaller matrix at the front of each tile, with rows as far apart as before."""
     pitch = x.shape[2]
     flat = x.reshape(-1)[: x.shape[0] * rows * pitch].reshape(x.shape[0], rows, pitch)
-    return flat if columns is None else flat[:, :, :columns]
+    if columns is None:
+        return flat
+    return flat[:, :, :columns]
 
 
 # -- Launches of the kernels in forward.cu and backward.cu -----------------------------------------
@@ -266,8 +274,12 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
     all_keys = part.k_stop - part.k_start
     for start in range(0, seq, queries):
         stop = min(start + queries, seq)
-        first = 0 if part.low is None else max(0, start + part.low)
-        end = all_keys if part.high is None else min(all_keys, stop + part.high)
+        first = 0
+        if part.low is not None:
+            first = max(0, start + part.low)
+        end = all_keys
+        if part.high is not None:
+            end = min(all_keys, stop + part.high)
         pieces = [slice(at, min(at + keys, end)) for at in range(first, end, keys)]
         # Rows that see nothing have a result too.
         yield RowTile(start, stop, pieces or [slice(0, min(keys, all_keys))])

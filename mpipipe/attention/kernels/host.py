@@ -198,7 +198,9 @@ def _forward_heads(
     row_sum = np.empty((count, rows, 1), q.dtype)
     values = np.ascontiguousarray(v).reshape(count, -1, width)
     keys = _with_column(k, 1, 1), values, np.ones((KEYS, 1), k.dtype)
-    attend = _bounded if 2 * row_max.max() < _SAFE[q.dtype] else _online
+    attend = _online
+    if 2 * row_max.max() < _SAFE[q.dtype]:
+        attend = _bounded
 
     def work(tile: _Tile) -> None:
         at = tile.rows
@@ -275,8 +277,12 @@ class _Tile:
     def __init__(self, part: Slice, group: int, start: int, stop: int, dtype: np.dtype) -> None:
         self.rows = slice(start * group, stop * group)
         keys = part.k_stop - part.k_start
-        self.first = 0 if part.low is None else max(0, start + part.low)
-        self.end = keys if part.high is None else min(keys, stop + part.high)
+        self.first = 0
+        if part.low is not None:
+            self.first = max(0, start + part.low)
+        self.end = keys
+        if part.high is not None:
+            self.end = min(keys, stop + part.high)
         self.corners = []
         for bound, upper in ((part.high, True), (part.low, False)):
             if bound is not None:

@@ -60,7 +60,9 @@ def of_array(array: Array) -> Kernels:
     """Return the kernels for an array; raise ArgumentError for anything else."""
     if not isinstance(array, np.ndarray):
         return of(arrays.device_of(array))
-    return of("cpu", array.dtype) if array.itemsize == 2 else FULL_PRECISION
+    if array.itemsize == 2:
+        return of("cpu", array.dtype)
+    return FULL_PRECISION
 
 
 @lru_cache
@@ -86,7 +88,10 @@ def _chosen(dtype: np.dtype, setting: str) -> tuple[str, str]:
         )
     if setting:
         return setting, f": {VARIABLE} says so"
-    usable = [name for name in INSTRUCTIONS[dtype.name] if name in processor.features()]
+    usable = []
+    for name in INSTRUCTIONS[dtype.name]:
+        if name in processor.features():
+            usable.append(name)
     if not usable:
         return "numpy", ", in float32: this processor has no instructions for it"
     if not find_spec("torch"):

@@ -32,7 +32,9 @@ def _of_halves(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(first: np.ndarray, *rest: Any, **options: Any) -> Any:
-        chosen = function if first.itemsize == 2 else other
+        chosen = other
+        if first.itemsize == 2:
+            chosen = function
         return chosen(first, *rest, **options)
 
     setattr(KERNELS, function.__name__, run)
@@ -42,7 +44,9 @@ def _of_halves(function: Callable[..., Any]) -> Callable[..., Any]:
 @_of_halves
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """As `Kernels.linear`."""
-    of_bias = None if bias is None else tensor_of(bias)
+    of_bias = None
+    if bias is not None:
+        of_bias = tensor_of(bias)
     return array_of(torch.nn.functional.linear(tensor_of(x), tensor_of(weight), of_bias))
 
 

@@ -132,7 +132,9 @@ class AttendAdapter(Attend):
 
 def as_attend(attend: ForwardAndBackward) -> Attend:
     """Return the object itself if it is an `Attend`, else an adapter for it."""
-    return attend if isinstance(attend, Attend) else AttendAdapter(attend)
+    if isinstance(attend, Attend):
+        return attend
+    return AttendAdapter(attend)
 
 
 def why_unrecordable(attend: ForwardAndBackward) -> str:

@@ -89,12 +89,14 @@ class SelfAttention(Layer):
         qk_norm: bool = False,
         eps: float = 1e-6,
     ):
-        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads is None:
+            kv_heads = heads
         check_positive(
             dim=dim, heads=heads, kv_heads=kv_heads, head_dim=1 if head_dim is None else head_dim
         )
         fits = heads % kv_heads == 0 and (head_dim is not None or dim % heads == 0)
-        head_dim = dim // heads if head_dim is None else head_dim
+        if head_dim is None:
+            head_dim = dim // heads
         if not fits or (rope_base is not None and head_dim % 2):
             raise ArgumentError(
                 "the heads of SelfAttention do not fit",
@@ -115,10 +117,14 @@ class SelfAttention(Layer):
         self.head_dim = head_dim
         self.attend = attend
         self.mixes_positions = as_attend(attend).slice_rows is None
-        self.positions = None if positions is None else np.asarray(positions)
+        self.positions = None
+        if positions is not None:
+            self.positions = np.asarray(positions)
         if self.positions is not None:
             as_attend(attend).check_positions(self.positions)
-        self.rope_base = None if rope_base is None else float(rope_base)
+        self.rope_base = None
+        if rope_base is not None:
+            self.rope_base = float(rope_base)
         self.rope_scaling = rope_scaling
         self.eps = eps
         self.coordinates: np.ndarray | None = None
@@ -257,7 +263,9 @@ class SelfAttention(Layer):
     ) -> np.ndarray:
         if positions is None and seq == len(whole):
             return whole
-        numbers = np.arange(seq) if positions is None else positions
+        numbers = np.arange(seq)
+        if positions is not None:
+            numbers = positions
         outside = numbers.size and not 0 <= numbers.min() <= numbers.max() < len(whole)
         if outside or positions is None:
             raise ArgumentError(

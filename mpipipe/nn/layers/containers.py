@@ -81,7 +81,9 @@ class Sequential(Layer):
                 dy, _ = layer.backward_input(dy, saved[place])
             else:
                 dy = layer.backward(dy, saved[place])
-        return None if self.lowest else dy
+        if self.lowest:
+            return None
+        return dy
 
 
 class Residual(Layer):

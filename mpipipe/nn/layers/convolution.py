@@ -94,7 +94,10 @@ class Conv(Layer):
                 "groups must divide the channels",
                 found=f"{inputs} inputs, {outputs} outputs, {groups} groups",
             )
-        self.padding = (padding,) * len(width) if isinstance(padding, str) else tuple(padding)
+        if isinstance(padding, str):
+            self.padding = (padding,) * len(width)
+        else:
+            self.padding = tuple(padding)
         if len(self.padding) != len(width) or not set(self.padding) <= set(PADDINGS):
             raise ArgumentError(
                 "unknown padding",
@@ -146,7 +149,9 @@ class Conv(Layer):
         kernels = self.stage.kernels
         weight = self._matrices(self.weight)
         for windows, group, place in self._windows(x, shape, self.outputs):
-            bias = None if self.bias is None else self.bias[place[-1]]
+            bias = None
+            if self.bias is not None:
+                bias = self.bias[place[-1]]
             points = kernels.linear(windows, weight[group], bias)
             kernels.copy(points.reshape(y[place].shape), y[place])
         return y, x

@@ -71,7 +71,9 @@ class Embedding(Layer):
             self.declared = dict(zip(self.starts, row_slices(whole, slices)))
 
     def unrecordable(self) -> str:
-        return "the host looks which slice has each row" if self.starts else ""
+        if self.starts:
+            return "the host looks which slice has each row"
+        return ""
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
         kernels = self.stage.kernels
@@ -85,7 +87,10 @@ class Embedding(Layer):
         return y, x
 
     def upload(self, x: Array) -> Array:
-        device = "cpu" if self.starts else self.stage.device
+        if self.starts:
+            device = "cpu"
+        else:
+            device = self.stage.device
         return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", device)
 
     def backward_input(self, dy: Array, saved: Saved) -> tuple[None, Any]:
@@ -166,7 +171,9 @@ class LearnedPositions(Layer):
         self.count = count
         self.dim = dim
         self.attend = attend
-        self.positions = None if positions is None else np.asarray(positions)
+        self.positions = None
+        if positions is not None:
+            self.positions = np.asarray(positions)
         if attend is not None and self.positions is not None:
             as_attend(attend).check_positions(self.positions)
         self.mixes_positions = attend is None or as_attend(attend).slice_rows is None
@@ -211,7 +218,10 @@ class LearnedPositions(Layer):
 
     def _made(self, batch: int, key: int | bytes) -> Array:
         """Make the numbers (batch, seq) of the first positions, or of those in int64 bytes."""
-        numbers = np.arange(key) if isinstance(key, int) else np.frombuffer(key, np.int64)
+        if isinstance(key, int):
+            numbers = np.arange(key)
+        else:
+            numbers = np.frombuffer(key, np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.count):
             raise ArgumentError(
                 f"layer {self.name} (LearnedPositions): a position has no row in the table",
@@ -249,10 +259,14 @@ class Head(Linear):
         return {}  # a loss may make the product
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
-        return (x, None) if self.stage.headless else super().forward(x)
+        if self.stage.headless:
+            return (x, None)
+        return super().forward(x)
 
     def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        return (dy, None) if saved is None else super().backward_input(dy, saved)
+        if saved is None:
+            return (dy, None)
+        return super().backward_input(dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:
         if pending is not None:

@@ -120,13 +120,20 @@ class HeadSlice(Layer):
         self.first = even_split(vocab, of)[number].start
         self.last = number == of - 1
         self.declared = {"weight": row_slices(matrix(vocab, inputs, gain, tie), of, stream)[number]}
-        self.takes = (LABELS,) if labels else ()
+        self.takes = ()
+        if labels:
+            self.takes = (LABELS,)
 
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
-        parts = x if isinstance(x, tuple) else (x,)
+        if isinstance(x, tuple):
+            parts = x
+        else:
+            parts = (x,)
         carried = self.number
         if self.takes:
-            carried = 2 if self.number else 0
+            carried = 0
+            if self.number:
+                carried = 2
         if len(parts) != 1 + carried:
             raise ArgumentError(
                 f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take "
@@ -136,7 +143,9 @@ class HeadSlice(Layer):
                 remedy="put all slices of a head after one another, with labels or without",
             )
         check_features(self, parts[0], self.inputs)
-        return self._losses(*parts) if self.takes else self._logits(*parts)
+        if self.takes:
+            return self._losses(*parts)
+        return self._logits(*parts)
 
     def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
         dx = self._back(dy, saved, True, False)
@@ -176,7 +185,9 @@ class HeadSlice(Layer):
         dx = kernels.linear_backward_input(dlogits, self.weight).reshape(shape)
         if dh is not None:
             dx = kernels.add(dh, dx)
-        return (dx, *before) if before else dx
+        if before:
+            return (dx, *before)
+        return dx
 
     # -- losses
 
@@ -228,9 +239,13 @@ class HeadSlice(Layer):
         device = self.stage.device
         if self.last:
             dy = (None, dy, kernels.scale(dy, -1.0))
-        dh = None if dy[0] is None else rows(dy[0])
+        dh = None
+        if dy[0] is not None:
+            dh = rows(dy[0])
         slopes = [slope.reshape(-1) for slope in dy[1:]]
-        dx = arrays.empty(flat.shape, flat.dtype, device) if of_input else None
+        dx = None
+        if of_input:
+            dx = arrays.empty(flat.shape, flat.dtype, device)
         for number, at in enumerate(tiles(self.stage, len(flat), self._tile)):
             if logits_of_tiles:
                 logits = logits_of_tiles[number]

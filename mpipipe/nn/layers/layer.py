@@ -369,7 +369,9 @@ def full_name(name: str, key: str) -> str:
 
     A layer of PyTorch or JAX may have the empty name.
     """
-    return f"{name}.{key}" if name else key
+    if name:
+        return f"{name}.{key}"
+    return key
 
 
 def mixes(layer: Layer) -> bool:

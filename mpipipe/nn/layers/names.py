@@ -115,7 +115,10 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
     if isinstance(x, Branches):
         values.update(x.skips)
         x = x.main
-    missing = [name for name in names if name not in values]
+    missing = []
+    for name in names:
+        if name not in values:
+            missing.append(name)
     if missing:
         raise ArgumentError(
             f"there is nothing under the name {missing[0]!r}, which a layer takes",
@@ -287,7 +290,9 @@ def _divided(x: Any) -> tuple[Tree, dict[str, Tree]]:
 
 
 def _zeros_of(leaf: Array) -> Array | None:
-    return arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None
+    if arrays.is_floating(leaf.dtype):
+        return arrays.zeros_like(leaf)
+    return None
 
 
 # -- Layers that give and take ---------------------------------------------------------------------

@@ -141,10 +141,14 @@ class Dropout(Layer):
             )
         # An element lives where 16 random bits reach it.
         self.threshold = round(probability * 65536)
-        self.scale = 65536 / (65536 - self.threshold) if self.threshold < 65536 else 0.0
+        self.scale = 0.0
+        if self.threshold < 65536:
+            self.scale = 65536 / (65536 - self.threshold)
 
     def unrecordable(self) -> str:
-        return "it draws another mask for each micro-batch" if self.threshold else ""
+        if self.threshold:
+            return "it draws another mask for each micro-batch"
+        return ""
 
     def bound(self) -> None:
         self._stream = random_key("dropout", self.stage.seed, self.name)

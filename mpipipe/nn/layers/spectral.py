@@ -148,7 +148,10 @@ def _transform(points: int, modes: int, first: bool, last: bool) -> tuple[np.nda
     Rows and columns are as `SpectralConv` has its axes: (re, frequency) and (point, re), or points
     alone on the last axis, which is real.
     """
-    frequencies = np.arange(modes) if last else np.r_[0:modes, -modes:0]
+    if last:
+        frequencies = np.arange(modes)
+    else:
+        frequencies = np.r_[0:modes, -modes:0]
     angle = 2 * np.pi * np.outer(frequencies, np.arange(points)) / points
     cos = np.cos(angle)
     sin = np.sin(angle)

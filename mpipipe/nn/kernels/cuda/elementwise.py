@@ -50,7 +50,9 @@ def accumulate(grad: DeviceArray, part: DeviceArray) -> None:
 
 def scale(x: DeviceArray, factor: float, out: DeviceArray | None = None) -> DeviceArray:
     """Return x * factor, in `out` where it is given."""
-    y = arrays.empty_like(x) if out is None else out
+    y = out
+    if out is None:
+        y = arrays.empty_like(x)
     reals = arrays.as_reals(x)
     _elements((reals, arrays.as_reals(y)), (), ("scale",), (scalar_type(reals.dtype)(factor),))
     return y

@@ -183,15 +183,22 @@ def norm_backward(
     more: DeviceArray | None = None,
 ) -> tuple[DeviceArray, ...]:
     """Return dx, and parts of dgain and, where centred, of dbias: a row for each block."""
-    name = "layer_norm_backward" if centred else "rms_norm_backward"
+    name = "rms_norm_backward"
+    if centred:
+        name = "layer_norm_backward"
     inputs = [dy, x, scale, gain]
     if more is not None:
         name = f"{name}_add"
         inputs.append(more)
     dx = arrays.empty_like(x)
     call = _norm_backward.call(tuple(inputs), (dx,), (name,))
-    make = arrays.zeros if call is None else arrays.empty
-    blocks = 1 if call is None else call.grid[0]
+    if call is None:
+        make = arrays.zeros
+    else:
+        make = arrays.empty
+    blocks = 1
+    if call is not None:
+        blocks = call.grid[0]
     parts = []
     for _ in range(2 if centred else 1):
         parts.append(make((blocks, x.shape[1]), scale.dtype, "cuda"))
@@ -347,7 +354,9 @@ def softmax_cross_entropy(
     The mean is NaN where an id is out of range.
     """
     rows = len(logits)
-    gradient: DeviceArray = arrays.empty_like(logits) if out is None else out
+    gradient: DeviceArray = out
+    if out is None:
+        gradient = arrays.empty_like(logits)
     losses = arrays.empty((rows,), FLOAT64, "cuda")
     _cross_entropy(
         (logits, ids, gradient), (losses,), (), (scalar_type(logits.dtype)(factor / rows),)

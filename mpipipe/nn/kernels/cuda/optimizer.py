@@ -96,7 +96,8 @@ def sums_of_squares(
 ) -> DeviceArray:
     """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device."""
     check_contiguous("sums_of_squares", flat)
-    out = arrays.empty((len(offsets),), FLOAT64, "cuda") if out is None else out
+    if out is None:
+        out = arrays.empty((len(offsets),), FLOAT64, "cuda")
     if not offsets:
         return out
     chunks, ends = _chunks(tuple(offsets), arrays.cupy().cuda.runtime.getDevice())

@@ -34,7 +34,9 @@ def blocks(count: int, width: int = 1) -> list[slice]:
     """
     size = count * width or count
     if size <= ELEMENTS:
-        return [slice(0, count)] if count else []
+        if count:
+            return [slice(0, count)]
+        return []
     step = -(-count // (1 << ((size - 1) // ELEMENTS).bit_length()))
     if width <= 1:
         step += -step % LINE

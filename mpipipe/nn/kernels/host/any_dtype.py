@@ -51,7 +51,8 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     """As full_precision.scale; the product with a half is rounded, not the factor."""
     if x.dtype.itemsize != 2:
         return full_precision.scale(x, factor, out)
-    out = np.empty_like(x) if out is None else out
+    if out is None:
+        out = np.empty_like(x)
     copy(full_precision.scale(upcast(x), float(np.float32(factor))), out)
     return out
 

@@ -63,7 +63,9 @@ def sgd(
     """Make one step of gradient descent, in place; u is None without momentum."""
 
     def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
-        added = grad + part * decay if decays and decay else grad
+        added = grad
+        if decays and decay:
+            added = grad + part * decay
         if u is not None:
             moving = u[at]
             np.multiply(moving, momentum, out=moving)
@@ -105,7 +107,8 @@ def sums_of_squares(
     flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the sum of flat[start:stop]^2 for each (start, stop), in float64."""
-    out = np.empty(len(offsets)) if out is None else out
+    if out is None:
+        out = np.empty(len(offsets))
     out[:] = [sum_of_squares(flat[start:stop]) for start, stop in offsets]
     return out
 

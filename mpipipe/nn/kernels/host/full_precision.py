@@ -31,7 +31,9 @@ LAID = 1 << 14  # elements of which `copy` moves rows
 
 def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return x + y."""
-    return np.add(x, y) if x.size <= ELEMENTS else elementwise(np.add, np.empty_like(x), x, y)
+    if x.size <= ELEMENTS:
+        return np.add(x, y)
+    return elementwise(np.add, np.empty_like(x), x, y)
 
 
 def accumulate(grad: np.ndarray, part: np.ndarray) -> None:
@@ -43,7 +45,8 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     """Return x * factor, in `out` where it is given."""
     if x.size <= ELEMENTS:
         return np.multiply(x, factor, out=out)
-    out = np.empty_like(x) if out is None else out
+    if out is None:
+        out = np.empty_like(x)
     return elementwise(lambda part, out: np.multiply(part, factor, out=out), out, x)
 
 
@@ -85,7 +88,9 @@ def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> np.ndar
 
 def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:
     """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
-    factors = table.conj() if inverse else table
+    factors = table
+    if inverse:
+        factors = table.conj()
     paired = x.strides[-1] == target.strides[-1] == x.itemsize
 
     def work(at: slice) -> None:
@@ -340,7 +345,9 @@ def norm_backward(
             np.add(more[at], out, out=out)
 
     each(work, list(enumerate(pieces)))
-    return (dx, dgain, dbias) if centred else (dx, dgain)
+    if centred:
+        return (dx, dgain, dbias)
+    return (dx, dgain)
 
 
 def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
@@ -385,14 +392,18 @@ def softmax_cross_entropy(
 
     It takes halves, too, and upcasts a piece at a time: logits are the largest arrays of all.
     """
-    gradient = np.empty(logits.shape, logits.dtype) if out is None else out
+    if out is None:
+        out = np.empty(logits.shape, logits.dtype)
+    gradient = out
     count = len(logits) / factor
 
     def term(at: slice) -> float:
         part = upcast(logits[at])
         labels = ids[at]
         picks = np.arange(at.stop - at.start)
-        to = gradient[at] if logits.itemsize > 2 else part
+        to = part
+        if logits.itemsize > 2:
+            to = gradient[at]
         np.subtract(part, part.max(1, keepdims=True), out=to)
         hits = to[picks, labels]
         np.exp(to, out=to)

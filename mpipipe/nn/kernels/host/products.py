@@ -34,7 +34,9 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
         )
     if not pieces:
         y = np.matmul(x, weight.T)
-        return y if bias is None else np.add(y, bias, out=y)
+        if bias is None:
+            return y
+        return np.add(y, bias, out=y)
     result = np.empty((count, width), x.dtype)
     whole = slice(None)
 
@@ -135,7 +137,9 @@ def columns_of(x: np.ndarray) -> list[slice]:
 
     Sums of rows have the same bits however columns are cut.
     """
-    pieces = even_pieces(x.shape[1], WIDTH) if x.size > SUMMED else []
+    pieces = []
+    if x.size > SUMMED:
+        pieces = even_pieces(x.shape[1], WIDTH)
     return pieces or [slice(None)]
 
 
