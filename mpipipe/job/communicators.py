@@ -39,7 +39,7 @@ def wait_for_ranks(
     raised in such a wait, or its script has ended `grace` seconds ago.
     """
     context = current_rank()
-    test = advancing_first(context, request.Test) if context.advancing else request.Test
+    test = advancing_first(context, request.Test)
     try:
         with MakingWait(context, what, members, meeting, grace) as wait:
             while not context.withdrawn.keys().isdisjoint(members) or not test():
@@ -89,8 +89,12 @@ def world_ranks(comm: Communicator) -> tuple[int, ...]:
     group = MPI.Comm.Get_group(comm)
     world = MPI.COMM_WORLD.Get_group()
     try:
-        ranks = MPI.Group.Translate_ranks(group, None, world)
-        return tuple(-1 if rank == MPI.UNDEFINED else int(rank) for rank in ranks)
+        ranks = []
+        for rank in MPI.Group.Translate_ranks(group, None, world):
+            if rank == MPI.UNDEFINED:
+                rank = -1
+            ranks.append(int(rank))
+        return tuple(ranks)
     finally:
         group.Free()
         world.Free()

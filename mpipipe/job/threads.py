@@ -88,12 +88,14 @@ class World:
             sent = self.sent[box]
             posted = self.posted[box]
             for receive in list(posted):
-                message = next((m for m in sent if m.fits(receive.source, receive.tag)), None)
-                if message is not None and message.visible <= time.monotonic():
-                    posted.remove(receive)
-                    sent.remove(message)
-                    receive.complete(message)
-                    message.done = True
+                for message in sent:
+                    if message.fits(receive.source, receive.tag):
+                        if message.visible <= time.monotonic():
+                            posted.remove(receive)
+                            sent.remove(message)
+                            receive.complete(message)
+                            message.done = True
+                        break
 
     def check_nothing_left(self, context: Context | None = None) -> None:
         """Raise InProcessError for a message or a receive alone; None: in any communicator."""
@@ -104,7 +106,9 @@ class World:
             ):
                 for (where, dest), box in boxes.items():
                     if box and context in (None, where):
-                        peer = f"from rank {box[0].source} " if box[0].source != ANY else ""
+                        peer = ""
+                        if box[0].source != ANY:
+                            peer = f"from rank {box[0].source} "
                         text = f"a message {peer}to rank {dest} with tag {box[0].tag} {what}"
                         raise InProcessError(text, rank=dest)
 
@@ -247,18 +251,21 @@ class ThreadCommunicator:
     def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
         with self.world.lock:
             now = time.monotonic()
-            sent = self.world.sent[self.context, self.rank]
-            return any(message.fits(source, tag) and message.visible <= now for message in sent)
+            for message in self.world.sent[self.context, self.rank]:
+                if message.fits(source, tag) and message.visible <= now:
+                    return True
+            return False
 
     # -- collectives -------------------------------------------------------------------------------
 
     def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> MeetingRequest:
-        part = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
+        if sendbuf is IN_PLACE:
+            sendbuf = recvbuf
 
         def finish(parts: list[np.ndarray]) -> None:
             recvbuf[...] = reduce(np.add, parts)
 
-        return self._collective("Iallreduce", part, finish)
+        return self._collective("Iallreduce", sendbuf.copy(), finish)
 
     def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:
