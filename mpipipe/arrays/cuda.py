@@ -116,7 +116,9 @@ def grid(count: int, per_block: int) -> tuple[int]:
 
 def scalar_type(dtype: np.dtype) -> Any:
     """Return the numpy type of a kernel's numbers for `dtype`: that of its accumulator."""
-    return np.float64 if dtype.itemsize == 8 else np.float32
+    if dtype.itemsize == 8:
+        return np.float64
+    return np.float32
 
 
 def launch(

@@ -104,7 +104,9 @@ def _capability(device: int) -> int:
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.decode()
+    return value
 
 
 def _architecture(properties: dict[str, Any]) -> str:

@@ -49,12 +49,16 @@ def upcast_halves(
 
 def upcast(x: Any) -> Any:
     """Return a host array of halves as float32, and anything else as it is."""
-    return x.astype(FLOAT32) if _is_half_array(x) else x
+    if _is_half_array(x):
+        return x.astype(FLOAT32)
+    return x
 
 
 def float32_like(target: Any) -> Any:
     """Return float32 memory for a host array of halves, and anything else as it is."""
-    return aligned_empty(target.shape, FLOAT32) if _is_half_array(target) else target
+    if _is_half_array(target):
+        return aligned_empty(target.shape, FLOAT32)
+    return target
 
 
 def round_into(target: Any, values: Any) -> None:

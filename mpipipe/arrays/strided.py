@@ -149,15 +149,17 @@ def in_c_order(tree: Tree) -> Tree:
     """Return `tree` with a copy for each array that is not in C order."""
     leaves, structure = flatten(tree)
     ordered = []
+    is_copied = False
     for leaf in leaves:
-        # other things are refused where they are sent
+        # Other things are refused where they are sent.
         is_known = type(leaf) is np.ndarray or is_device(leaf)
         if is_known and not leaf.flags.c_contiguous:
             leaf = copied(leaf)
+            is_copied = True
         ordered.append(leaf)
-    if all(one is other for one, other in zip(leaves, ordered)):
-        return tree
-    return unflatten(ordered, structure)
+    if is_copied:
+        return unflatten(ordered, structure)
+    return tree
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:

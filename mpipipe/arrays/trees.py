@@ -70,7 +70,9 @@ def read_only(tree: Any) -> Any:
     if isinstance(tree, Branches):  # a main gradient may be None
         skips = {name: read_only(item) for name, item in tree.skips.items()}
         return Branches(read_only(tree.main), **skips)
-    return mapped(read_only, tree) if isinstance(tree, (dict, tuple)) else tree
+    if isinstance(tree, (dict, tuple)):
+        return mapped(read_only, tree)
+    return tree
 
 
 def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
@@ -96,7 +98,9 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
         return Branches(mapped(function, tree.main), **skips)
     leaves, structure = flatten(tree)
     result = unflatten([function(leaf) for leaf in leaves], structure)
-    return tree._make(result) if hasattr(tree, "_make") else result
+    if hasattr(tree, "_make"):
+        return tree._make(result)
+    return result
 
 
 @dataclass(init=False, slots=True, eq=False)
