@@ -152,8 +152,7 @@ def in_c_order(tree: Tree) -> Tree:
     is_copied = False
     for leaf in leaves:
         # Other things are refused where they are sent.
-        is_known = type(leaf) is np.ndarray or is_device(leaf)
-        if is_known and not leaf.flags.c_contiguous:
+        if (type(leaf) is np.ndarray or is_device(leaf)) and not leaf.flags.c_contiguous:
             leaf = copied(leaf)
             is_copied = True
         ordered.append(leaf)
