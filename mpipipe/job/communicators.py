@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Hashable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -23,6 +23,7 @@ from mpipipe.job.requests import own
 from mpipipe.job.types import AnyCommunicator, Communicator, Meeting, Testable
 from mpipipe.job.wait import MakingWait, advancing_first
 
+Item = TypeVar("Item")
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
@@ -126,7 +127,7 @@ logger = logging.getLogger("mpipipe")
 _keyvals: dict[ModuleType, int] = {}  # for MPI, and for ranks in one process
 
 
-def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
+def cached(comm: Communicator, key: Hashable, make: Callable[[], Item]) -> Item:
     """Return `make()` on the first call with this `key` on `comm`, the same object later.
 
     `make` may be collective.
@@ -134,7 +135,8 @@ def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
     items = attributes(comm)
     if key not in items:
         items[key] = make()
-    return items[key]
+    item: Item = items[key]
+    return item
 
 
 def attributes(comm: Communicator) -> dict[Hashable, Any]:

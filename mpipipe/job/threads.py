@@ -100,16 +100,16 @@ class World:
     def check_nothing_left(self, context: Context | None = None) -> None:
         """Raise InProcessError for a message or a receive alone; None: in any communicator."""
         with self.lock:
-            for boxes, what in (
+            for boxes, problem in (
                 (self.sent, "was never received"),
                 (self.posted, "was posted, and nothing came"),
             ):
-                for (where, dest), box in boxes.items():
-                    if box and context in (None, where):
+                for (box_context, dest), box in boxes.items():
+                    if box and context in (None, box_context):
                         peer = ""
                         if box[0].source != ANY:
                             peer = f"from rank {box[0].source} "
-                        text = f"a message {peer}to rank {dest} with tag {box[0].tag} {what}"
+                        text = f"a message {peer}to rank {dest} with tag {box[0].tag} {problem}"
                         raise InProcessError(text, rank=dest)
 
 
@@ -213,7 +213,7 @@ class ThreadCommunicator:
         self.rank = rank
         self.size = len(members)
         self.name = ""
-        self._attributes: dict[int, Any] = {TAG_UB: world.tag_ub}
+        self._attributes: dict[int, object] = {TAG_UB: world.tag_ub}
         self._collectives = 0
 
     # -- messages ----------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class ThreadCommunicator:
         return self._collective("Iallgather", sendbuf.copy(), finish)
 
     def Iallgatherv(
-        self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
+        self, sendbuf: object, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
     ) -> MeetingRequest:
         whole, (counts, starts) = recvbuf  # this rank's part lies in place
         ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
@@ -291,20 +291,20 @@ class ThreadCommunicator:
 
         return self._collective("Ibcast", buf.copy(), finish)
 
-    def allgather(self, sendobj: Any) -> list[Any]:
+    def allgather(self, sendobj: object) -> list[Any]:
         gathered: list[Any] = []
         request = self._collective("allgather", sendobj, gathered.extend)
         while not request.Test():
             time.sleep(PAUSE)
         return gathered
 
-    def bcast(self, obj: Any, root: int = 0) -> Any:
+    def bcast(self, obj: object, root: int = 0) -> Any:
         return self.allgather(obj)[root]
 
     def Barrier(self) -> None:
         self.allgather(None)
 
-    def _collective(self, kind: str, value: Any, finish: Finish | None) -> MeetingRequest:
+    def _collective(self, kind: str, value: object, finish: Finish | None) -> MeetingRequest:
         self._collectives += 1
         world = self.world
         key = (self.context, self._collectives)
@@ -366,7 +366,7 @@ class ThreadCommunicator:
     def Get_attr(self, keyval: int) -> Any:
         return self._attributes.get(keyval)
 
-    def Set_attr(self, keyval: int, attrval: Any) -> None:
+    def Set_attr(self, keyval: int, attrval: object) -> None:
         self._attributes[keyval] = attrval
 
     def Free(self) -> None:

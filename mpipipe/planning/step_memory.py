@@ -222,25 +222,25 @@ def _micro_batch(lone: LoneLayer, targets: Tree) -> StageBytes:
         y, saved, gradient = forward()
         before = getattr(x, "main", x)
         after = getattr(y, "main", y)
-        kept: list[object] = []
+        for_backward: list[object] = []
         if lone.trained:
-            kept.append(saved)
+            for_backward.append(saved)
         loss_gradient: list[object] = []
         if loss is not None:
             loss_gradient.append(gradient)
-        size, more = new_bytes([kept, loss_gradient], shared)
+        saved_size, loss_size = new_bytes([for_backward, loss_gradient], shared)
         sizes = StageBytes(
             input=bytes_of(before),
             output=bytes_of(after),
-            saved=size,
-            keeps_output=_within(after, kept),
-            keeps_input=_within(before, kept),
-            loss=more,
+            saved=saved_size,
+            keeps_output=_within(after, for_backward),
+            keeps_input=_within(before, for_backward),
+            loss=loss_size,
         )
-        least = size + more + sizes.output - sizes.keeps_output
+        least = saved_size + loss_size + sizes.output - sizes.keeps_output
         sizes = replace(sizes, forward=max(least, taken()))
         lone.shapes = shapes_of(y)
-        del y, after, kept, loss_gradient
+        del y, after, for_backward, loss_gradient
         if not lone.trained:
             continue
         taken = taking()
@@ -271,8 +271,8 @@ def _micro_batch(lone: LoneLayer, targets: Tree) -> StageBytes:
     for _, part in stage.layers[0].walk(""):
         if not isinstance(part, ForeignLayer):
             parts.append(vars(part))
-    common, own = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
-    return replace(sizes, tables=own, shared=common)
+    common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
+    return replace(sizes, tables=tables, shared=common)
 
 
 def _within(tree: Tree, kept: object) -> int:

@@ -307,11 +307,9 @@ def _refuse_deadlock(schedule: Schedule, stopped: Sequence[int], rank: int) -> N
     links = []
     for (rank, slot), later in zip(cells[:LISTED_RANKS], awaited):
         owner = schedule.placement[later.stage]
-        here = schedule.orders[rank][slot]
-        last = schedule.cell(later)
-        links.append(
-            f"rank {rank} at {schedule.cell(here)} waits for {last}, later on rank {owner}"
-        )
+        stopped_at = schedule.cell(schedule.orders[rank][slot])
+        awaited_cell = schedule.cell(later)
+        links.append(f"rank {rank} at {stopped_at} waits for {awaited_cell}, later on rank {owner}")
     if len(cycle) > LISTED_RANKS:
         links.append(f"and so on around {len(cycle)} ranks")
     what = "deadlock: " + "; ".join(links)

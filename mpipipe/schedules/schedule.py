@@ -106,7 +106,13 @@ class Schedule:
         return text
 
     def cell(self, action: object) -> str:
-        """Write an action as the table has it: ``0F3``, or ``0F3.1`` for slice 1."""
+        """Write an action as the table has it: ``0F3``, or ``0F3.1`` for slice 1.
+
+        Parameters
+        ----------
+        action : Action
+            Whatever else an order may hold is written as its text.
+        """
         if type(action) is Action and type(action.microbatch) is int:
             return cell(action, self.slices)
         # `check` writes wrong ones, too.
