@@ -40,7 +40,9 @@ def wait_for_ranks(
     raised in such a wait, or its script has ended `grace` seconds ago.
     """
     context = current_rank()
-    test = advancing_first(context, request.Test)
+    test = request.Test
+    if context.advancing:
+        test = advancing_first(context, test)
     try:
         with MakingWait(context, what, members, meeting, grace) as wait:
             while not context.withdrawn.keys().isdisjoint(members) or not test():

@@ -335,13 +335,13 @@ class ThreadCommunicator:
         members = tuple(self.members[r] for r in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 
-    def Split_type(self, split_type: int, key: int = 0) -> ThreadCommunicator:
+    def Split_type(self, split_type: int) -> ThreadCommunicator:
         """Split by host: all ranks share the memory of one process."""
         if split_type != COMM_TYPE_SHARED:
             raise InProcessError(
                 "no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED"
             )
-        return self.Split(0, key)
+        return self.Split()
 
     def Dup(self) -> ThreadCommunicator:
         return self.Split(0, self.rank)

@@ -75,7 +75,9 @@ def wait_for(
 def _wait(
     request: Testable, what: object, group: OpenGroup | None, peer: int | None, context: RankContext
 ) -> None:
-    test = advancing_first(context, request.Test)
+    test = request.Test
+    if context.advancing:
+        test = advancing_first(context, test)
     for _ in range(SPIN_POLLS):
         if test():
             return
@@ -92,8 +94,6 @@ def _wait(
 
 def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[[], bool]:
     """Return `test`, preceded by a call that advances what this thread has registered."""
-    if not context.advancing:
-        return test
 
     def advance_and_test() -> bool:
         context.advance()
