@@ -64,7 +64,7 @@ def strip_subclass(array: Array) -> Array:
     return array.view(np.ndarray)
 
 
-def refuse_mask(array: Any) -> None:
+def refuse_mask(array: object) -> None:
     """Raise ArgumentError for a masked array: nothing here would look at its mask."""
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(

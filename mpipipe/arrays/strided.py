@@ -96,7 +96,9 @@ _views = Packed(_pack_views)
 class _Walk(NamedTuple):
     """The order in which a kernel visits the elements of two arrays."""
 
-    numbers: tuple[Any, ...]  # extents but the first, strides of the source, strides of the target
+    numbers: tuple[
+        object, ...
+    ]  # extents but the first, strides of the source, strides of the target
     index: Any  # numpy integer type that holds every offset
     divides: int  # a multiple of the width of a word; 0: words are single elements
 
