@@ -79,9 +79,9 @@ class Launch(NamedTuple):
     function: Callable  # returned by `cuda_function`
     grid: tuple[int, ...]
     block: tuple[int, ...]
-    numbers: tuple[Any, ...] = ()  # the parameters after the arrays, in their types
+    numbers: tuple[object, ...] = ()  # the parameters after the arrays, in their types
 
-    def launch(self, inputs: tuple[DeviceArray, ...], varying: tuple[Any, ...] = ()) -> None:
+    def launch(self, inputs: tuple[DeviceArray, ...], varying: tuple[object, ...] = ()) -> None:
         """Launch with these arrays, and with more numbers after its own."""
         self.function(self.grid, self.block, (*inputs, *self.numbers, *varying))
 
@@ -114,16 +114,18 @@ def grid(count: int, per_block: int) -> tuple[int]:
     return (min(-(-count // per_block), MOST_BLOCKS),)
 
 
-def scalar_type(dtype: np.dtype) -> Any:
+def scalar_type(dtype: np.dtype) -> type:
     """Return the numpy type of a kernel's numbers for `dtype`: that of its accumulator."""
-    return np.float64 if dtype.itemsize == 8 else np.float32
+    if dtype.itemsize == 8:
+        return np.float64
+    return np.float32
 
 
 def launch(
     source: Path,
     name: str,
     size: int,
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     *,
     V: int,
     words: int = 2,
@@ -142,7 +144,7 @@ def over(
     source: Path,
     name: str,
     size: int,
-    numbers: tuple[Any, ...] = (),
+    numbers: tuple[object, ...] = (),
     *,
     V: int,
     words: int = 2,
@@ -194,8 +196,8 @@ class Packed(Generic[C]):
         self,
         inputs: tuple[DeviceArray, ...],
         fresh: tuple[DeviceArray, ...] = (),
-        options: tuple[Any, ...] = (),
-        varying: tuple[Any, ...] = (),
+        options: tuple[object, ...] = (),
+        varying: tuple[object, ...] = (),
     ) -> None:
         """Launch; see `call`. `varying` are numpy scalars for the last parameters."""
         call = self.call(inputs, fresh, options)
@@ -206,7 +208,7 @@ class Packed(Generic[C]):
         self,
         inputs: tuple[DeviceArray, ...],
         fresh: tuple[DeviceArray, ...] = (),
-        options: tuple[Any, ...] = (),
+        options: tuple[object, ...] = (),
     ) -> C:
         """Return the call for these arrays.
 
@@ -214,7 +216,7 @@ class Packed(Generic[C]):
         fresh : more arrays, whose shapes and dtypes follow from those of `inputs` and the options;
             either just allocated, so that they start on a boundary of words, or among `inputs` too
         """
-        facts: list[Any] = [options, _current_gpu()()]
+        facts: list[object] = [options, _current_gpu()()]
         for x in inputs:
             facts += x.shape, x.strides, x.dtype, x.data.ptr % WORD
         key = tuple(facts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from mpipipe.arrays.cuda import cuda_function
 from mpipipe.arrays.devices import AMD_UNTRIED, cupy, first_line, use_gpu, visible_gpus
@@ -81,7 +81,7 @@ def missing_parts() -> list[str]:
     return missing
 
 
-def _remedy(runtime: Any) -> str:
+def _remedy(runtime: ModuleType) -> str:
     if runtime.is_hip:
         return "load the ROCm module of this site, and set ROCM_HOME where CuPy does not find it"
     major = runtime.runtimeGetVersion() // 1000  # the runtime within CuPy

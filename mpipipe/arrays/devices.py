@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -23,7 +23,7 @@ OLDEST = 14
 
 
 @cache
-def cupy() -> Any:
+def cupy() -> ModuleType:
     """Return the module cupy, imported on first use; BackendError if missing or too old."""
     library = _any_cupy()
     if int(library.__version__.partition(".")[0]) < OLDEST:
@@ -37,7 +37,7 @@ def cupy() -> Any:
 
 
 @cache
-def _any_cupy() -> Any:
+def _any_cupy() -> ModuleType:
     """Return the module cupy, whatever its version."""
     try:
         import cupy
@@ -104,10 +104,12 @@ def _capability(device: int) -> int:
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.decode()
+    return value
 
 
-def _architecture(properties: dict[str, Any]) -> str:
+def _architecture(properties: dict) -> str:
     """Return the compiler's name of this GPU, of an AMD one without its features."""
     gcn = _text(properties.get("gcnArchName", ""))
     if cupy().cuda.runtime.is_hip and gcn:

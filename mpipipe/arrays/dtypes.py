@@ -64,7 +64,7 @@ def strip_subclass(array: Array) -> Array:
     return array.view(np.ndarray)
 
 
-def refuse_mask(array: Any) -> None:
+def refuse_mask(array: object) -> None:
     """Raise ArgumentError for a masked array: nothing here would look at its mask."""
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
@@ -77,8 +77,10 @@ def refuse_mask(array: Any) -> None:
 
 def dtype(name: DTypeLike) -> np.dtype:
     """Return the dtype of what `numpy.dtype` takes, or "bfloat16"; else ArgumentError."""
+    if name == "bfloat16":
+        name = ml_dtypes.bfloat16
     try:
-        return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+        return np.dtype(name)
     except TypeError:
         raise ArgumentError(
             "unknown dtype", found=repr(name), expected="float32, float64, bfloat16, ..."
@@ -116,4 +118,6 @@ def _is_half(kind: np.dtype) -> bool:
 
 def accumulator(kind: np.dtype) -> np.dtype:
     """Return the dtype of sums and parameters: float32 for halves, else itself."""
-    return FLOAT32 if is_half(kind) else kind
+    if is_half(kind):
+        return FLOAT32
+    return kind

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from mpipipe.arrays.dtypes import FLOAT32, is_half
+from mpipipe.arrays.dtypes import FLOAT32, Array, is_half
 from mpipipe.arrays.memory import aligned_empty
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -47,17 +47,21 @@ def upcast_halves(
     return cast(Function, run)
 
 
-def upcast(x: Any) -> Any:
+def upcast(x: Array) -> Array:
     """Return a host array of halves as float32, and anything else as it is."""
-    return x.astype(FLOAT32) if _is_half_array(x) else x
+    if _is_half_array(x):
+        return x.astype(FLOAT32)
+    return x
 
 
-def float32_like(target: Any) -> Any:
+def float32_like(target: Array) -> Array:
     """Return float32 memory for a host array of halves, and anything else as it is."""
-    return aligned_empty(target.shape, FLOAT32) if _is_half_array(target) else target
+    if _is_half_array(target):
+        return aligned_empty(target.shape, FLOAT32)
+    return target
 
 
-def round_into(target: Any, values: Any) -> None:
+def round_into(target: Array, values: Array) -> None:
     """Set `target` from what `float32_like` returned for it."""
     if values is not target:
         round_to(target, values)
@@ -84,5 +88,5 @@ def round_to(target: np.ndarray, values: np.ndarray) -> None:
 faster_rounding: dict[np.dtype, Callable[[np.ndarray, np.ndarray], object]] = {}
 
 
-def _is_half_array(x: Any) -> bool:
+def _is_half_array(x: object) -> bool:
     return isinstance(x, np.ndarray) and is_half(x.dtype)

@@ -22,7 +22,8 @@ ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 def aligned_empty(shape: int | Shape, dtype: DTypeLike) -> np.ndarray:
     """Return an uninitialised C-contiguous host array that starts on a 64-byte boundary."""
     dtype = np.dtype(dtype)
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if isinstance(shape, int):
+        shape = (shape,)
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -49,7 +50,9 @@ def zeros(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
 
 def empty_like(array: Array, dtype: DTypeLike | None = None) -> Array:
     """Return an uninitialised C-contiguous array of the same shape and device."""
-    return empty(array.shape, array.dtype if dtype is None else dtype, device_of(array))
+    if dtype is None:
+        dtype = array.dtype
+    return empty(array.shape, dtype, device_of(array))
 
 
 def zeros_like(array: Array) -> Array:
@@ -90,7 +93,9 @@ def copy(array: Array) -> Array:
 
 def address(array: Array) -> int:
     """Return the address in bytes of the first element, in host or device memory."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+    if isinstance(array, np.ndarray):
+        return int(array.ctypes.data)
+    return int(array.data.ptr)
 
 
 def shares_memory(first: Array, second: Array) -> bool:
@@ -111,9 +116,12 @@ def shares_any(array: Array, others: Iterable[Array]) -> bool:
 def _bounds(array: DeviceArray) -> tuple[int, int]:
     if array.size == 0:
         return 0, 0
-    reach = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides)]
-    low = array.data.ptr + sum(step for step in reach if step < 0)
-    return low, array.data.ptr + sum(step for step in reach if step > 0) + array.itemsize
+    low = array.data.ptr
+    high = low + array.itemsize
+    for extent, stride in zip(array.shape, array.strides):
+        low += min(0, (extent - 1) * stride)
+        high += max(0, (extent - 1) * stride)
+    return low, high
 
 
 # -- Device memory that is exhausted: what was asked for, and what there is ------------------------
@@ -139,13 +147,14 @@ def memory_shortage(error: BaseException) -> Shortage | None:
     said = isinstance(error, RuntimeError) and any(name in str(error) for name in SAID)
     if not said and not isinstance(error, library.cuda.memory.OutOfMemoryError):
         return None
-    request = re.search(r"allocating ([\d,]+) bytes", str(error))
+    asked = re.search(r"allocating ([\d,]+) bytes", str(error))
+    request = None
+    if asked:
+        request = int(asked[1].replace(",", ""))
     free, total = library.cuda.runtime.memGetInfo()
     pool = library.get_default_memory_pool()
     limit = pool.get_limit()  # CUPY_GPU_MEMORY_LIMIT, or what the program has set; 0 without one
     if limit:
         free = min(free, max(0, limit - pool.total_bytes()))
         total = min(total, limit)
-    return Shortage(
-        int(request[1].replace(",", "")) if request else None, free + pool.free_bytes(), total
-    )
+    return Shortage(request, free + pool.free_bytes(), total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -20,7 +20,7 @@ PAIRS = dict(complex64="float32", complex128="float64")
 
 
 @cache
-def nccl() -> Any:
+def nccl() -> ModuleType:
     """Return the module cupy.cuda.nccl, imported on first use; BackendError if missing."""
     cupy()
     try:

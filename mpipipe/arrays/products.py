@@ -128,7 +128,9 @@ def gemm(
     library = _library()
     m, n = c.shape
     rows, columns = a.shape
-    k = rows if transpose_a else columns
+    k = columns
+    if transpose_a:
+        k = rows
     if not (c.size and k):
         if not add:
             set_zero(c)
@@ -185,7 +187,8 @@ def _factors(factor: float, add: bool, kind: np.dtype) -> tuple[np.ndarray, int]
 def _operand(library: _Library, x: DeviceArray) -> tuple[int, int, int, int]:
     """(address, cuBLAS's dtype, elements from row to row, elements from problem to problem)."""
     of_problem, of_row, _ = x.strides
-    of_problem = of_problem if len(x) > 1 else 0  # one matrix is that of all problems
+    if len(x) <= 1:  # one matrix is that of all problems
+        of_problem = 0
     return x.data.ptr, library.kinds[x.dtype].number, of_row // x.itemsize, of_problem // x.itemsize
 
 

@@ -96,7 +96,9 @@ _views = Packed(_pack_views)
 class _Walk(NamedTuple):
     """The order in which a kernel visits the elements of two arrays."""
 
-    numbers: tuple[Any, ...]  # extents but the first, strides of the source, strides of the target
+    numbers: tuple[
+        object, ...
+    ]  # extents but the first, strides of the source, strides of the target
     index: Any  # numpy integer type that holds every offset
     divides: int  # a multiple of the width of a word; 0: words are single elements
 
@@ -149,15 +151,16 @@ def in_c_order(tree: Tree) -> Tree:
     """Return `tree` with a copy for each array that is not in C order."""
     leaves, structure = flatten(tree)
     ordered = []
+    is_copied = False
     for leaf in leaves:
-        # other things are refused where they are sent
-        is_known = type(leaf) is np.ndarray or is_device(leaf)
-        if is_known and not leaf.flags.c_contiguous:
+        # Other things are refused where they are sent.
+        if (type(leaf) is np.ndarray or is_device(leaf)) and not leaf.flags.c_contiguous:
             leaf = copied(leaf)
+            is_copied = True
         ordered.append(leaf)
-    if all(one is other for one, other in zip(leaves, ordered)):
-        return tree
-    return unflatten(ordered, structure)
+    if is_copied:
+        return unflatten(ordered, structure)
+    return tree
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:

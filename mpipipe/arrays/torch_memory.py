@@ -34,9 +34,15 @@ def tensor_of(array: Array) -> Tensor:
     """
     torch = sys.modules["torch"]
     half = array.dtype == BFLOAT16
-    bits = array.view(np.int16) if half else array
-    tensor = torch.from_dlpack(bits) if is_device(array) else torch.from_numpy(_writable(bits))
-    return tensor.view(torch.bfloat16) if half else tensor
+    if half:
+        array = array.view(np.int16)
+    if is_device(array):
+        tensor = torch.from_dlpack(array)
+    else:
+        tensor = torch.from_numpy(_writable(array))
+    if half:
+        return tensor.view(torch.bfloat16)
+    return tensor
 
 
 def _writable(array: np.ndarray) -> np.ndarray:
@@ -62,9 +68,12 @@ def array_of(tensor: Tensor, contiguous: bool = True) -> Array:
         tensor = tensor.detach().contiguous()
     torch = sys.modules["torch"]
     half = tensor.dtype == torch.bfloat16
-    bits = tensor.detach().view(torch.int16) if half else tensor
-    if bits.is_cpu:
-        array = bits.numpy(force=True)  # all of it in one call
+    if half:
+        tensor = tensor.detach().view(torch.int16)
+    if tensor.is_cpu:
+        array = tensor.numpy(force=True)  # all of it in one call
     else:
-        array = cupy().from_dlpack(bits.detach().resolve_conj().resolve_neg())
-    return array.view(BFLOAT16) if half else array
+        array = cupy().from_dlpack(tensor.detach().resolve_conj().resolve_neg())
+    if half:
+        return array.view(BFLOAT16)
+    return array

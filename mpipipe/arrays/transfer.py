@@ -48,9 +48,10 @@ def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
     `host`.
     """
     host = np.asarray(host, order="C")
-    array = empty(host.shape, host.dtype, "cuda") if out is None else out
+    if out is None:
+        out = empty(host.shape, host.dtype, "cuda")
     content = host.reshape(-1).view(np.uint8)
-    target = array.reshape(-1).view(np.uint8)
+    target = out.reshape(-1).view(np.uint8)
     underway, lock = _copies_under_way()
     with lock:
         _forget_ended_copies()
@@ -65,7 +66,7 @@ def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
             buffer[: piece.size] = piece
             copy_to_device(target[start : start + PIECE_BYTES], buffer[: piece.size])
             underway.append((record(), buffer))
-    return array
+    return out
 
 
 def download(*device_arrays: Array) -> Any:

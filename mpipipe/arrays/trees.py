@@ -57,7 +57,7 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
     )
 
 
-def read_only(tree: Any) -> Any:
+def read_only(tree: Tree) -> Any:
     """Return an array or a tree with read-only views in place of its host arrays.
 
     Nothing can protect a device array. Views are of numpy.ndarray itself; a masked array raises
@@ -70,7 +70,9 @@ def read_only(tree: Any) -> Any:
     if isinstance(tree, Branches):  # a main gradient may be None
         skips = {name: read_only(item) for name, item in tree.skips.items()}
         return Branches(read_only(tree.main), **skips)
-    return mapped(read_only, tree) if isinstance(tree, (dict, tuple)) else tree
+    if isinstance(tree, (dict, tuple)):
+        return mapped(read_only, tree)
+    return tree
 
 
 def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
@@ -89,14 +91,16 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
     return dict(zip(structure, leaves))
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+def mapped(function: Callable[[Array], Any], tree: Tree) -> Tree:
     """Return a tree with a function of each leaf in its place; named tuples stay what they are."""
     if isinstance(tree, Branches):
         skips = {name: mapped(function, item) for name, item in tree.skips.items()}
         return Branches(mapped(function, tree.main), **skips)
     leaves, structure = flatten(tree)
     result = unflatten([function(leaf) for leaf in leaves], structure)
-    return tree._make(result) if hasattr(tree, "_make") else result
+    if hasattr(tree, "_make"):
+        return tree._make(result)
+    return result
 
 
 @dataclass(init=False, slots=True, eq=False)
@@ -137,7 +141,7 @@ class Branches:
 
 
 def named_leaves(
-    value: Any, name: str, above: tuple[int, ...] = (), grown: bool = True
+    value: object, name: str, above: tuple[int, ...] = (), grown: bool = True
 ) -> Iterator[tuple[str, Array]]:
     """Yield (name, array) of arrays in containers and dataclasses: ("x['mask']", array).
 
@@ -147,7 +151,7 @@ def named_leaves(
     if is_array(value):
         yield name, value
         return
-    inner: list[tuple[str, Any]] = []
+    inner: list[tuple[str, object]] = []
     if id(value) in above:
         return
     if isinstance(value, Mapping):

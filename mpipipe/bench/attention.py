@@ -48,23 +48,26 @@ def run(
 def _random_arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
     """Return q, k, v and the gradient of the output."""
     rng = np.random.default_rng(0)
-    return [rng.standard_normal((1, seq_len, heads, dim), dtype=np.float32) for _ in range(4)]
+    return list(rng.standard_normal((4, 1, seq_len, heads, dim), dtype=np.float32))
 
 
 def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
-    candidates = {"host": _local(kernels.load("host"), seq_len, heads, dim)}
+    calls = [*_local(kernels.load("host"), seq_len, heads, dim)]
     if find_spec("torch"):
         import torch
 
         torch.set_num_threads(1)
-        candidates["PyTorch"] = _pytorch(seq_len, heads, dim)
-    times = compare(comm, [call for pair in candidates.values() for call in pair], repeats, WARMUP)
+        calls += _pytorch(seq_len, heads, dim)
+    times = compare(comm, calls, repeats, WARMUP)
     for at, direction in enumerate(("forward", "backward")):
-        seconds = dict(zip(candidates, times[at::2]))
-        rates = [_rate(direction, seq_len, heads, dim, taken) for taken in seconds.values()]
-        ratio = seconds["PyTorch"] / seconds["host"] if "PyTorch" in seconds else None
+        host, *pytorch = times[at::2]
+        measured = _rate(direction, seq_len, heads, dim, host)
+        ratio = None
+        for seconds in pytorch:
+            measured += f", PyTorch {_rate(direction, seq_len, heads, dim, seconds)}"
+            ratio = seconds / host
         what = f"attention {direction}, host kernel, sequence {seq_len}"
-        report(comm, what, ", PyTorch ".join(rates), ratio, GOAL)
+        report(comm, what, measured, ratio, GOAL)
 
 
 def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
@@ -77,7 +80,7 @@ def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]
     forward = partial(kernel.forward, block, result, True)
 
     def backward() -> None:
-        kernel.backward(block, dout, result, Gradients(*(np.zeros_like(x) for x in (q, k, v))))
+        kernel.backward(block, dout, result, Gradients(*map(np.zeros_like, (q, k, v))))
 
     return forward, backward
 
@@ -99,9 +102,11 @@ def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) 
     whole = _random_arrays(seq_len, heads, dim)
     layout = attention.Layout("zigzag", comm.size, seq_len)
     shards = [layout.shard(array, comm.rank) for array in whole]
-    rings = [attention.Ring(comm, layout=layout, rotation=rotation) for rotation in ROTATIONS]
-    alone = _calls(attention.Local(), whole) if comm.rank == 0 else (no_poll, no_poll)
-    calls = [*alone, *(call for ring in rings for call in _calls(ring, shards))]
+    calls: list[Call] = [no_poll, no_poll]
+    if comm.rank == 0:
+        calls = [*_calls(attention.Local(), whole)]
+    for rotation in ROTATIONS:
+        calls += _calls(attention.Ring(comm, layout=layout, rotation=rotation), shards)
     times = compare(comm, calls, repeats, WARMUP)
     for at, direction in enumerate(("forward", "backward")):
         single, *together = times[at::2]
@@ -133,7 +138,7 @@ def _calls(
 def _rate(
     direction: str, seq_len: int, heads: int, dim: int, seconds: float, ranks: int = 1
 ) -> str:
-    flops = cost.attention_flops(seq_len**2 / 2, heads, dim) * (
-        cost.BACKWARD_WORK if direction == "backward" else 1
-    )
+    flops = cost.attention_flops(seq_len**2 / 2, heads, dim)
+    if direction == "backward":
+        flops *= cost.BACKWARD_WORK
     return f"{flops / seconds / ranks / 1e9:.1f} GF/s"

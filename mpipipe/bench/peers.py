@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -88,14 +88,13 @@ def _gloo(comm: Communicator) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _check(
-    comm: Communicator, computed: Sequence[np.ndarray], expected: Sequence[np.ndarray]
-) -> None:
-    """Raise on all ranks unless both sides have computed the same gradients."""
+def _check(comm: Communicator, ours: Any, theirs: Any) -> None:
+    """Raise on all ranks unless both modules have the same gradients."""
     apart = 0.0
-    for one, other in zip(computed, expected, strict=True):
-        difference = np.linalg.norm(one.astype(np.float64) - other)
-        apart = max(apart, float(difference / np.linalg.norm(other)))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        expected = array_of(other.grad)
+        difference = np.linalg.norm(array_of(one.grad).astype(np.float64) - expected)
+        apart = max(apart, float(difference / np.linalg.norm(expected)))
     with group_of(comm).raise_together("bench: both sides compute the same"):
         if not apart <= NEAR:
             raise BackendError(
@@ -114,32 +113,35 @@ def _same_modules(
     start, stop = schedules.partition([1] * model.layers, comm.size)[comm.rank]
     ours = _llama_blocks(model, start, stop)
     theirs = copy.deepcopy(ours)
-    is_first = comm.rank == 0
-    is_last = comm.rank == comm.size - 1
     batch = np.random.default_rng(0).standard_normal(
         (2, microbatches * rows, model.seq, model.dim), dtype=np.float32
     )
     peer = Schedule1F1B(
         PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, F.mse_loss
     )
-    inputs = [torch.from_numpy(batch[0])] if is_first else []
-    target = {"target": torch.from_numpy(batch[1])} if is_last else {}
+    inputs = targets = None
+    their_inputs = []
+    their_target = {}
+    if comm.rank == 0:
+        inputs = batch[0]
+        their_inputs.append(torch.from_numpy(inputs))
+    if comm.rank == comm.size - 1:
+        targets = batch[1]
+        their_target["target"] = torch.from_numpy(targets)
 
     def their_step() -> None:
         theirs.zero_grad()
-        peer.step(*inputs, **target, return_outputs=False)
+        peer.step(*their_inputs, **their_target, return_outputs=False)
 
     stage = adapters.torch_stage(ours)
     loss = adapters.torch_loss(F.mse_loss)
     with Pipeline(
         [stage], schedules.one_f_one_b(comm.size, microbatches), comm, loss=loss
     ) as pipeline:
-        step = partial(pipeline.step, batch[0] if is_first else None, batch[1] if is_last else None)
+        step = partial(pipeline.step, inputs, targets)
         step()
         their_step()
-        computed = [array_of(parameter.grad).copy() for parameter in ours.parameters()]
-        expected = [array_of(parameter.grad) for parameter in theirs.parameters()]
-        _check(comm, computed, expected)
+        _check(comm, ours, theirs)
         took, other = compare(comm, [step, their_step], repeats, WARMUP)
     report(
         comm,
@@ -174,7 +176,8 @@ def _llama_blocks(model: GPT, start: int, stop: int) -> Any:
             angles = self.rotary(x, torch.arange(x.shape[1])[None])
             for block in self.blocks:
                 x = block(x, position_embeddings=angles)
-                x = x[0] if isinstance(x, tuple) else x
+                if isinstance(x, tuple):
+                    x = x[0]
             return x
 
     return Blocks()

@@ -58,8 +58,11 @@ def _compare(
     """Report a step of a pipeline, without an optimizer, next to one by hand."""
     batch = _batch()
     placement = pipeline.schedule.placement
-    inputs = batch if placement[0] == comm.rank else None
-    targets = batch if placement[-1] == comm.rank else None
+    inputs = targets = None
+    if placement[0] == comm.rank:
+        inputs = batch
+    if placement[-1] == comm.rank:
+        targets = batch
     ours, by_hand = compare(comm, [lambda: pipeline.step(inputs, targets), hand], repeats)
     scale = 1e6 / MICROBATCHES
     report(
@@ -75,10 +78,10 @@ def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
     """Compare stages of one module of PyTorch with hand-written messages and autograd."""
     schedule = schedules.one_f_one_b(2, MICROBATCHES)
     torch.set_num_threads(1)
-    modules = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    stage = adapters.torch_stage(torch.nn.Linear(WIDTH, WIDTH))
     loss = adapters.torch_loss(torch.nn.functional.mse_loss)
-    with Pipeline([adapters.torch_stage(modules[0])], schedule, comm, loss=loss) as pipeline:
-        hand = _hand_written_torch(comm, schedule, modules[1])
+    with Pipeline([stage], schedule, comm, loss=loss) as pipeline:
+        hand = _hand_written_torch(comm, schedule, torch.nn.Linear(WIDTH, WIDTH))
         _compare(comm, repeats, "of torch_stage", pipeline, hand, 1.6)
 
 
@@ -200,7 +203,7 @@ def transport(repeats: Repeats = 50) -> None:
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
         turns = [_through_mailbox(comm, host, size, count), _bare(comm, size, count)]
-        took, bare = (seconds / (2 * count) for seconds in compare(comm, turns, repeats))
+        took, bare = np.array(compare(comm, turns, repeats)) / (2 * count)
         report(
             comm,
             f"transport {size:>9} B",

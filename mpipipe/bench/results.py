@@ -44,7 +44,9 @@ class Bench(NamedTuple):
     def command(self) -> str:
         """What a reader types."""
         command = f"python -m mpipipe bench {self.words}"
-        return f"mpiexec -n {self.ranks} {command}" if self.ranks > 1 else command
+        if self.ranks > 1:
+            command = f"mpiexec -n {self.ranks} {command}"
+        return command
 
 
 BENCHES = (
@@ -86,8 +88,9 @@ def every(
 def _lacking(need: str) -> str:
     """Say what this machine has not got that a bench needs; empty where it has all."""
     if need == "GPU":
-        return "" if arrays.device_count() else "no GPU"
-    if need and not find_spec(need):
+        if not arrays.device_count():
+            return "no GPU"
+    elif need and not find_spec(need):
         return f"{need} is not installed"
     return ""
 
@@ -96,8 +99,9 @@ def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
     """Run a bench, and return (ratio, goal, measurement) of each line, by its name."""
     command = [sys.executable, "-m", "mpipipe", "bench", *bench.words.split()]
     if bench.ranks > 1:
-        beside = Path(sys.executable).with_name("mpiexec")
-        launcher = str(beside) if beside.exists() else "mpiexec"
+        launcher = str(Path(sys.executable).with_name("mpiexec"))
+        if not os.path.exists(launcher):
+            launcher = "mpiexec"
         command = [launcher, "-n", str(bench.ranks), *command]
     variables = environment_of_own_job(os.environ)
     try:
@@ -148,7 +152,9 @@ def _page(rows: Sequence[str], missing: Sequence[str], runs: int) -> str:
         *rows,
     ]
     if missing:
-        lines += ["", "This machine cannot show:", "", *(f"- {each}" for each in missing)]
+        lines += ["", "This machine cannot show:", ""]
+        for command in missing:
+            lines.append(f"- {command}")
     return "\n".join([*lines, ""])
 
 

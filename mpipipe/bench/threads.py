@@ -47,7 +47,7 @@ def run(
     comm = runtime.world()
     if comm.size > 1:
         raise ArgumentError("bench threads", found=counted(comm.size, "rank"), expected="1 rank")
-    most = share_of_cores() if threads is None else threads
+    most = threads or share_of_cores()
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     gain = partial(_gain, comm, repeats, most)
     _kernels(gain, megabytes)
@@ -85,7 +85,7 @@ def _kernels(gain: Gain, megabytes: int) -> None:
     host = kernels.of("cpu", np.dtype(np.float32))
     size = megabytes * 1_000_000 // 4
     draw = np.random.default_rng(0).standard_normal
-    p, g, m, v = (np.abs(draw(size, np.float32)) for _ in range(4))
+    p, g, m, v = np.abs(draw((4, size), np.float32))
     width = 1000
     x = p.reshape(-1, width)
     y = g.reshape(-1, width)

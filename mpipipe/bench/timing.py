@@ -47,8 +47,9 @@ def report(
 ) -> None:
     """Print a line on rank 0: what was measured, and its ratio to its peer."""
     if comm.rank == 0:
-        tail = "" if ratio is None else f"; ratio {ratio:.2f} ({goal})"
-        show(f"{name}: {measured}{tail}\n")
+        if ratio is not None:
+            measured += f"; ratio {ratio:.2f} ({goal})"
+        show(f"{name}: {measured}\n")
 
 
 # -- A number beside its peer: as a table for people, and as JSON for programs ---------------------
@@ -67,7 +68,9 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        return None if self.peer_value is None else self.value / self.peer_value
+        if self.peer_value is None:
+            return None
+        return self.value / self.peer_value
 
     def facts(self) -> dict[str, str | float | None]:
         return {**asdict(self), "ratio": self.ratio}

@@ -12,11 +12,11 @@ from torch import nn
 from mpipipe.language.models import GPT
 
 # name -> (whether weights are bfloat16 with float32 masters, instead of float32 under autocast;
-# whether compiled)
+# whether compiled; the goal for our rate in that of this peer)
 PEERS = {
-    "eager, autocast": (False, False),
-    "eager, bfloat16 weights": (True, False),
-    "torch.compile, bfloat16 weights": (True, True),
+    "eager, autocast": (False, False, "at least 1.3"),
+    "eager, bfloat16 weights": (True, False, "at least 1.3"),
+    "torch.compile, bfloat16 weights": (True, True, "at least 1.0"),
 }
 
 
@@ -55,7 +55,9 @@ def training_step(
     if masters:
         gpt = gpt.to(dtype)
     weights = list(gpt.parameters())
-    trained = [w.detach().float().requires_grad_() for w in weights] if masters else weights
+    trained = weights
+    if masters:
+        trained = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.AdamW(trained, 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     inputs_and_targets = [torch.from_numpy(part).to(device).chunk(microbatches) for part in tokens]
     batches = [*zip(*inputs_and_targets)]

@@ -63,9 +63,9 @@ def step(
         schedule = schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices)
         plans.append((long, schedule))
     whole, *sliced = _measure(comm, plans, 1, repeats)
-    spans = [schedules.simulate(schedule).makespan for _, schedule in plans]
-    for (_, schedule), span, (seconds, predicted) in zip(plans[1:], spans[1:], sliced):
-        even = spans[0] * slices / span
+    span = schedules.simulate(plans[0][1]).makespan
+    for (_, schedule), (seconds, predicted) in zip(plans[1:], sliced):
+        even = span * slices / schedules.simulate(schedule).makespan
         report(
             comm,
             f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, "
@@ -122,11 +122,15 @@ def _measure(
                 stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths
             )
             pipelines.append(stack.enter_context(pipeline))
-            inputs, targets = np.random.default_rng(0).integers(
+            tokens, next_tokens = np.random.default_rng(0).integers(
                 0, model.vocab, size=(2, rows, model.seq)
             )
-            batch = inputs if stages.is_first else None, targets if stages.is_last else None
-            steps.append(partial(pipeline.step, *batch))
+            inputs = targets = None
+            if stages.is_first:
+                inputs = tokens
+            if stages.is_last:
+                targets = next_tokens
+            steps.append(partial(pipeline.step, inputs, targets))
         compare(comm, steps, WARMUP, warmup=0)
         for pipeline in pipelines:
             pipeline.executor.clock.settle()

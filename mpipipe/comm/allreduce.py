@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -60,8 +61,12 @@ class AllReduce:
         self, comm: Communicator, flat: Array, ranges: Sequence[Range] | None = None
     ) -> None:
         self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
-        kind = _DeviceSum if arrays.is_device(flat) else _HostSum
-        self.sum: _HostSum | _DeviceSum = kind(self.queue, flat, _Operation(comm.rank, ranges))
+        operation = _Operation(comm.rank, ranges)
+        self.sum: _HostSum | _DeviceSum
+        if arrays.is_device(flat):
+            self.sum = _DeviceSum(self.queue, flat, operation)
+        else:
+            self.sum = _HostSum(self.queue, flat, operation)
         self.queue.add(self.sum)
 
     def Test(self) -> bool:
@@ -96,8 +101,9 @@ class _Operation(NamedTuple):
 
     def buckets(self, size: int, itemsize: int, at_once: bool) -> list[Range]:
         """Ranges of elements that MPI gets; `at_once` where they take no other memory."""
-        most = GATHERED if at_once and self.ranges is not None else max(1, BUCKET_BYTES // itemsize)
-        return [(start, min(start + most, size)) for start in range(0, size, most)]
+        if at_once and self.ranges is not None:
+            return cut_evenly(size, GATHERED)
+        return cut_evenly(size, BUCKET_BYTES // itemsize)
 
     def range_of_rank(self, start: int, stop: int) -> Range:
         """What of a bucket this rank gives."""
@@ -109,10 +115,26 @@ class _Operation(NamedTuple):
         """Begin with the bucket that starts at `start`."""
         if self.ranges is None:
             return own(queue.comm.Iallreduce(queue.in_place, values))
-        parts = [_within(item, start, start + values.size) for item in self.ranges]
-        counts = [last - first for first, last in parts]
-        starts = [first - start for first, _ in parts]
+        counts = []
+        starts = []
+        for item in self.ranges:
+            first, last = _within(item, start, start + values.size)
+            counts.append(last - first)
+            starts.append(first - start)
         return own(queue.comm.Iallgatherv(queue.in_place, [values, (counts, starts)]))
+
+
+def cut_evenly(size: int, most: int) -> list[Range]:
+    """Cut `size` elements into ranges of `most`, at least one; the last may be shorter."""
+    step = max(1, most)
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    """Return halves as float32, in which they are added, and other values as they are."""
+    if values.itemsize >= 4:
+        return values
+    return values.astype(np.float32)
 
 
 def _within(part: Range, start: int, stop: int) -> Range:
@@ -139,7 +161,7 @@ class _Queue:
         self.returning: deque[tuple[Event, np.ndarray]] = deque()
 
     @cached_property
-    def streams(self) -> tuple[Any, Any]:
+    def streams(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return arrays.side_stream(), arrays.side_stream()
 
     def add(self, new: _HostSum | _DeviceSum) -> None:
@@ -188,14 +210,16 @@ class _HostSum:
         self.queue = queue
         self.flat = flat
         self.how = how
-        self.summed = flat if flat.dtype.itemsize >= 4 else flat.astype(np.float32)
+        self.summed = _widened(flat)
         self.request: RequestGroup | None = None
 
     def start(self) -> bool:
         """Hand MPI what can be handed on; true once it has everything."""
         summed = self.summed
         buckets = self.how.buckets(summed.size, summed.itemsize, at_once=True)
-        requests = [self.how.begin(self.queue, summed[at:stop], at) for at, stop in buckets]
+        requests = []
+        for start, stop in buckets:
+            requests.append(self.how.begin(self.queue, summed[start:stop], start))
         self.request = RequestGroup(requests)
         return True
 
@@ -237,7 +261,7 @@ class _DeviceSum:
     def start(self) -> bool:
         while self.copying and arrays.is_done(self.copying[0][0]):
             _, buffer, values, bounds = self.copying.popleft()
-            sums = values if values.itemsize >= 4 else values.astype(np.float32)
+            sums = _widened(values)
             request = self.how.begin(self.queue, sums, bounds[0])
             self.flying.append((request, buffer, values, sums, bounds))
         while self.buckets:

@@ -9,7 +9,15 @@ from mpipipe import arrays
 from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import BackendError
-from mpipipe.job import Communicator, group_of, launcher_size, mpi, settings, tag_upper_bound
+from mpipipe.job import (
+    Communicator,
+    RankGroup,
+    group_of,
+    launcher_size,
+    mpi,
+    settings,
+    tag_upper_bound,
+)
 from mpipipe.text import counted
 
 
@@ -26,9 +34,11 @@ def describe() -> dict[str, str]:
     if promise is not None:
         launcher = f"promises {counted(promise[1], 'rank')} ({promise[0]})"
     awareness = "no GPU"
-    if group.agree("info: the GPUs", values=[arrays.device_count()]).any():
+    if _has_gpus(group):
         verdict = gpu_aware.detect(comm)
-        awareness = f"{'direct' if verdict.direct else 'staged through the host'}: {verdict.reason}"
+        awareness = f"staged through the host: {verdict.reason}"
+        if verdict.direct:
+            awareness = f"direct: {verdict.reason}"
     return {
         "MPI": MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00"),
         "MPI standard": ".".join(map(str, MPI.Get_version())),
@@ -58,12 +68,20 @@ def thread_level() -> str:
 def nccl(comm: Communicator) -> str:
     """Say what NCCL would carry between the ranks of `comm`, and why; collective."""
     group = group_of(comm)
-    if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
+    if not _has_gpus(group):
         return "no GPU"
+    device = "cpu"
+    if arrays.device_count():
+        device = "cuda"
     try:
-        return str(agree_on_nccl([group], "cuda" if arrays.device_count() else "cpu"))
+        return str(agree_on_nccl([group], device))
     except BackendError as error:
         return str(error)
+
+
+def _has_gpus(group: RankGroup) -> bool:
+    """Return whether any rank sees a GPU; collective."""
+    return bool(group.agree("info: the GPUs", values=[arrays.device_count()]).any())
 
 
 def graphs() -> str:

@@ -57,7 +57,9 @@ class Envelope(NamedTuple):
     @property
     def subject(self) -> str:
         """What the message holds, the same at both ends."""
-        edge = f"skip {self.skip!r}" if self.skip else f"edge {self.edge}"
+        edge = f"edge {self.edge}"
+        if self.skip:
+            edge = f"skip {self.skip!r}"
         return (
             f"the {('activation', 'gradient')[self.direction]} of micro-batch "
             f"{self.unit} over {edge}"
@@ -150,7 +152,9 @@ class Mailbox:
     @property
     def awaited(self) -> Envelope | None:
         """The message that is taken next, as far as it is known."""
-        return self.posted[0][2] if self.posted else self.announced
+        if self.posted:
+            return self.posted[0][2]
+        return self.announced
 
     def take_header(self, envelope: Envelope) -> bytes:
         """Return the header of a message whose shapes are not known yet."""

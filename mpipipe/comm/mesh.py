@@ -124,7 +124,10 @@ class Mesh:
 
 
 def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
-    for name, extent in (("pipe", pipe), ("seq", seq), ("data", 1 if data is None else data)):
+    extents = {"pipe": pipe, "seq": seq}
+    if data is not None:
+        extents["data"] = data
+    for name, extent in extents.items():
         if not isinstance(extent, int) or extent < 1:
             raise ArgumentError(
                 f"mesh extent {name}", found=repr(extent), expected="an integer of at least 1"
@@ -162,8 +165,9 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     place = local_rank(group)
     with group.raise_together("select_device"):
         try:
-            count = arrays.device_count() if name in ("auto", "cuda") else 0
-            chosen = f"cuda:{place % count}" if count else name
+            chosen = name
+            if name in ("auto", "cuda") and arrays.device_count():
+                chosen = f"cuda:{place % arrays.device_count()}"
             kind = arrays.check_device(chosen)
         except MpipipeError:
             raise
@@ -194,6 +198,8 @@ def local_rank(group: RankGroup) -> int:
 
 def describe(group: RankGroup, device: str) -> list[str]:
     """Say of each rank its host, its place on it, and its device; collective."""
-    place = device if device == "cpu" else f"cuda:{arrays.cupy().cuda.runtime.getDevice()}"
+    place = device
+    if device != "cpu":
+        place = f"cuda:{arrays.current_gpu()}"
     line = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"
     return group.gather("describing the devices", line)

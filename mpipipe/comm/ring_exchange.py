@@ -68,10 +68,12 @@ class RingExchange:
         work may change the outgoing array. Work queued after `finish` finds the received data.
         """
         self.started += 1
-        out, into = (None if x is None else x.nbytes for x in (outgoing, incoming))
-        now = RingMessages(
-            self.what, self.started, dest, source, bytes_out=out, bytes_in=into, thread=get_ident()
-        )
+        bytes_out = bytes_in = None
+        if outgoing is not None:
+            bytes_out = outgoing.nbytes
+        if incoming is not None:
+            bytes_in = incoming.nbytes
+        now = RingMessages(self.what, self.started, dest, source, bytes_out, bytes_in, get_ident())
         self.last.append(now)
         if incoming is not None:
             self.pending.append((now, True, own(self.transport.irecv(incoming, source, 0, TAG))))
@@ -102,22 +104,23 @@ class RingExchange:
         return self.started, self.polls, len(self.pending)
 
     def snapshot(self) -> Snapshot:
-        last = tuple(self.last)
         doing = ""
         expects = None
         for now, receives, _ in tuple(self.pending)[:1]:
             doing = f"exchange {now.number} of a {self.what}"
             if receives:
                 expects = self._message(now, now.source, now.bytes_in)
+        thread = 0
         sent = []
-        for earlier in last:
+        for earlier in tuple(self.last):
+            thread = earlier.thread
             if earlier.bytes_out is not None:
                 sent.append(self._message(earlier, earlier.dest, earlier.bytes_out))
         return Snapshot(
             self.group.key,
             doing=doing,
             computes=doing != "",
-            thread=last[-1].thread if last else 0,
+            thread=thread,
             expects=expects,
             sent=tuple(sent),
         )

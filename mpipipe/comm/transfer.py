@@ -86,11 +86,9 @@ class Transfer:
                 outgoing = arrays.in_c_order(part)
                 self.bytes_sent += part.nbytes
             if place.size:
-                direct = place.flags.c_contiguous and not add and place.dtype == x.dtype
-                incoming = (
-                    place if direct else arrays.empty(place.shape, x.dtype, arrays.device_of(x))
-                )
-                if not direct:
+                incoming = place
+                if add or place.dtype != x.dtype or not place.flags.c_contiguous:
+                    incoming = arrays.empty(place.shape, x.dtype, arrays.device_of(x))
                     self._arriving.append((incoming, place))
             exchange.start("overlap", outgoing, dest, incoming, source)
 

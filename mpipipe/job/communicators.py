@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Hashable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -23,6 +23,7 @@ from mpipipe.job.requests import own
 from mpipipe.job.types import AnyCommunicator, Communicator, Meeting, Testable
 from mpipipe.job.wait import MakingWait, advancing_first
 
+Item = TypeVar("Item")
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
@@ -39,7 +40,9 @@ def wait_for_ranks(
     raised in such a wait, or its script has ended `grace` seconds ago.
     """
     context = current_rank()
-    test = advancing_first(context, request.Test) if context.advancing else request.Test
+    test = request.Test
+    if context.advancing:
+        test = advancing_first(context, test)
     try:
         with MakingWait(context, what, members, meeting, grace) as wait:
             while not context.withdrawn.keys().isdisjoint(members) or not test():
@@ -89,8 +92,12 @@ def world_ranks(comm: Communicator) -> tuple[int, ...]:
     group = MPI.Comm.Get_group(comm)
     world = MPI.COMM_WORLD.Get_group()
     try:
-        ranks = MPI.Group.Translate_ranks(group, None, world)
-        return tuple(-1 if rank == MPI.UNDEFINED else int(rank) for rank in ranks)
+        ranks = []
+        for rank in MPI.Group.Translate_ranks(group, None, world):
+            if rank == MPI.UNDEFINED:
+                rank = -1
+            ranks.append(int(rank))
+        return tuple(ranks)
     finally:
         group.Free()
         world.Free()
@@ -122,7 +129,7 @@ logger = logging.getLogger("mpipipe")
 _keyvals: dict[ModuleType, int] = {}  # for MPI, and for ranks in one process
 
 
-def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
+def cached(comm: Communicator, key: Hashable, make: Callable[[], Item]) -> Item:
     """Return `make()` on the first call with this `key` on `comm`, the same object later.
 
     `make` may be collective.
@@ -130,7 +137,8 @@ def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
     items = attributes(comm)
     if key not in items:
         items[key] = make()
-    return items[key]
+    item: Item = items[key]
+    return item
 
 
 def attributes(comm: Communicator) -> dict[Hashable, Any]:

@@ -31,7 +31,7 @@ from mpipipe.job.wait import wait_for
 
 VALUES = 14  # most values of one rank in an agreement; RankGroup.gather takes anything larger
 REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
-Facts: TypeAlias = tuple[tuple[str, Any], ...]  # ((name, value), ...)
+Facts: TypeAlias = tuple[tuple[str, object], ...]  # ((name, value), ...)
 
 
 class Reason(NamedTuple):
@@ -137,8 +137,12 @@ def found_by_all(
     problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0
 ) -> MpipipeError:
     """Return an error that all ranks of the groups have found; ranks `origin` report it."""
-    problem.reported_elsewhere = any(group.rank != origin for group in groups)
-    problem.agreed = frozenset(rank for group in groups for rank in group.members)
+    problem.reported_elsewhere = False
+    problem.agreed = frozenset()
+    for group in groups:
+        agreed_by(problem, group)
+        if group.rank != origin:
+            problem.reported_elsewhere = True
     return problem
 
 
@@ -150,8 +154,11 @@ def _first_problem(
         problem = reason.error
         if problem is not None:
             if problem.rank is None and len(reasons) > 1:
-                texts = [str(other.error) for other in reasons]
-                same = [rank for rank, text in enumerate(texts) if text == texts[index]]
+                text = str(problem)
+                same = []
+                for rank, other in enumerate(reasons):
+                    if str(other.error) == text:
+                        same.append(rank)
                 problem.rank = rank_list.numbers(same, len(reasons))
             return index, problem
     first = reasons[0]
@@ -186,15 +193,24 @@ def _first_problem(
 
 def _ranks_without(values: Sequence[object], value: object) -> int | str:
     """Return the one rank that has another value, or name several."""
-    ranks = [rank for rank, other in enumerate(values) if other != value]
-    return ranks[0] if len(ranks) == 1 else rank_list.numbers(ranks)
+    ranks = []
+    for rank, other in enumerate(values):
+        if other != value:
+            ranks.append(rank)
+    if len(ranks) == 1:
+        return ranks[0]
+    return rank_list.numbers(ranks)
 
 
 def _shown(name: str, value: object, message: str | None) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    text = repr(value)
+    if isinstance(value, str):
+        text = value
     if len(text) > 200:
         text = f"{text[:200]}..."
-    return f"{name} {text}" if message else text
+    if message:
+        return f"{name} {text}"
+    return text
 
 
 def dumps_anyhow(reasons: list[Reason]) -> bytes:
@@ -224,10 +240,12 @@ def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, which all know that something is wrong."""
     content = dumps_anyhow(reasons)
     sizes = exchange(group, [len(content)], what)[:, 0].tolist()
-    reasons = [reason for block in spread(group, content, sizes, what) for reason in block]
+    gathered: list[Reason] = []
+    for block in spread(group, content, sizes, what):
+        gathered += block
     with suppress(PeerError):  # no rank may end over this before all know what it is about
         exchange(group, [], what)
-    return reasons
+    return gathered
 
 
 def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:

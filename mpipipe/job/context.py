@@ -104,8 +104,10 @@ class RankContext:
 
     def add_failure(self, failure: Failure) -> None:
         """Note that a peer has failed: every wait under way on this rank ends."""
-        if all(known.number != failure.number for known in self.failures):
-            self.failures.append(failure)
+        for known in self.failures:
+            if known.number == failure.number:
+                return
+        self.failures.append(failure)
 
     def withdraw(self, members: Collection[int], error: BaseException) -> None:
         """Make no communicator with `members` any more: an error ended the making of one.
@@ -131,14 +133,22 @@ class RankContext:
 
     @property
     def inspectables(self) -> list[Inspectable]:
-        things = [reference() for reference in self._inspectables]
-        return [thing for thing in things if thing is not None]
+        living = []
+        for reference in self._inspectables:
+            thing = reference()
+            if thing is not None:
+                living.append(thing)
+        return living
 
     def progress_token(self) -> tuple[object, ...]:
         """Return a value that changes with every progress of this rank; from any thread."""
-        calls = sum(group.calls for group in tuple(self.groups))
-        tokens = (thing.progress_token() for thing in self.inspectables)
-        return calls, self.long_waits_begun, self.ended, *tokens
+        calls = 0
+        for group in tuple(self.groups):
+            calls += group.calls
+        tokens: list[object] = [calls, self.long_waits_begun, self.ended]
+        for thing in self.inspectables:
+            tokens.append(thing.progress_token())
+        return tuple(tokens)
 
     def advance(self) -> None:
         """Let everything advance that the calling thread has registered; never waits."""
@@ -150,8 +160,12 @@ class RankContext:
 
     def single_threaded(self, thread: int | None) -> bool:
         """Return whether this thread alone makes calls on this rank: others are daemons."""
-        others = (other for other in threading.enumerate() if other.ident != thread)
-        return self.is_thread or all(other.daemon for other in others)
+        if self.is_thread:
+            return True
+        for other in threading.enumerate():
+            if other.ident != thread and not other.daemon:
+                return False
+        return True
 
 
 _contexts: list[RankContext] = []
@@ -192,7 +206,9 @@ def finalized() -> bool:
 def whoami() -> str:
     """Name this process in texts for other ranks: its world rank where MPI runs, and its host."""
     mpi4py = sys.modules.get("mpi4py.MPI")
-    rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
+    rank = "a rank"
+    if mpi4py is not None:
+        rank = f"world rank {mpi4py.COMM_WORLD.rank}"
     return f"{rank} on {socket.gethostname()}"
 
 
@@ -297,7 +313,9 @@ class OpenGroup:
         """Tell the peers, once, that the script ends, so that none waits for this rank."""
         if self.usable and not self.has_left:
             self.has_left = True
-            calls = f"collective call {self.calls}" if self.progress is None else self.progress()
+            calls = f"collective call {self.calls}"
+            if self.progress is not None:
+                calls = self.progress()
             text = f"rank {self.rank} ({whoami()}) left the job after {calls}"
             self.send_all(ControlKind.LEFT, Failure(self.calls, text))
 
@@ -320,8 +338,11 @@ class OpenGroup:
                 return
             context.groups.remove(self)
             if self.failure is not None:
-                # of groups of the same ranks two are enough
-                same = [other for other in context.failed if other.members == self.members]
+                # Of groups of the same ranks two are enough.
+                same = []
+                for other in context.failed:
+                    if other.members == self.members:
+                        same.append(other)
                 for other in same[:-1]:
                     context.failed.remove(other)
                 context.failed.append(self)

@@ -20,7 +20,9 @@ Place: TypeAlias = Mapping[str, Any]
 
 def own_cores() -> str:
     """Return the cores that this process may run on, as `cores_text`; "" if that is unknown."""
-    return cores_text(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
+    if not hasattr(os, "sched_getaffinity"):
+        return ""
+    return cores_text(sorted(os.sched_getaffinity(0)))
 
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
@@ -39,12 +41,16 @@ def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
 
     def load(places: Sequence[Place]) -> int:
         threads = [place["threads"] for place in places]
-        return sum(threads) if max(threads, default=1) > 1 else 0
+        if max(threads, default=1) <= 1:
+            return 0
+        return sum(threads)
 
     full = _fullest(binding, load)
     if full is None:
         return None
-    verb = "has" if len(full.ranks) == 1 else "have"
+    verb = "have"
+    if len(full.ranks) == 1:
+        verb = "has"
     place = f"{counted(full.cores, 'core')} of {full.host}"
     return f"{rank_list.named(full.ranks)} {verb} {full.load} threads on {place}"
 
@@ -62,11 +68,16 @@ def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -
     """Return the cores that have most load each; None if none has more than 1."""
     worst = 1.0
     fullest = None
-    for host in sorted({place["host"] for place in binding}):
-        places = [place for place in binding if place["host"] == host]
+    on_host: dict[str, list[Place]] = {}
+    for place in binding:
+        on_host.setdefault(place["host"], []).append(place)
+    for host, places in sorted(on_host.items(), key=lambda entry: entry[0]):
         sets = [parse_cores(place["cores"]) for place in places]
         for cores in {frozenset().union(*sets), *sets}:
-            inside = [place for place, allowed in zip(places, sets) if allowed and allowed <= cores]
+            inside = []
+            for place, allowed in zip(places, sets):
+                if allowed and allowed <= cores:
+                    inside.append(place)
             total = load(inside)
             if cores and total / len(cores) > worst:
                 worst = total / len(cores)

@@ -77,7 +77,9 @@ def run_or_abort(main: Callable[[], object]) -> int:
             write(describe_error(error, heading(0, 1)))
         else:  # a launcher may end the others as soon as one has left
             time.sleep(GRACE)
-        return 1 if runtime.limit_error() is None else AGREED
+        if runtime.limit_error() is None:
+            return 1
+        return AGREED
     _running.append(world)
     try:
         with report.suspended(), _watching_os_exit(world):
@@ -86,7 +88,10 @@ def run_or_abort(main: Callable[[], object]) -> int:
         stop_signals.ignore()
         _running.clear()
     if not is_rank():  # forked by the program: it must not touch MPI
-        write(end.report if end.cause == ExitCause.CAUSE else "")
+        text = ""
+        if end.cause == ExitCause.CAUSE:
+            text = end.report
+        write(text)
         os._exit(end.code)
     return leave_together(world, end)
 
@@ -104,11 +109,16 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
         # as the interpreter does: they may still use the other ranks
         for thread in other_threads():
             thread.join()
-        return ExitReport(1, ExitCause.CAUSE) if current_rank().unwritten else ExitReport(0)
+        if current_rank().unwritten:
+            return ExitReport(1, ExitCause.CAUSE)
+        return ExitReport(0)
     except SystemExit as leaving:
         code = _exit_code(leaving)
+        cause = ExitCause.NOTHING
+        if code:
+            cause = ExitCause.EXITED
         text = f"{world.head}\n  exited with code {code} while other ranks were still running\n"
-        return ExitReport(code, ExitCause.EXITED if code else ExitCause.NOTHING, text)
+        return ExitReport(code, cause, text)
     except Stop as stop:
         return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
     except BaseException as error:
@@ -118,8 +128,9 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
             code = INTERRUPTED
         elif world.group.agreed_on(error):
             code = AGREED
-        elsewhere = getattr(error, "reported_elsewhere", False)
-        cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
+        cause = ExitCause.CAUSE
+        if getattr(error, "reported_elsewhere", False):
+            cause = ExitCause.REPORTED_ELSEWHERE
         if isinstance(error, (ArgumentError, BackendError)) and error.microbatch is None:
             refusal = digest(type(error).__name__, (("text", str(error)),))
         text = describe_error(error, world.head)
@@ -214,18 +225,19 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
     except KeyboardInterrupt:
         write(f"{world.head}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
         abort_job(runtime.world(), INTERRUPTED)
-    codes, causes, refusals = (column.tolist() for column in table.T)
+    codes, causes, refusals = table.T.tolist()
     if len(set(codes)) == 1 and set(causes) in ({ExitCause.NOTHING}, {ExitCause.EXITED}):
         return codes[0]
     speaker = causes.index(max(causes))
     if max(causes) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in causes:
-        listing = "; ".join(rank_list.grouped((rank, str(code)) for rank, code in enumerate(codes)))
+        listing = "; ".join(rank_list.grouped(enumerate(map(str, codes))))
         text = f"mpipipe: ranks left with different exit codes ({listing})\n"
         code = max(codes)
     else:
-        alike = refusals[0] != 0 and len(set(refusals)) == 1
         text = end.report
-        code = AGREED if alike else codes[speaker]
+        code = codes[speaker]
+        if refusals[0] != 0 and len(set(refusals)) == 1:
+            code = AGREED
     if world.end.rank == speaker:
         write(text)
     _finalize(code)
@@ -286,5 +298,8 @@ def _finalize(code: int) -> None:
 
 def other_threads() -> list[threading.Thread]:
     """Return the other threads that the end of the interpreter waits for."""
-    current = threading.current_thread()
-    return [t for t in threading.enumerate() if t is not current and not t.daemon]
+    threads = []
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            threads.append(thread)
+    return threads

@@ -81,15 +81,18 @@ class RankGroup(OpenGroup):
         ballot.decide()
         return table
 
-    def gather(self, call: str, value: Any) -> list[Any]:
+    def gather(self, call: str, value: object) -> list[Any]:
         """Return the `value` of every rank, any picklable object, in rank order."""
         content, error = _pickled(value)
         sizes = self.agree(call, values=[len(content)], error=error)[:, 0].tolist()
         return spread(self, content, sizes, call)
 
-    def broadcast(self, call: str, value: Any, root: int = 0) -> Any:
+    def broadcast(self, call: str, value: object, root: int = 0) -> Any:
         """Return the `value` of rank `root`, any picklable object, on every rank."""
-        content, error = _pickled(value) if self.rank == root else (b"", None)
+        content = b""
+        error = None
+        if self.rank == root:
+            content, error = _pickled(value)
         size = int(self.agree(call, (("root", root),), [len(content)], error)[root, 0])
         if self.size == 1:
             return value
@@ -97,11 +100,13 @@ class RankGroup(OpenGroup):
         buffer[: len(content)] = np.frombuffer(content, np.uint8)
         with self.failing(call):
             self.wait(own(self.comm.Ibcast(buffer, root)), call)
-        return value if self.rank == root else pickle.loads(buffer.tobytes())
+        if self.rank == root:
+            return value
+        return pickle.loads(buffer.tobytes())
 
     def from_one(self, call: str, make: Callable[[], T]) -> T:
         """Return on every rank what `make` returns, or raise what it raises, on rank 0."""
-        value: Any = None
+        value = None
         with self.raise_together(call):
             if self.rank == 0:
                 value = make()
@@ -145,7 +150,7 @@ class RankGroup(OpenGroup):
         self.comm.Free()
 
 
-def _pickled(value: Any) -> tuple[bytes, Exception | None]:
+def _pickled(value: object) -> tuple[bytes, Exception | None]:
     """Return (`value` in bytes, error); one of them is empty."""
     try:
         return pickle.dumps(value), None
@@ -153,7 +158,7 @@ def _pickled(value: Any) -> tuple[bytes, Exception | None]:
         return b"", caught
 
 
-def collect(group: RankGroup, comm: Communicator, value: Any) -> list[Any] | None:
+def collect(group: RankGroup, comm: Communicator, value: object) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
 
     Unlike those of `RankGroup.gather`, they may be too large to be on all ranks. `comm` has the

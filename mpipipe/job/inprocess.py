@@ -86,8 +86,10 @@ def run(
             world.broken = True
         world.leave(rank, rank in results)
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
+    threads = []
+    for rank in range(ranks):
+        thread = threading.Thread(target=body, args=(rank,), daemon=True)
+        threads.append(thread)
         thread.start()
     watch = ThreadWatch(world)
     while watch.error is None and any(thread.is_alive() for thread in threads):
@@ -98,10 +100,9 @@ def run(
         for thread in threads:
             thread.join(GRACE_SECONDS)  # a rank that hangs keeps none waiting
         raise watch.error
-    failed = [errors[rank] for rank in sorted(errors)]
-    failed.sort(key=lambda error: isinstance(error, PeerError))
-    if failed:
-        raise failed[0]
+    if errors:
+        first = min(errors, key=lambda rank: (isinstance(errors[rank], PeerError), rank))
+        raise errors[first]
     if not world.farewells:
         world.check_nothing_left()
     return [results[rank] for rank in range(ranks)]

@@ -120,10 +120,12 @@ class Preemption:
                 if value is not None and not value >= 0:
                     raise ArgumentError(name, found=repr(value), expected="seconds, at least 0")
             numbers = parse_signals(signals)
-            self.time_limit = TimeLimit(
-                None if time_limit is None else parse_duration(time_limit), margin
-            )
-            numbers = () if runtime.in_process(comm) else numbers
+            seconds = None
+            if time_limit is not None:
+                seconds = parse_duration(time_limit)
+            self.time_limit = TimeLimit(seconds, margin)
+            if runtime.in_process(comm):
+                numbers = ()
             self._signals = StopSignals(
                 numbers, grace, self._told, self._end_at_once, self._hopeless
             )
@@ -151,7 +153,9 @@ class Preemption:
     def _found(self, call: str, over: bool) -> bool:
         """Return whether any rank has got a signal, or has its time `over`."""
         if not self.reason:
-            text = "" if self._signals.first is None else self._signals.first.name
+            text = ""
+            if self._signals.first is not None:
+                text = self._signals.first.name
             if over:
                 text = str(self.time_limit)
             if self.group.agree(call, values=[text != ""]).any():
@@ -207,14 +211,15 @@ class Preemption:
         self.close()
 
     def _announce(self, text: str) -> None:
-        marked = "\n".join(f"mpipipe: {line}" for line in text.split("\n"))
-        self._say(marked)
+        self._say("mpipipe: " + text.replace("\n", "\nmpipipe: "))
 
     # -- called by a thread ------------------------------------------------------------------------
 
     def _told(self, name: str) -> None:
         if self.group.rank == 0:
-            place = "has come" if self.whereabouts is None else self.whereabouts()
+            place = "has come"
+            if self.whereabouts is not None:
+                place = self.whereabouts()
             self._announce(f"{name} {place}\n{FOLLOWS}")
 
     def _hopeless(self) -> bool:
@@ -229,7 +234,9 @@ class Preemption:
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))
         usable = not finalized() and threads_allowed()
-        size = runtime.world().size if usable else self.group.size
+        size = self.group.size
+        if usable:
+            size = runtime.world().size
         if text:
             write(f"{heading(world, size)}\n  {text}\n")
             time.sleep(FORWARD_SECONDS)
@@ -289,13 +296,18 @@ class TimeLimit:
             self.end = now + int(slurm) - time.time()
         elif seconds:
             self.end = now - _age() + seconds
-        left = 0.0 if self.end is None else max(0.0, self.end - now)
-        self.margin = (
-            min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * left)) if margin is None else margin
-        )
+        if margin is None:
+            margin = min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * self._left(now)))
+        self.margin = margin
         self.longest_step = 0.0  # without the first one, which has more to do
         self.last_save: float | None = None
         self._mark: float | None = None
+
+    def _left(self, now: float) -> float:
+        """Return the seconds until the end, 0 without a limit."""
+        if self.end is None:
+            return 0.0
+        return max(0.0, self.end - now)
 
     def is_over(self, saving: bool = False) -> bool:
         """Return whether one more step and a save may not fit; call it once a step.
@@ -306,7 +318,10 @@ class TimeLimit:
         if self._mark is not None:
             self.longest_step = max(self.longest_step, now - self._mark)
         self._mark = now
-        return self.end is not None and now + self.lead + (self.save if saving else 0.0) > self.end
+        ready = now + self.lead
+        if saving:
+            ready += self.save
+        return self.end is not None and ready > self.end
 
     @property
     def lead(self) -> float:
@@ -316,7 +331,9 @@ class TimeLimit:
     @property
     def save(self) -> float:
         """Seconds that a save takes; before the first one it counts as a margin."""
-        return self.margin if self.last_save is None else self.last_save
+        if self.last_save is None:
+            return self.margin
+        return self.last_save
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -330,8 +347,7 @@ class TimeLimit:
                 self._mark += self.last_save
 
     def __str__(self) -> str:
-        left = 0.0 if self.end is None else self.end - time.monotonic()
-        return f"the time limit, {max(0.0, left):.0f} s ahead"
+        return f"the time limit, {self._left(time.monotonic()):.0f} s ahead"
 
 
 def _age() -> float:

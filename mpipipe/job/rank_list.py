@@ -21,8 +21,14 @@ def numbers(ranks: Iterable[int], size: int | None = None) -> str:
     if len(ranks) == size != 1:
         return f"all {size}"
     listed = runs(ranks)[:LISTED]
-    more = sum(rank > int(listed[-1].rpartition("-")[2]) for rank in ranks)
-    return ", ".join(listed) + (f" and {more} more" if more else "")
+    more = 0
+    for rank in ranks:
+        if rank > int(listed[-1].rpartition("-")[2]):
+            more += 1
+    text = ", ".join(listed)
+    if more:
+        text += f" and {more} more"
+    return text
 
 
 def runs(numbers: Iterable[int]) -> list[str]:
@@ -31,7 +37,10 @@ def runs(numbers: Iterable[int]) -> list[str]:
     # Place and number differ by the same within a run.
     for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in pairs]
-        listing.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+        text = str(run[0])
+        if len(run) > 1:
+            text += f"-{run[-1]}"
+        listing.append(text)
     return listing
 
 
@@ -40,7 +49,10 @@ def named(ranks: Iterable[int], size: int | None = None) -> str:
     ranks = set(ranks)
     if len(ranks) == size != 1:
         return f"{numbers(ranks, size)} ranks"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers(ranks)}"
+    noun = "ranks"
+    if len(ranks) == 1:
+        noun = "rank"
+    return f"{noun} {numbers(ranks)}"
 
 
 def by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from types import ModuleType, TracebackType
+from typing import NoReturn
 
 from mpipipe.errors import MpipipeError, StageError
 from mpipipe.job.context import current_rank, finalized, is_rank
@@ -48,16 +48,20 @@ def describe_error(error: BaseException, heading: str) -> str:
     his own.
     """
     if isinstance(error, KeyboardInterrupt):
-        said = f": {error}".replace("\n", "\n  ") if str(error) else ""
+        text = ""
+        if str(error):
+            text = f": {error}".replace("\n", "\n  ")
         place = ""
         for frame in traceback.extract_tb(error.__traceback__):
             if not frame.filename.startswith(PACKAGE):
                 place = f"  in {frame.name} ({frame.filename}:{frame.lineno})\n"
-        return f"{heading}\n  KeyboardInterrupt{said}\n{place}"
+        return f"{heading}\n  KeyboardInterrupt{text}\n{place}"
     text = f"{heading}\n  {type(error).__name__}: {error}\n"
     if isinstance(error, MpipipeError) and not isinstance(error, StageError):
         return text  # the message says it all
-    cause = error.__cause__ if error.__cause__ is not None else error
+    cause = error
+    if error.__cause__ is not None:
+        cause = error.__cause__
     return text + "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
 
 
@@ -77,7 +81,7 @@ def wait_for_launcher() -> None:
     """
     flush()
     stop = time.monotonic() + TAKEN_SECONDS
-    while any(_unread(descriptor) for descriptor in (1, 2)) and time.monotonic() < stop:
+    while (_unread(1) or _unread(2)) and time.monotonic() < stop:
         time.sleep(1e-3)
 
 
@@ -142,7 +146,9 @@ def install(MPI: ModuleType) -> None:
     _libraries.append(MPI)
     previous = sys.excepthook
 
-    def report_and_remember(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def report_and_remember(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         previous(kind, error, trace)
         if not _suspended and not sys.flags.interactive and "ps1" not in vars(sys):
             _deaths.append(error)
@@ -195,17 +201,20 @@ def _at_exit() -> None:
             flush()
             error = _deaths[0]
             world = _libraries[0].COMM_WORLD
-            # peers that learn of it have time to say where they were, and leave the end to the rank
-            # with the cause
-            elsewhere = getattr(error, "reported_elsewhere", False)
-            time.sleep(
-                2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank)
-            )
+            # Peers that learn of it have time to say where they were, and leave the end to the rank
+            # with the cause.
+            seconds = 1.0 + min(1.0, 0.05 * world.rank)
+            if getattr(error, "reported_elsewhere", False):
+                seconds = 2 * GRACE + STAGGER * world.rank
+            time.sleep(seconds)
             write(
                 f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the "
                 "job ends here\n"
             )
-            abort_job(world, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+            code = 1
+            if isinstance(error, KeyboardInterrupt):
+                code = INTERRUPTED
+            abort_job(world, code)
 
 
 atexit.register(_at_exit)  # early: so it runs after nearly all other exit functions

@@ -14,7 +14,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 AnyRequest = TypeVar("AnyRequest")
 
@@ -38,15 +38,15 @@ def own(request: AnyRequest, *buffers: object) -> AnyRequest:
 
 def keep_forever(
     thing: object,
-    _increment: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef,
-    _object: Callable[[object], Any] = ctypes.py_object,
+    _increment: Callable[[object], None] = ctypes.pythonapi.Py_IncRef,
+    _object: Callable[[object], object] = ctypes.py_object,
 ) -> None:
     """Never free `thing`, not even when the interpreter ends."""
     _increment(_object(thing))  # arguments, since the names of this module are gone by the end
 
 
 @cache
-def _types() -> tuple[Any, Any]:
+def _types() -> tuple[type, type]:
     """The class of MPI's requests, and that of owned ones, once MPI is loaded."""
     from mpi4py import MPI
 

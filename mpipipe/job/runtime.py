@@ -120,7 +120,9 @@ def in_process(comm: object) -> TypeGuard[threads.ThreadCommunicator]:
 
 def library_of(comm: Communicator) -> ModuleType:
     """Return the module with the constants of `comm`: mpi4py.MPI, or job.threads."""
-    return threads if in_process(comm) else mpi()
+    if in_process(comm):
+        return threads
+    return mpi()
 
 
 def tag_upper_bound(comm: Communicator) -> int:

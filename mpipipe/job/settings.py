@@ -54,7 +54,9 @@ def _seconds(text: str) -> float | None:
         seconds = float(text)
     except ValueError:
         return None
-    return seconds if 0 < seconds < inf else None
+    if 0 < seconds < inf:
+        return seconds
+    return None
 
 
 def _is_count(text: str) -> bool:

@@ -29,10 +29,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
 
 from mpipipe.errors import ArgumentError
 
+# What a program has set for a signal.
+Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 CATCHABLE = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "XCPU")
 REPEAT_SECONDS = 2.0
 LOOK_SECONDS = 0.5  # between two looks for ranks that have ended
@@ -88,12 +90,13 @@ class StopSignals:
         self._hopeless = hopeless
         self.first: signal.Signals | None = None
         self._since = 0.0
-        before = next((other for other in reversed(_active) if other.first in self.numbers), None)
-        if before is not None:  # this process was asked to leave, and has not: it still is
-            self.first = before.first
-            self._since = before._since
+        for other in _active:
+            # This process was asked to leave, and has not: it still is.
+            if other.first in self.numbers:
+                self.first = other.first
+                self._since = other._since
         self._leaving = self._closing = False
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
         self._previous_fd = -1
         if not self.numbers:
             return
@@ -151,8 +154,12 @@ class StopSignals:
                 left = self.grace - (time.monotonic() - self._since)
                 hopeless = self._hopeless()
                 if left <= 0 or hopeless:
-                    over = f"{first.name}: the job had {self.grace:g} s to leave, which are over"
-                    self._end("" if hopeless else over, 128 + first)
+                    text = ""
+                    if not hopeless:
+                        text = (
+                            f"{first.name}: the job had {self.grace:g} s to leave, which are over"
+                        )
+                    self._end(text, 128 + first)
                     return
                 if not has_told and not self._leaving:
                     has_told = True
@@ -189,7 +196,7 @@ class StopSignals:
         os.close(self._read)
         os.close(self._write)
 
-    def release(self, handlers: Mapping[int, Any]) -> None:
+    def release(self, handlers: Mapping[int, Handler]) -> None:
         """Give the signals to these handlers; the thread ends once it wakes."""
         self._closing = True
         _active.remove(self)

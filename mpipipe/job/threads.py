@@ -88,24 +88,28 @@ class World:
             sent = self.sent[box]
             posted = self.posted[box]
             for receive in list(posted):
-                message = next((m for m in sent if m.fits(receive.source, receive.tag)), None)
-                if message is not None and message.visible <= time.monotonic():
-                    posted.remove(receive)
-                    sent.remove(message)
-                    receive.complete(message)
-                    message.done = True
+                for message in sent:
+                    if message.fits(receive.source, receive.tag):
+                        if message.visible <= time.monotonic():
+                            posted.remove(receive)
+                            sent.remove(message)
+                            receive.complete(message)
+                            message.done = True
+                        break
 
     def check_nothing_left(self, context: Context | None = None) -> None:
         """Raise InProcessError for a message or a receive alone; None: in any communicator."""
         with self.lock:
-            for boxes, what in (
+            for boxes, problem in (
                 (self.sent, "was never received"),
                 (self.posted, "was posted, and nothing came"),
             ):
-                for (where, dest), box in boxes.items():
-                    if box and context in (None, where):
-                        peer = f"from rank {box[0].source} " if box[0].source != ANY else ""
-                        text = f"a message {peer}to rank {dest} with tag {box[0].tag} {what}"
+                for (box_context, dest), box in boxes.items():
+                    if box and context in (None, box_context):
+                        peer = ""
+                        if box[0].source != ANY:
+                            peer = f"from rank {box[0].source} "
+                        text = f"a message {peer}to rank {dest} with tag {box[0].tag} {problem}"
                         raise InProcessError(text, rank=dest)
 
 
@@ -209,7 +213,7 @@ class ThreadCommunicator:
         self.rank = rank
         self.size = len(members)
         self.name = ""
-        self._attributes: dict[int, Any] = {TAG_UB: world.tag_ub}
+        self._attributes: dict[int, object] = {TAG_UB: world.tag_ub}
         self._collectives = 0
 
     # -- messages ----------------------------------------------------------------------------------
@@ -247,18 +251,21 @@ class ThreadCommunicator:
     def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
         with self.world.lock:
             now = time.monotonic()
-            sent = self.world.sent[self.context, self.rank]
-            return any(message.fits(source, tag) and message.visible <= now for message in sent)
+            for message in self.world.sent[self.context, self.rank]:
+                if message.fits(source, tag) and message.visible <= now:
+                    return True
+            return False
 
     # -- collectives -------------------------------------------------------------------------------
 
     def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> MeetingRequest:
-        part = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
+        if sendbuf is IN_PLACE:
+            sendbuf = recvbuf
 
         def finish(parts: list[np.ndarray]) -> None:
             recvbuf[...] = reduce(np.add, parts)
 
-        return self._collective("Iallreduce", part, finish)
+        return self._collective("Iallreduce", sendbuf.copy(), finish)
 
     def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:
@@ -267,7 +274,7 @@ class ThreadCommunicator:
         return self._collective("Iallgather", sendbuf.copy(), finish)
 
     def Iallgatherv(
-        self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
+        self, sendbuf: object, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
     ) -> MeetingRequest:
         whole, (counts, starts) = recvbuf  # this rank's part lies in place
         ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
@@ -284,20 +291,20 @@ class ThreadCommunicator:
 
         return self._collective("Ibcast", buf.copy(), finish)
 
-    def allgather(self, sendobj: Any) -> list[Any]:
+    def allgather(self, sendobj: object) -> list[Any]:
         gathered: list[Any] = []
         request = self._collective("allgather", sendobj, gathered.extend)
         while not request.Test():
             time.sleep(PAUSE)
         return gathered
 
-    def bcast(self, obj: Any, root: int = 0) -> Any:
+    def bcast(self, obj: object, root: int = 0) -> Any:
         return self.allgather(obj)[root]
 
     def Barrier(self) -> None:
         self.allgather(None)
 
-    def _collective(self, kind: str, value: Any, finish: Finish | None) -> MeetingRequest:
+    def _collective(self, kind: str, value: object, finish: Finish | None) -> MeetingRequest:
         self._collectives += 1
         world = self.world
         key = (self.context, self._collectives)
@@ -328,13 +335,13 @@ class ThreadCommunicator:
         members = tuple(self.members[r] for r in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 
-    def Split_type(self, split_type: int, key: int = 0) -> ThreadCommunicator:
+    def Split_type(self, split_type: int) -> ThreadCommunicator:
         """Split by host: all ranks share the memory of one process."""
         if split_type != COMM_TYPE_SHARED:
             raise InProcessError(
                 "no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED"
             )
-        return self.Split(0, key)
+        return self.Split()
 
     def Dup(self) -> ThreadCommunicator:
         return self.Split(0, self.rank)
@@ -359,7 +366,7 @@ class ThreadCommunicator:
     def Get_attr(self, keyval: int) -> Any:
         return self._attributes.get(keyval)
 
-    def Set_attr(self, keyval: int, attrval: Any) -> None:
+    def Set_attr(self, keyval: int, attrval: object) -> None:
         self._attributes[keyval] = attrval
 
     def Free(self) -> None:

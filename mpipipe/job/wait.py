@@ -57,10 +57,15 @@ def wait_for(
     Raises PeerError when a message of failure comes first, in any group of this rank; MismatchError
     where ranks wait for each other in different calls; StallError after MPIPIPE_TIMEOUT seconds.
     """
-    context = current_rank() if group is None else group.context
+    if group is None:
+        context = current_rank()
+    else:
+        context = group.context
     if not context.recorders:
         return _wait(request, what, group, peer, context)
-    key = group.key if group is not None and peer is None else None
+    key = None
+    if group is not None and peer is None:
+        key = group.key
     with ExitStack() as stack:
         for recorder in context.recorders.copy():  # a pipeline may be freed meanwhile
             stack.enter_context(recorder.waiting(what, key))
@@ -70,7 +75,9 @@ def wait_for(
 def _wait(
     request: Testable, what: object, group: OpenGroup | None, peer: int | None, context: RankContext
 ) -> None:
-    test = advancing_first(context, request.Test) if context.advancing else request.Test
+    test = request.Test
+    if context.advancing:
+        test = advancing_first(context, test)
     for _ in range(SPIN_POLLS):
         if test():
             return
@@ -154,15 +161,21 @@ class LongWait(RankWait):
         news = self.context.failures[self.known :]
         # With several threads, those of the groups concerned alone.
         if news and (group is None or self.context.single_threaded(calling_thread())):
-            errors = [failure for failure in news if failure.number > 0]
-            raise peer_error((errors or news)[0])
-        for concerned in () if group is None else (group, *group.related):
+            for failure in news:
+                if failure.number > 0:
+                    raise peer_error(failure)
+            raise peer_error(news[0])
+        if group is None:
+            return
+        for concerned in (group, *group.related):
             if concerned.failure is not None:
                 raise peer_error(concerned.failure)
 
     def _blame(self) -> str:
         watchdog = self.context.watchdog
-        return "" if watchdog is None else watchdog.blame()
+        if watchdog is None:
+            return ""
+        return watchdog.blame()
 
     def _warn(self) -> None:
         blame = self._blame()
@@ -173,11 +186,16 @@ class LongWait(RankWait):
 
     def _give_up(self, waited: float) -> None:
         blame = self._blame()
-        patience = 0.0 if blame or self.meeting is None else GRACE_SECONDS
+        patience = GRACE_SECONDS
+        if blame or self.meeting is None:
+            patience = 0.0
+        rank = None
+        if self.group is not None:
+            rank = self.group.rank
         if waited > self.limit + patience:
             raise StallError(
                 f"nothing came within {self.limit:g} s",
-                rank=None if self.group is None else self.group.rank,
+                rank=rank,
                 found=f"waiting for {self.what}{blame}",
                 remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
             )

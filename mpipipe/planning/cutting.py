@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ArgumentError
@@ -68,8 +67,9 @@ class Cut(list[nn.Stage]):
         self.placement = plan.schedule.placement
         self.schedule = plan.schedule
         last = len(plan.layer_ranges) - 1
+        indices = plan.schedule.stages_of(rank)
         entries = []
-        for index, stage in zip(plan.schedule.stages_of(rank), stages):
+        for index, stage in zip(indices, stages):
             entry = CutStage(
                 index=index,
                 layers=range(*plan.layer_ranges[index]),
@@ -80,8 +80,8 @@ class Cut(list[nn.Stage]):
             )
             entries.append(entry)
         self.stages = tuple(entries)
-        self.is_first = any(stage.is_first for stage in self.stages)
-        self.is_last = any(stage.is_last for stage in self.stages)
+        self.is_first = 0 in indices
+        self.is_last = last in indices
 
     def __str__(self) -> str:
         cells = []
@@ -92,7 +92,7 @@ class Cut(list[nn.Stage]):
 
 
 def cut(
-    layers: Sequence[Any],
+    layers: Sequence[object],
     schedule: Schedule,
     rank: int,
     costs: Sequence[float] | None = None,
@@ -144,7 +144,9 @@ def cut(
             "no such rank in the schedule", found=rank, expected=f"0 to {schedule.ranks - 1}"
         )
     layers = list(layers)
-    costs = [1.0] * len(layers) if costs is None else list(costs)
+    if costs is None:
+        costs = [1.0] * len(layers)
+    costs = list(costs)
     if len(costs) != len(layers):
         raise ArgumentError(
             "costs must say what each layer costs",

@@ -57,15 +57,17 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
         if group.rank == 0:
             plans = find_plans(profile, space, problem.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))
-    whole = [replace(choice, slices=1) for choice in tried]  # sequences, as they are measured
-    times = [trial_seconds(measured, choice) for choice in whole]
-    if group.rank == 0:
-        scales = []
-        for choice, seconds in zip(whole, times):
-            expected = predict(profile, choice, problem.rows, problem.trained_layers).seconds
+    scales = []
+    for choice in tried:
+        # Sequences are whole, as they are measured.
+        whole = replace(choice, slices=1)
+        seconds = trial_seconds(measured, whole)
+        if group.rank == 0:
+            expected = predict(profile, whole, problem.rows, problem.trained_layers).seconds
             scales.append(max(1e-9, seconds - profile.step) / max(1e-9, expected - profile.step))
-        plans = [_scaled(plan, profile.step, median(scales)) for plan in plans]
+    if group.rank == 0:
         profile = replace(profile, scale=median(scales))
+        plans = [_scaled(plan, profile) for plan in plans]
     return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), *places)
 
 
@@ -73,12 +75,12 @@ def _places(group: RankGroup) -> tuple[int, int, str]:
     """Find out how ranks share nodes and cores; collective."""
     place_here = {"rank": group.rank, "host": socket.gethostname(), "cores": own_cores()}
     everyone = group.gather("plan: the cores", (place_here, processor.thread_count()))
-    places = [place for place, _ in everyone]
+    places, threads = zip(*everyone)
     text = oversubscribed(places) or ""
     if text:
         text += ": times depend on who waits meanwhile, and predictions are rough"
     most = max(Counter(place["host"] for place in places).values())
-    return most, max(threads for _, threads in everyone), text
+    return most, max(threads), text
 
 
 def measure(measured: MeasuredRanks) -> Profile:
@@ -89,19 +91,24 @@ def measure(measured: MeasuredRanks) -> Profile:
     links = measure_links(measured, action)
     step = measure_step(measured, action, links)
     layers = measure_layers(measured)
-    for size, of_size in layers.costs.items():
-        layers.costs[size] = replace(of_size, action=action)
+    for size, size_costs in layers.costs.items():
+        layers.costs[size] = replace(size_costs, action=action)
     everyone = group_of(mesh.comm).gather(
         "plan: what all ranks have measured", (mesh.pipe.rank, layers, step)
     )
+    replicas: dict[int, list[MeasuredLayers]] = {}
+    process = 0
+    for rank, replica, replica_step in everyone:
+        replicas.setdefault(rank, []).append(replica)
+        process = max(process, replica.process)
+        step = max(step, replica_step)
     ranks = []
-    for place in range(mesh.pipe.size):
+    for rank in range(mesh.pipe.size):
         # Replicas wait for the slowest of them.
-        replicas = [layers for rank, layers, _ in everyone if rank == place]
-        ranks.append(max(replicas, key=_seconds))
+        ranks.append(max(replicas[rank], key=_seconds))
     costs = {}
     for size in layers.costs:
-        costs[size] = tuple(rank.costs[size] for rank in ranks)
+        costs[size] = tuple([rank.costs[size] for rank in ranks])
     return Profile(
         kinds=problem.kinds,
         costs=costs,
@@ -109,17 +116,18 @@ def measure(measured: MeasuredRanks) -> Profile:
         sizes=layers.sizes,
         states=problem.states,
         trained=problem.trained_counts,
-        optimizer=tuple(rank.optimizer for rank in ranks),
-        sums=tuple(rank.sums for rank in ranks),
-        step=max(step for _, _, step in everyone),
-        process=max(layers.process for _, layers, _ in everyone),
+        optimizer=tuple([rank.optimizer for rank in ranks]),
+        sums=tuple([rank.sums for rank in ranks]),
+        step=step,
+        process=process,
     )
 
 
 def _seconds(measured: MeasuredLayers) -> float:
     total = 0.0
     for rank in measured.costs.values():
-        total += sum(layer.forward + layer.backward for layer in rank.layers)
+        for layer in rank.layers:
+            total += layer.forward + layer.backward
     return total
 
 
@@ -129,18 +137,21 @@ def _different(plans: Sequence[Plan]) -> list[Choice]:
         return []
     best = plans[0].choice
     tried = [best]
-    choices = [plan.choice for plan in plans]
-    counts = [choice for choice in choices if choice.microbatches != best.microbatches]
-    form = best.schedule, best.chunks
-    forms = [choice for choice in choices if (choice.schedule, choice.chunks) != form]
-    for others in (counts, forms):
-        tried += [choice for choice in others if choice not in tried][:1]
+    for plan in plans:
+        if plan.choice.microbatches != best.microbatches:
+            tried.append(plan.choice)
+            break
+    for plan in plans:
+        form = plan.choice.schedule, plan.choice.chunks
+        if form != (best.schedule, best.chunks) and plan.choice not in tried:
+            tried.append(plan.choice)
+            break
     return tried
 
 
-def _scaled(plan: Plan, step: float, scale: float) -> Plan:
+def _scaled(plan: Plan, profile: Profile) -> Plan:
     prediction = plan.prediction
-    seconds = step + scale * (prediction.seconds - step)
+    seconds = profile.step + profile.scale * (prediction.seconds - profile.step)
     return replace(plan, prediction=replace(prediction, seconds=seconds))
 
 
@@ -153,7 +164,9 @@ WIDEST = 32  # characters of a partition
 
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
-    rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
+    rows = []
+    for plan in plans[:SHOWN]:
+        rows.append(_row(plan, plans[0]))
     heads = (
         "schedule",
         "chunks",
@@ -172,7 +185,9 @@ def in_words(plan: Plan) -> str:
     """Return a plan in one line."""
     choice = plan.choice
     prediction = plan.prediction
-    again = "" if choice.recomputation == "-" else f", forwards run again: {choice.recomputation}"
+    again = ""
+    if choice.recomputation != "-":
+        again = f", forwards run again: {choice.recomputation}"
     return (
         f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, "
         f"{counted(choice.microbatches, 'micro-batch')}, "
@@ -184,18 +199,22 @@ def in_words(plan: Plan) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """Show seconds with four digits."""
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.4g} ms"
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{1e3 * seconds:.4g} ms"
 
 
 def _row(plan: Plan, best: Plan) -> tuple[str, ...]:
     choice = plan.choice
     prediction = plan.prediction
     partition = ",".join(map(str, choice.partition))
+    if len(partition) > WIDEST:
+        partition = f"{partition[: WIDEST - 3]}..."
     return (
         choice.schedule,
         str(choice.chunks),
         str(choice.microbatches),
-        partition if len(partition) <= WIDEST else f"{partition[: WIDEST - 3]}...",
+        partition,
         choice.recomputation,
         shown_seconds(prediction.seconds),
         f"{prediction.bubble:.1%}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mpipipe import nn
 from mpipipe.adapters import as_layer, check_distinct, names_of_entry, tie_shared
@@ -17,7 +16,7 @@ from mpipipe.schedules import with_skips
 class LayerPlan(LayerRanges):
     """The cut of a model whose layers are there."""
 
-    def with_names(self, layers: Sequence[Any]) -> LayerPlan:
+    def with_names(self, layers: Sequence[object]) -> LayerPlan:
         """Return the plan with a skip for each name that goes from one stage to another.
 
         Raises ArgumentError where a name is given twice, after a layer has taken it, or for no
@@ -27,18 +26,21 @@ class LayerPlan(LayerRanges):
         if not ends:
             return self
         starts = [start for start, _ in self.layer_ranges]
-        skips = {}
+        skips: dict[str, list[tuple[int, int]]] = {}
         for name, (giver, takers) in ends.items():
-            source = 0 if giver is None else bisect_right(starts, giver) - 1
-            targets = sorted({bisect_right(starts, place) - 1 for place in takers} - {source})
-            if targets:
-                skips[name] = [(source, target) for target in targets]
+            # Inputs come to the stage of the first layer.
+            source = bisect_right(starts, giver or 0) - 1
+            targets = set()
+            for taker in takers:
+                targets.add(bisect_right(starts, taker) - 1)
+            for target in sorted(targets - {source}):
+                skips.setdefault(name, []).append((source, target))
         return replace(self, schedule=with_skips(self.schedule, skips))
 
     def stages(
         self,
         rank: int,
-        layers: Sequence[Any],
+        layers: Sequence[object],
         dtype: str,
         seed: int,
         device: str = "cpu",
@@ -51,12 +53,14 @@ class LayerPlan(LayerRanges):
         """
         stages = []
         for start, stop in self.ranges_of(rank):
-            own = [as_layer(layers[place], place, seed) for place in range(start, stop)]
-            stages.append(nn.Stage(own, dtype, seed, device, first=start, frozen=frozen))
+            stage_layers = []
+            for place in range(start, stop):
+                stage_layers.append(as_layer(layers[place], place, seed))
+            stages.append(nn.Stage(stage_layers, dtype, seed, device, first=start, frozen=frozen))
         return stages
 
 
-def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
+def name_ends(layers: Sequence[object]) -> dict[str, tuple[int | None, list[int]]]:
     """Return for each name the place of the layer that gives it, and of those that take it.
 
     A name of the inputs has None in place of the first.
@@ -67,9 +71,11 @@ def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
     check_distinct(layers)
     tie_shared(layers)
     nn.check_slices(layers)
-    ends = nn.ends_of_names(
-        (place, *each) for place, entry in enumerate(layers) for each in names_of_entry(entry)
-    )
+    places = []
+    for place, entry in enumerate(layers):
+        for name, gives in names_of_entry(entry):
+            places.append((place, name, gives))
+    ends = nn.ends_of_names(places)
     for name, (giver, takers) in ends.items():
         if not takers:
             raise ArgumentError(

@@ -29,4 +29,7 @@ class LayerRanges:
 
     def layers_of(self, rank: int) -> list[int]:
         """Return the places in the model of all layers of one rank of a pipeline."""
-        return [layer for cut in self.ranges_of(rank) for layer in range(*cut)]
+        layers: list[int] = []
+        for start, stop in self.ranges_of(rank):
+            layers += range(start, stop)
+        return layers

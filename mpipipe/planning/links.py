@@ -15,7 +15,6 @@ from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,8 @@ def measure_action(measured: MeasuredRanks) -> float:
     group = group_of(measured.mesh.comm)
     alone = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
     array = np.zeros(1)
-    one, many = (step_seconds(alone, schedules.gpipe(1, count), array) for count in (1, MANY))
+    one = step_seconds(alone, schedules.gpipe(1, 1), array)
+    many = step_seconds(alone, schedules.gpipe(1, MANY), array)
     group.agree("plan: all ranks have measured their actions")
     alone.Free()
     return max(0.0, many - one) / (2 * (MANY - 1))
@@ -46,25 +46,28 @@ def measure_action(measured: MeasuredRanks) -> float:
 def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Link, ...]]:
     """Return the links of this rank's pipeline by size of micro-batch; collective."""
     pipe = group_of(measured.mesh.pipe)
-    found: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
+    own_links: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
     for phase in _phases(pipe.size):
-        ends = [link for link in phase if pipe.rank in (link, (link + 1) % pipe.size)]
-        edge = ends[0] if ends else None
-        color = pipe.size + pipe.rank if edge is None else edge
-        pair = pipe.split(color, int(pipe.rank != edge), "plan: two neighbours")
-        if edge is not None:
-            for size in measured.problem.space.sizes:
-                found[size][edge] = _link(pair, _array(measured, size), action)
+        # A rank without a neighbour in this phase is by itself.
+        color = pipe.size + pipe.rank
+        for link in phase:
+            if pipe.rank in (link, (link + 1) % pipe.size):
+                color = link
+        pair = pipe.split(color, int(pipe.rank != color), "plan: two neighbours")
+        if color < pipe.size:
+            for size, links in own_links.items():
+                links[color] = _link(pair, _array(measured, size), action)
         pipe.agree("plan: these neighbours are measured")
         pair.Free()
-    everyone = pipe.gather("plan: the links", found)
+    everyone = pipe.gather("plan: the links", own_links)
     merged = {}
-    for size in found:
-        links: dict[int, Link] = {}
-        for other in everyone:
-            links |= other[size]
+    for size in own_links:
+        links = {}
+        for rank_links in everyone:
+            links |= rank_links[size]
         # The only rank has a link to itself; the last of two ranks has that of the first.
-        merged[size] = tuple(links.get(link, links.get(0, Link())) for link in range(pipe.size))
+        first = links.get(0, Link())
+        merged[size] = tuple([links.get(link, first) for link in range(pipe.size)])
     return merged
 
 
@@ -75,18 +78,21 @@ def measure_step(
     size = min(links)
     ranks = measured.mesh.pipe.size
     seconds = step_seconds(measured.mesh.pipe, schedules.gpipe(ranks, 1), _array(measured, size))
-    on_the_way = sum(2 * (2 * link.message + link.transfer) for link in links[size][: ranks - 1])
+    on_the_way = 0.0
+    for link in links[size][: ranks - 1]:
+        on_the_way += 2 * (2 * link.message + link.transfer)
     return max(0.0, seconds - 2 * ranks * action - on_the_way)
 
 
-def _phases(ranks: int) -> list[list[int]]:
+def _phases(ranks: int) -> list[range]:
     """Return all links of a ring of ranks, in phases in which no rank has two of them."""
     if ranks <= 2:
-        return [[0]] if ranks == 2 else []
+        return [range(1)] * (ranks - 1)
     last = ranks - 1
-    odd = [link for link in range(1, ranks, 2) if link != last or ranks % 2 == 0]
-    even = [link for link in range(0, ranks, 2) if link != last]
-    return [even, odd] if ranks % 2 == 0 else [even, odd, [last]]
+    phases = [range(0, last, 2), range(1, ranks, 2)]
+    if ranks % 2:
+        phases.append(range(last, ranks))
+    return phases
 
 
 def _array(measured: MeasuredRanks, size: int) -> np.ndarray:
@@ -94,7 +100,8 @@ def _array(measured: MeasuredRanks, size: int) -> np.ndarray:
 
 
 def _link(pair: Communicator, array: np.ndarray, action: float) -> Link:
-    one, many = (step_seconds(pair, schedules.gpipe(2, count), array) for count in (1, MANY))
+    one = step_seconds(pair, schedules.gpipe(2, 1), array)
+    many = step_seconds(pair, schedules.gpipe(2, MANY), array)
     twice = step_seconds(pair, schedules.looped_bfs(2, 2, 1), array)
     message = max(0.0, (many - one) / (2 * (MANY - 1)) - action)
     return Link(message, max(0.0, (twice - one - 4 * action - 8 * message) / 4))
@@ -104,25 +111,31 @@ def step_seconds(
     comm: Communicator,
     schedule: Schedule,
     array: np.ndarray,
-    gradients: Any = None,
+    gradients: object = None,
     replicas: Communicator | None = None,
 ) -> float:
     """Return the median seconds of a step of empty stages; collective, also over `replicas`."""
 
-    def loss(output: Any, target: Any, factor: float = 1.0) -> tuple[float, np.ndarray]:
+    def loss(output: object, target: object, factor: float = 1.0) -> tuple[float, np.ndarray]:
         return 0.0, array
 
     # The number of steps follows from measured seconds: all ranks that sum gradients must make the
     # same number.
-    group = group_of(comm if replicas is None else replicas)
-    hollow: dict[str, Any] = {
-        "forward": lambda x: (array, None),
-        "backward": lambda dy, saved: array,
-    }
-    stages = [SimpleNamespace(**hollow, gradients=gradients) for _ in schedule.stages_of(comm.rank)]
+    group = group_of(comm)
+    if replicas is not None:
+        group = group_of(replicas)
+    stages = []
+    for _ in schedule.stages_of(comm.rank):
+        stage = SimpleNamespace(
+            forward=lambda x: (array, None), backward=lambda dy, saved: array, gradients=gradients
+        )
+        stages.append(stage)
     batch = [array] * schedule.microbatches
-    inputs = batch if schedule.placement[0] == comm.rank else None
-    targets = batch if schedule.placement[-1] == comm.rank else None
+    inputs = targets = None
+    if schedule.placement[0] == comm.rank:
+        inputs = batch
+    if schedule.placement[-1] == comm.rank:
+        targets = batch
     with Pipeline(stages, schedule, comm, loss=loss, replicas=replicas) as pipeline:
         for _ in range(REPEATS[0]):
             pipeline.step(inputs, targets)
@@ -181,14 +194,17 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
     ):
         optimizer = measured.optimizer(stages, mesh)
         scaler = measured.scaler()
-        inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
-        placement = plan.schedule.placement
-        batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
+        example = measured.example(plan.rows, plan.schedule.microbatches)
+        inputs = targets = None
+        if plan.schedule.placement[0] == rank:
+            inputs = example[0]
+        if plan.schedule.placement[-1] == rank:
+            targets = example[1]
         for stage in stages:
             stage.optimizer_writes_compute()
 
         def step() -> None:
-            pipeline.step(*batch, scale=scaler.scale)
+            pipeline.step(inputs, targets, scale=scaler.scale)
             norm = optim.scaled_step(
                 optimizer, scaler, measured.clip, lr=measured.lr / 100, over=over
             )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,10 @@ MPI = 16_000_000
 
 def process_bytes() -> int:
     """Return the bytes of a process that trains, besides arrays."""
-    return resident() + SETTLED + (0 if "mpi4py.MPI" in sys.modules else MPI)
+    size = resident() + SETTLED
+    if "mpi4py.MPI" not in sys.modules:
+        size += MPI
+    return size
 
 
 def resident() -> int:
@@ -110,8 +112,11 @@ class _Tracer:
                 gc.unfreeze()
                 ranks = {*self.ranks, threading.main_thread().ident}
                 self.ranks = set()
-                others = [thread for thread in threading.enumerate() if thread.ident not in ranks]
-                if not self.was_on and all(thread.name.startswith("mpipipe ") for thread in others):
+                stops = not self.was_on
+                for thread in threading.enumerate():
+                    if thread.ident not in ranks and not thread.name.startswith("mpipipe "):
+                        stops = False
+                if stops:
                     tracemalloc.stop()
 
 
@@ -154,51 +159,56 @@ def taking() -> Callable[[], int]:
 # -- How many bytes objects hold in arrays ---------------------------------------------------------
 
 
-def array_bytes(thing: Any) -> dict[int, int]:
+def array_bytes(thing: object) -> dict[int, int]:
     """Return the bytes of each memory of arrays in `thing`, by address.
 
     Layers and stages are left out.
 
     Arrays are looked for in tuples, lists, mappings, and attributes of objects.
     """
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     seen: set[int] = set()
     waiting = [thing]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, Held):
-            found |= each.bytes
-        elif isinstance(each, np.ndarray):
-            while isinstance(each.base, np.ndarray):
-                each = each.base
-            found[arrays.address(each)] = each.nbytes
-        elif id(each) not in seen:
-            seen.add(id(each))
-            waiting.extend(_parts(each))
-    return found
+        part = waiting.pop()
+        if isinstance(part, Held):
+            sizes |= part.bytes
+        elif isinstance(part, np.ndarray):
+            while isinstance(part.base, np.ndarray):
+                part = part.base
+            sizes[arrays.address(part)] = part.nbytes
+        elif id(part) not in seen:
+            seen.add(id(part))
+            waiting.extend(_parts(part))
+    return sizes
 
 
 # These hold no arrays of a micro-batch.
 OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(thing: object) -> Iterator[object]:
     if isinstance(thing, Mapping):
         yield from thing.values()
     elif isinstance(thing, (tuple, list, set)):
         yield from thing
     elif not isinstance(thing, OPAQUE) and not callable(thing):
         yield from getattr(thing, "__dict__", {}).values()
-        slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
-        yield from (getattr(thing, name) for name in slots if hasattr(thing, name))
+        for base in type(thing).__mro__:
+            for name in getattr(base, "__slots__", ()):
+                if hasattr(thing, name):
+                    yield getattr(thing, name)
 
 
-def new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
+def new_bytes(things: Sequence[object], shared: set[int]) -> list[int]:
     """Return the bytes that each thing holds and neither `shared` nor one before it has."""
     seen = set(shared)
-    found = []
+    totals = []
     for thing in things:
-        own = array_bytes(thing)
-        found.append(sum(size for key, size in own.items() if key not in seen))
-        seen |= set(own)
-    return found
+        total = 0
+        for address, size in array_bytes(thing).items():
+            if address not in seen:
+                seen.add(address)
+                total += size
+        totals.append(total)
+    return totals

@@ -83,11 +83,13 @@ def predict(
     updated = 0.0
     memory = []
     for rank in range(profile.ranks):
-        layers = plan.layers_of(rank)
-        count = sum(profile.trained[layer] for layer in layers)
+        count = 0
+        state = 0
+        for layer in plan.layers_of(rank):
+            count += profile.trained[layer]
+            state += profile.states[layer]
         summed = max(summed, timeline.ends[rank] + count * profile.sums[rank])
         updated = max(updated, count * profile.optimizer[rank])
-        state = sum(profile.states[layer] for layer in layers)
         memory.append(round(activations[rank] + state) + more)
     return Prediction(
         seconds=profile.step + profile.scale * (summed + updated),
@@ -110,25 +112,34 @@ def _costs(profile: Profile, plan: LayerRanges) -> Costs:
     weight_grad = []
     recompute = []
     for stage, rank in enumerate(schedule.placement):
-        of_rank = profile.costs[size][rank]
-        action = of_rank.action
-        kinds = [profile.kinds[layer] for layer in range(*plan.layer_ranges[stage])]
-        layers = [of_rank.layers[kind] for kind in kinds]
-        work = sum(layer.forward for layer in layers)
-        again = sum(layer.forward if layer.again is None else layer.again for layer in layers)
+        costs = profile.costs[size][rank]
+        action = costs.action
+        work = 0.0
+        again = 0.0
+        first = 0.0
+        second = 0.0
+        for place in range(*plan.layer_ranges[stage]):
+            layer = costs.layers[profile.kinds[place]]
+            work += layer.forward
+            if layer.again is None:
+                again += layer.forward
+            else:
+                again += layer.again
+            if stage in splits:
+                first += layer.input_grad
+                second += layer.weight_grad
+            else:
+                first += layer.backward
         messages = links[stage].message
         if stage < last:
             messages += links[stage + 1].message
         else:
-            work += of_rank.loss
-        first = share * sum(layer.backward for layer in layers)
-        second = 0.0
-        if stage in splits:
-            first = share * sum(layer.input_grad for layer in layers)
-            second = share * sum(layer.weight_grad for layer in layers) + action
+            work += costs.loss
         forward.append(share * work + (action + messages))
-        input_grad.append(first + (action + messages))
-        weight_grad.append(second)
+        input_grad.append(share * first + (action + messages))
+        weight_grad.append(0.0)
+        if stage in splits:
+            weight_grad[stage] = share * second + action
         recompute.append(share * again + action)
     return Costs(forward, input_grad, weight_grad, [link.transfer for link in links], recompute)
 
@@ -137,7 +148,9 @@ def _splits(schedule: Schedule) -> set[int]:
     """Return the stages whose backward is split."""
     splits = set()
     for order in schedule.orders:
-        splits |= {action.stage for action in order if action.op == INPUT_GRAD}
+        for action in order:
+            if action.op == INPUT_GRAD:
+                splits.add(action.stage)
     return splits
 
 
@@ -146,7 +159,9 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     if edge == 0 or schedule.placement[edge - 1] == schedule.placement[edge]:
         return Link()
     low, high = sorted(schedule.placement[edge - 1 : edge + 1])
-    link = profile.links[size][low if high == low + 1 else high]
+    link = profile.links[size][low]
+    if high != low + 1:
+        link = profile.links[size][high]
     return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
@@ -155,17 +170,20 @@ def _activations(profile: Profile, plan: LayerRanges) -> Sequence[float]:
     sizes = profile.sizes[plan.microbatch_rows]
     splits = _splits(schedule)
     parts = []
+    inputs = []
     for stage, cut in enumerate(plan.layer_ranges):
         whole = 0
         for layer in range(*cut):
             kind = profile.kinds[layer]
-            split = sizes.split[kind] if stage in splits else 0
-            whole += max(sizes.activation[kind], split)
+            size = sizes.activation[kind]
+            if stage in splits:
+                size = max(size, sizes.split[kind])
+            whole += size
         if stage == schedule.stages - 1:
             whole += sizes.loss
         parts.append(whole / schedule.slices)
-    message = sizes.message / schedule.slices
-    return schedules.peak_memory(schedule, parts, [min(part, message) for part in parts])
+        inputs.append(min(whole, sizes.message) / schedule.slices)
+    return schedules.peak_memory(schedule, parts, inputs)
 
 
 # -- What a plan decides, and the schedule that follows from it ------------------------------------
@@ -226,8 +244,10 @@ class Choice:
         trained : collection of int, optional
             Layers with something to train; by default all.
         """
-        made = self.schedule_of(ranks, trained)
-        return before_backwards(made) if self.recompute else made
+        schedule = self.schedule_of(ranks, trained)
+        if self.recompute:
+            return before_backwards(schedule)
+        return schedule
 
     def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
         """Build the schedule without the forwards that `recompute` runs again.
@@ -236,21 +256,23 @@ class Choice:
         ----------
         ranks, trained : as for `build`
         """
-        made = schedules.by_name(
+        schedule = schedules.by_name(
             self.schedule,
             ranks=ranks,
             chunks=self.chunks,
             microbatches=self.microbatches,
             slices=self.slices,
         )
-        return completed(made, self.ranges, trained, self.recompute_limit)
+        return completed(schedule, self.ranges, trained, self.recompute_limit)
 
     @property
     def recomputation(self) -> str:
         """Which forwards are run again, in a word."""
         if self.recompute:
             return "all"
-        return "-" if self.recompute_limit is None else f"to hold {self.recompute_limit}"
+        if self.recompute_limit is None:
+            return "-"
+        return f"to hold {self.recompute_limit}"
 
 
 def completed(
@@ -261,8 +283,11 @@ def completed(
 ) -> Schedule:
     """Take out backwards of frozen stages, and put in forwards that are run again."""
     if trained is not None:
-        frozen = [stage for stage, cut in enumerate(ranges) if not set(range(*cut)) & set(trained)]
-        schedule = schedules.with_frozen(schedule, set(frozen))
+        frozen = set()
+        for stage, cut in enumerate(ranges):
+            if not set(range(*cut)) & set(trained):
+                frozen.add(stage)
+        schedule = schedules.with_frozen(schedule, frozen)
     if recompute_limit is not None:
         schedule = schedules.with_recompute(schedule, memory_limit=recompute_limit)
     return schedule

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from mpipipe import nn, optim, schedules
+from mpipipe.arrays import Tree, mapped
 from mpipipe.arrays import dtype as dtype_of
-from mpipipe.arrays import mapped
 from mpipipe.job import group_of
 from mpipipe.planning.links import repeats_in, step_seconds
 from mpipipe.planning.memory import process_bytes
@@ -36,6 +36,7 @@ from mpipipe.planning.step_memory import (
     zeros_of,
 )
 
+Result = TypeVar("Result")
 SECONDS = 0.6  # length of a round
 REPEATS = (3, 25)  # fewest and most repeats of a turn in a round
 # All sizes of micro-batches take turns in them, so that all see the same machine.
@@ -70,9 +71,11 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
         process = process or process_bytes()
     optimizers: list[float] = []
     for _ in range(ROUNDS):
-        for size, found in times.items():
-            optimizers.append(_round(measured, size, found))
-    costs = {size: found.costs(measured.problem.kinds) for size, found in times.items()}
+        for size, size_times in times.items():
+            optimizers.append(_round(measured, size, size_times))
+    costs = {}
+    for size, size_times in times.items():
+        costs[size] = size_times.costs(measured.problem.kinds)
     return MeasuredLayers(costs, sizes, process, median(optimizers), _sums(measured))
 
 
@@ -94,7 +97,8 @@ class LayerTimes:
             by_kind[kinds[place]] = LayerCosts(
                 times["F"], times["B"], times["I"], times["W"], again
             )
-        return RankCosts(tuple(by_kind[kind] for kind in sorted(by_kind)), median(self.loss))
+        layers = tuple([by_kind[kind] for kind in sorted(by_kind)])
+        return RankCosts(layers, median(self.loss))
 
 
 @dataclass(eq=False)
@@ -102,12 +106,12 @@ class Timer:
     """Runs the actions of a layer. `saved` are what forwards saved, and gradients."""
 
     lone: LoneLayer
-    targets: Any
+    targets: Tree
     actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    saved: list[tuple[Any, Any]] = field(default_factory=list)
-    gradient: Any = None
+    saved: list[tuple[Tree, nn.Saved]] = field(default_factory=list)
+    gradient: Tree = None
 
-    def timed(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def timed(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
         start = perf_counter()
         result = call(*arguments)
         self.actions[name].append(perf_counter() - start)
@@ -128,18 +132,21 @@ class Timer:
     def backward(self, name: str) -> None:
         self.timed(name, self.lone.stage.backward, *self.saved.pop(0))
 
-    def split(self) -> Any:
+    def split(self) -> nn.Pending:
         return self.timed("I", self.lone.stage.backward_input, *self.saved.pop(0))[1]
 
 
-def _in_memory(tree: Any) -> Any:
+def _in_memory(tree: Tree) -> Tree:
     """Return a copy of a tree of zeros, in memory that the system has given."""
     return mapped(lambda leaf: None if leaf is None else leaf.copy(), tree)
 
 
 def _turn(timers: Sequence[Timer]) -> None:
     """Go backwards in one go, in one go after the forward was run again, and in two."""
-    trained = [timer for timer in reversed(timers) if timer.lone.trained]
+    trained = []
+    for timer in reversed(timers):
+        if timer.lone.trained:
+            trained.append(timer)
     for _ in range(UNDER_WAY):
         for timer in timers:
             timer.forward("F")
@@ -156,8 +163,8 @@ def _turn(timers: Sequence[Timer]) -> None:
             timer.forward("F")
     for _ in range(UNDER_WAY):
         pending = [timer.split() for timer in trained]
-        for timer, each in zip(trained, pending):
-            timer.timed("W", timer.lone.stage.backward_weight, each)
+        for timer, products in zip(trained, pending):
+            timer.timed("W", timer.lone.stage.backward_weight, products)
 
 
 def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
@@ -210,7 +217,10 @@ def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
         start = perf_counter()
         optim.scaled_step(optimizer, scaler, measured.clip, lr=optimizer.lr)
         seconds.append(perf_counter() - start)
-    return median(seconds[1:]) / max(1, sum(stage.gradients.flat.size for stage in stages))
+    count = 0
+    for stage in stages:
+        count += stage.gradients.flat.size
+    return median(seconds[1:]) / max(1, count)
 
 
 def _sums(measured: MeasuredRanks) -> float:
@@ -223,10 +233,10 @@ def _sums(measured: MeasuredRanks) -> float:
     gradients = SimpleNamespace(flat=np.zeros(count, dtype_of(problem.dtype)))
     group = group_of(measured.mesh.comm)
     solo = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
-    alone, summed = (
-        step_seconds(solo, schedules.gpipe(1, 1), np.zeros(1), gradients=gradients, replicas=comm)
-        for comm in (None, replicas)
-    )
+    schedule = schedules.gpipe(1, 1)
+    array = np.zeros(1)
+    alone = step_seconds(solo, schedule, array, gradients)
+    summed = step_seconds(solo, schedule, array, gradients, replicas)
     group.agree("plan: all ranks have measured sums")
     solo.Free()
     return max(0.0, summed - alone) / count
@@ -236,7 +246,7 @@ def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
     """Count what one micro-batch keeps, without what several share."""
     problem = measured.problem
     example = measured.example(size, 1)
-    found, _ = layer_bytes(
+    layers, _ = layer_bytes(
         problem,
         measured.layers(),
         lambda stage: measured.loss_for(stage, size),
@@ -246,7 +256,7 @@ def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
     activation = [0] * (max(problem.kinds) + 1)
     split = [*activation]
     scratch = 0.0
-    for kind, layer in zip(problem.kinds, found):
+    for kind, layer in zip(problem.kinds, layers):
         activation[kind] = max(activation[kind], round(layer.saved + layer.keeps_input))
         split[kind] = max(split[kind], round(layer.pending + layer.pends_input))
         forward = layer.forward - layer.saved
@@ -255,6 +265,6 @@ def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
         tuple(activation),
         tuple(split),
         math.prod(measured.message_shape(size)) * dtype_of(problem.dtype).itemsize,
-        round(found[-1].loss),
+        round(layers[-1].loss),
         round(scratch),
     )

@@ -98,10 +98,14 @@ class PlanningProblem:
             parts = []
             for name, part in layer.walk(""):
                 for key, entry in part.declared.items():
-                    trained = " trained" if f"{place}{name}.{key}" in self.trained else ""
+                    trained = ""
+                    if f"{place}{name}.{key}" in self.trained:
+                        trained = " trained"
                     parts.append(f"{type(part).__name__} {name}.{key} {entry.shape}{trained}")
-            more = [f"{type(layer).__name__} of {self.inputs[place]}"] if self.inputs else []
-            signatures.append("; ".join([*parts, *more, f"{cost} operations"]))
+            if self.inputs:
+                parts.append(f"{type(layer).__name__} of {self.inputs[place]}")
+            parts.append(f"{cost} operations")
+            signatures.append("; ".join(parts))
         return tuple(signatures)
 
     @cached_property
@@ -132,8 +136,11 @@ class PlanningProblem:
         narrow = arrays.dtype(self.dtype).itemsize
         if narrow == self.wide:
             return count * self.wide
-        adapted = any(part.adapters for layer in self.layers for _, part in layer.walk(""))
-        elsewhere = 0 if adapted else trained - self._share(trained)
+        elsewhere = trained - self._share(trained)
+        for layer in self.layers:
+            for _, part in layer.walk(""):
+                if part.adapters:
+                    elsewhere = 0
         return (count - elsewhere) * self.wide + count * narrow
 
     def moment_bytes(self, trained: int) -> int:
@@ -167,7 +174,7 @@ class MeasuredRanks:
     problem: PlanningProblem
     mesh: Mesh
     layers: Callable[[], list[nn.Layer]]
-    loss_for: Callable[[nn.Stage, int], Callable[..., Any]]
+    loss_for: Callable[[nn.Stage, int], Callable[..., object]]
     example: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     message_shape: Callable[[int], tuple[int, ...]]
     optimizer: Callable[[Sequence[nn.Stage], Mesh | None], Optimizer]

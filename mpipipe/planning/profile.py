@@ -165,7 +165,9 @@ def parse_bytes(text: str) -> int:
     1536
     """
     short = re.sub("(?<=[KMGT])IB$", "", str(text).strip().upper())
-    unit = short[-1:] if short[-1:] in UNITS and short[-1:] else ""
+    unit = short[-1:]
+    if unit not in UNITS:
+        unit = ""
     try:
         count = float(short.removesuffix(unit))
     except ValueError:

@@ -90,7 +90,9 @@ class Space:
                 expected=f"at most {self.rows}, the sequences in each replica",
                 remedy="raise batch, or lower microbatches",
             )
-        known = {name for chunks in range(1, CHUNKS + 1) for name in names(chunks)}
+        known: set[str] = set()
+        for chunks in range(1, CHUNKS + 1):
+            known |= set(names(chunks))
         if self.fixed.get("schedule", "gpipe") not in known:
             raise ConfigError(
                 "unknown schedule",
@@ -113,27 +115,36 @@ class Space:
             return [self.fixed["microbatches"]]
         most = min(self.rows, MOST_PER_RANK * self.ranks)
         least = min(-(-self.ranks // self.fixed.get("slices", 1)), self.rows)
-        found = [count for count in range(least, most + 1) if self.rows % count == 0] or [most]
-        if len(found) <= COUNTS:
-            return found
-        return [found[round(place * (len(found) - 1) / (COUNTS - 1))] for place in range(COUNTS)]
+        divisors = []
+        for count in range(least, most + 1):
+            if self.rows % count == 0:
+                divisors.append(count)
+        if len(divisors) <= COUNTS:
+            return divisors or [most]
+        step = (len(divisors) - 1) / (COUNTS - 1)
+        return [divisors[round(place * step)] for place in range(COUNTS)]
 
     @property
     def forms(self) -> list[tuple[str, int]]:
         """(schedule, chunks) to try."""
         most = min(CHUNKS, self.layers // self.ranks)
+        tried = [*range(1, most + 1)]
+        if "chunks" in self.fixed:
+            tried = [self.fixed["chunks"]]
         partition = self.fixed.get("partition")
         if partition is not None:
-            tried = [len(partition) // self.ranks] if len(partition) % self.ranks == 0 else []
-        else:
-            tried = [self.fixed["chunks"]] if "chunks" in self.fixed else [*range(1, most + 1)]
-        return [
-            (name, chunks)
-            for chunks in tried
-            if chunks * self.ranks <= self.layers and chunks == self.fixed.get("chunks", chunks)
-            for name in names(chunks)
-            if name == self.fixed.get("schedule", name)
-        ]
+            chunks, rest = divmod(len(partition), self.ranks)
+            if rest or chunks != self.fixed.get("chunks", chunks):
+                return []
+            tried = [chunks]
+        forms = []
+        for chunks in tried:
+            if chunks * self.ranks > self.layers:
+                continue
+            for name in names(chunks):
+                if name == self.fixed.get("schedule", name):
+                    forms.append((name, chunks))
+        return forms
 
     @property
     def sizes(self) -> list[int]:
@@ -143,8 +154,11 @@ class Space:
     @property
     def recomputation(self) -> dict[str, Any]:
         """What is fixed of recomputation, by name."""
-        names = ("recompute", "recompute_limit")
-        return {name: self.fixed[name] for name in names if name in self.fixed}
+        fixed = {}
+        for name in ("recompute", "recompute_limit"):
+            if name in self.fixed:
+                fixed[name] = self.fixed[name]
+        return fixed
 
 
 def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) -> list[Plan]:
@@ -182,21 +196,31 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     >>> best.choice.schedule, best.prediction.seconds
     ('zero_bubble_h1', 13.0)
     """
-    most = math.inf if memory_limit is None else memory_limit
-    plans = list(_plans(profile, space, most))
-    kept = [plan for plan in plans if plan.prediction.peak <= most]
-    if not kept:
-        least = min((plan.prediction.peak for plan in plans), default=None)
+    most = math.inf
+    if memory_limit is not None:
+        most = memory_limit
+    plans = []
+    expected = "a plan that exists"
+    least = math.inf
+    for plan in _plans(profile, space, most):
+        peak = plan.prediction.peak
+        if peak <= most:
+            plans.append(plan)
+        if peak < least:
+            least = peak
+            expected = f"at least {exact_bytes(peak)}"
+    if not plans:
         raise ConfigError(
             "no plan keeps this memory limit",
             found=f"memory_limit {exact_bytes(memory_limit or 0)} on each rank",
-            expected="a plan that exists" if least is None else f"at least {exact_bytes(least)}",
+            expected=expected,
             remedy="raise the limit, use more ranks for a pipeline, or lower batch, seq_len or "
             "the sizes of the model",
         )
-    kept.sort(key=_rank)
-    refined = [_refined(profile, space, plan, most) for plan in kept[:REFINED]]
-    return sorted([*refined, *kept[REFINED:]], key=_rank)
+    plans.sort(key=_rank)
+    for place, plan in enumerate(plans[:REFINED]):
+        plans[place] = _refined(profile, space, plan, most)
+    return sorted(plans, key=_rank)
 
 
 def _rank(plan: Plan) -> tuple[float, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -69,22 +69,29 @@ class StageBytes:
 
 def joined(layers: Sequence[StageBytes]) -> StageBytes:
     """Return the bytes of layers in a row: an array between two of them is there once."""
-    saved = pending = forward = backward = input_grad = added = 0.0
+    tables = shared = drawing = keys = sums = 0.0
+    saved = pending = added = forward = backward = input_grad = weight_grad = 0.0
     before = StageBytes()
-    for each in layers:
-        forward = max(forward, saved + before.output - before.keeps_output + each.forward)
-        saved += each.saved + max(0, min(each.keeps_input, before.output) - before.keeps_output)
-        pending += each.pending + min(each.pends_input, before.output)
-        before = each
+    for layer in layers:
+        tables += layer.tables
+        shared = max(shared, layer.shared)
+        drawing = max(drawing, layer.drawing)
+        keys += layer.keys
+        sums += layer.sums
+        forward = max(forward, saved + before.output - before.keeps_output + layer.forward)
+        weight_grad = max(weight_grad, layer.weight_grad)
+        saved += layer.saved + max(0, min(layer.keeps_input, before.output) - before.keeps_output)
+        pending += layer.pending + min(layer.pends_input, before.output)
+        before = layer
     gradient = 0.0  # none for the output of the last layer
-    for each in reversed(layers):
-        backward = max(backward, gradient + each.backward)
-        input_grad = max(input_grad, added + gradient + each.input_grad)
-        added += each.added
-        gradient = each.input
+    for layer in reversed(layers):
+        backward = max(backward, gradient + layer.backward)
+        input_grad = max(input_grad, added + gradient + layer.input_grad)
+        added += layer.added
+        gradient = layer.input
     return StageBytes(
-        tables=sum(each.tables for each in layers) + max(each.shared for each in layers),
-        drawing=max(each.drawing for each in layers),
+        tables=tables + shared,
+        drawing=drawing,
         input=layers[0].input,
         output=before.output,
         saved=saved + before.loss,
@@ -92,17 +99,17 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
         forward=forward,
         backward=backward,
         input_grad=input_grad,
-        weight_grad=max(each.weight_grad for each in layers),
-        keys=sum(each.keys for each in layers),
-        sums=sum(each.sums for each in layers),
+        weight_grad=weight_grad,
+        keys=keys,
+        sums=sums,
     )
 
 
 def layer_bytes(
     problem: PlanningProblem,
     layers: list[nn.Layer],
-    loss_for: Callable[[nn.Stage], Callable[..., Any]],
-    example: tuple[Any, Any],
+    loss_for: Callable[[nn.Stage], Callable[..., object]],
+    example: tuple[Tree, Tree],
     frozen: Sequence[str] = (),
 ) -> tuple[list[StageBytes], dict[str, int]]:
     """Return the bytes of each layer of a model, and of what layers give and take by its names.
@@ -144,13 +151,15 @@ class LoneLayer:
 
     def taking_head(self) -> AbstractContextManager[None]:
         """Let the loss compute the product of the head in a block, if it does in a pipeline."""
-        return nullcontext() if self.loss is None else self.loss.taking_head()
+        if self.loss is None:
+            return nullcontext()
+        return self.loss.taking_head()
 
 
 def lone_layers(
     problem: PlanningProblem,
     layers: list[nn.Layer],
-    loss_for: Callable[[nn.Stage], Callable[..., Any]],
+    loss_for: Callable[[nn.Stage], Callable[..., object]],
     x: Tree,
     frozen: Sequence[str],
     values: dict[str, Tree],
@@ -179,7 +188,9 @@ def lone_layers(
             trained = not (below and layer.frozen)
             stage.end_backward(below and trained)
             stage.hand_on(stage.gives)
-            loss = None if layers else Loss(loss_for(stage))
+            loss = None
+            if not layers:
+                loss = Loss(loss_for(stage))
             known[key] = LoneLayer(stage, x, trained, loss, drawing)
         lone = known[key]
         yield lone
@@ -197,7 +208,7 @@ def _micro_batch(lone: LoneLayer, targets: Tree) -> StageBytes:
     dy: Tree = None
     shared = {*array_bytes((stage.buffers, x, targets))}
 
-    def forward() -> tuple[Tree, Any, Tree]:
+    def forward() -> tuple[Tree, nn.Saved, Tree]:
         nonlocal dy
         y, saved = stage.forward(x)
         if loss is not None:
@@ -211,20 +222,25 @@ def _micro_batch(lone: LoneLayer, targets: Tree) -> StageBytes:
         y, saved, gradient = forward()
         before = getattr(x, "main", x)
         after = getattr(y, "main", y)
-        kept = saved if lone.trained else ()
-        size, more = new_bytes([kept, gradient if loss else ()], shared)
+        for_backward: list[object] = []
+        if lone.trained:
+            for_backward.append(saved)
+        loss_gradient: list[object] = []
+        if loss is not None:
+            loss_gradient.append(gradient)
+        saved_size, loss_size = new_bytes([for_backward, loss_gradient], shared)
         sizes = StageBytes(
             input=bytes_of(before),
             output=bytes_of(after),
-            saved=size,
-            keeps_output=_within(after, kept),
-            keeps_input=_within(before, kept),
-            loss=more,
+            saved=saved_size,
+            keeps_output=_within(after, for_backward),
+            keeps_input=_within(before, for_backward),
+            loss=loss_size,
         )
-        least = size + more + sizes.output - sizes.keeps_output
+        least = saved_size + loss_size + sizes.output - sizes.keeps_output
         sizes = replace(sizes, forward=max(least, taken()))
         lone.shapes = shapes_of(y)
-        del y, after, kept
+        del y, after, for_backward, loss_gradient
         if not lone.trained:
             continue
         taken = taking()
@@ -255,18 +271,22 @@ def _micro_batch(lone: LoneLayer, targets: Tree) -> StageBytes:
     for _, part in stage.layers[0].walk(""):
         if not isinstance(part, ForeignLayer):
             parts.append(vars(part))
-    common, own = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
-    return replace(sizes, tables=own, shared=common)
+    common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
+    return replace(sizes, tables=tables, shared=common)
 
 
-def _within(tree: Tree, kept: Any) -> int:
+def _within(tree: Tree, kept: object) -> int:
     """Return the bytes of a tree that are among those of what is kept."""
-    places = array_bytes(kept)
-    return sum(size for place, size in array_bytes(tree).items() if place in places)
+    addresses = array_bytes(kept)
+    total = 0
+    for address, size in array_bytes(tree).items():
+        if address in addresses:
+            total += size
+    return total
 
 
 # Of a tree: shape and dtype of each array.
-Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, Any], ...]]"
+Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, np.dtype], ...]]"
 
 
 def shapes_of(tree: Tree) -> Shapes:
@@ -278,10 +298,12 @@ def shapes_of(tree: Tree) -> Shapes:
 def zeros_of(shapes: Shapes, gradient: bool = False) -> Tree:
     """Return a tree of zeros; of a gradient, integers have none."""
     structure, leaves = shapes
-    zeros: list[Any] = []
-    for shape, kind in leaves:
-        without = gradient and not arrays.is_floating(kind)
-        zeros.append(None if without else np.zeros(shape, kind))
+    zeros: list[np.ndarray | None] = []
+    for shape, dtype in leaves:
+        if gradient and not arrays.is_floating(dtype):
+            zeros.append(None)
+        else:
+            zeros.append(np.zeros(shape, dtype))
     return arrays.unflatten(zeros, structure)
 
 
@@ -344,7 +366,7 @@ def rank_bytes(
     problem: PlanningProblem,
     plan: LayerPlan,
     measured: tuple[Sequence[StageBytes], Mapping[str, int]],
-    example: tuple[Any, Any],
+    example: tuple[Tree, Tree],
     *,
     recompute: bool,
     copied: bool,
@@ -355,14 +377,17 @@ def rank_bytes(
     `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at
     the end for a sample, and `shares` are those of the slices in a sequence.
     """
-    schedule = before_backwards(plan.schedule) if recompute else plan.schedule
+    schedule = plan.schedule
+    if recompute:
+        schedule = before_backwards(schedule)
     layers, named = measured
     if problem.seq > 1 or schedule.slices > 1:
         rows, length, *_ = arrays.flatten(example[0])[0][0].shape
         layers = list(layers)
         for place, layer in enumerate(problem.layers):
-            widths = [2 * part.kv_heads * part.head_dim for part in attentions([layer])]
-            counts = [width * rows * length for width in widths]
+            counts = []
+            for part in attentions([layer]):
+                counts.append(2 * part.kv_heads * part.head_dim * rows * length)
             if problem.seq > 1:
                 layers[place] = _with_ring(layers[place], counts, problem.dtype)
             if schedule.slices > 1:
@@ -371,7 +396,11 @@ def rank_bytes(
     inputs = [stage.input for stage in stages]
     for skip in schedule.skips:
         inputs[skip.target] += named[skip.name]
-    for name, source in {(skip.name, skip.source) for skip in schedule.skips}:
+    # A value that several stages take leaves its stage once.
+    sources = {}
+    for skip in schedule.skips:
+        sources[skip.name] = skip.source
+    for name, source in sources.items():
         output = stages[source].output + named[name]
         stages[source] = replace(stages[source], output=output)
     timeline = simulate(schedule)
@@ -381,40 +410,57 @@ def rank_bytes(
     wide = problem.wide
     ranks = []
     for rank in range(problem.ranks):
-        window = receive_window(timeline, rank) if schedule.ranks > 1 else 0
+        window = 0
+        if schedule.ranks > 1:
+            window = receive_window(timeline, rank)
         peak = map(round, peak_of_step(schedule, rank, stages, inputs, window, shares))
         activations, messages, scratch = peak
         batch = [schedule.placement[0], schedule.placement[-1]].count(rank) * row
-        ranges = plan.ranges_of(rank)
-        sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
-        own = [stages[number] for number in schedule.stages_of(rank)]
-        count = sum(sizes)
-        trained = sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
+        ranges = {}
+        counts = []
+        trained = 0
+        tables = 0.0
+        drawing = 0.0
+        for stage in schedule.stages_of(rank):
+            start, stop = plan.layer_ranges[stage]
+            ranges[stage] = start, stop
+            counts.append(parameters_of(problem.layers[start:stop]))
+            trained += sum(problem.trained_counts[start:stop])
+            tables += stages[stage].tables
+            drawing = max(drawing, stages[stage].drawing)
+        count = sum(counts)
         step = activations + messages + scratch + batch
         parameters = problem.parameter_bytes(count, trained)
         elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
         buffers = []
         if copied:
-            buffers += [size * wide for size in (*sizes, *sizes)]
+            for size in counts:
+                buffers += [size * wide] * 2
         if elsewhere:
             buffers.append(trained * wide)
+        sample = 0
+        if buffers:
+            sample = _with_buffers(step, buffers)
+        sums = 0
+        if problem.replicas * problem.seq > 1:
+            # MPI sums with a buffer as large, where a step has been.
+            sums = trained * wide
         ranks.append(
             RankBytes(
                 rank=rank,
-                stages=dict(zip(plan.schedule.stages_of(rank), ranges)),
+                stages=ranges,
                 count=count,
                 parameters=parameters,
                 gradients=trained * wide,
                 moments=problem.moment_bytes(trained),
-                tables=round(sum(stage.tables for stage in own)),
+                tables=round(tables),
                 activations=activations,
                 messages=messages,
                 scratch=scratch,
                 batch=batch,
-                start=round(max(stage.drawing for stage in own)) + elsewhere,
-                sample=_with_buffers(step, buffers) if buffers else 0,
-                # MPI sums with a buffer as large, where a step has been
-                sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
+                start=round(drawing) + elsewhere,
+                sample=sample,
+                sums=sums,
                 process=process,
             )
         )
@@ -475,7 +521,9 @@ def peak_of_step(
         largest = max([largest, *ends])
     largest *= max(shares)
     order = schedule.orders[rank]
-    receives = [op in "FBI" and away[stage][op != "F"] for stage, op, _ in order]
+    receives = []
+    for stage, op, _ in order:
+        receives.append(op in "FBI" and away[stage][op != "F"])
     waiting = sum(receives)
     best = (0.0, 0.0, 0.0)
     activations = 0.0
@@ -489,17 +537,21 @@ def peak_of_step(
         own = of_stages[stage]
         trained = schedule.has_backward(stage)
         from_away, to_away = away[stage]
-        here = inputs[stage] if stage and not from_away else 0.0
+        local_input = 0.0
+        if stage and not from_away:
+            local_input = inputs[stage]
         if receiving:
             buffers = max(buffers, leased + min(window, waiting))
             waiting -= 1
             leased += 1
         elif op == "F":
-            local += here
+            local += local_input
         stays = op == "R"
         if op == "F":
             stays = trained and (stage, microbatch) not in schedule.recomputed
-        saved = own.saved if stays else 0.0
+        saved = 0.0
+        if stays:
+            saved = own.saved
         scratch, more = {
             "F": (own.forward - saved, saved),
             "R": (own.forward - saved, saved),
@@ -526,17 +578,18 @@ def peak_of_step(
             leaving = inputs[stage]
         # The input of the forward, and the gradient of the output.
         if op in "BW" or (op == "F" and not trained):
-            local -= here
+            local -= local_input
             leased -= from_away + (op != "F" and to_away)
     return best
 
 
 def share_of(whole: StageBytes, share: float) -> StageBytes:
     """Return the bytes of a slice that has this share of a sequence."""
-    kept = {
-        name: share * size for name, size in vars(whole).items() if name not in ("keys", "sums")
-    }
-    return replace(whole, **kept)
+    sizes = {}
+    for name, size in vars(whole).items():
+        if name not in ("keys", "sums"):
+            sizes[name] = share * size
+    return replace(whole, **sizes)
 
 
 # -- Attention over a ring takes messages with keys and values; slices have those of a sequence ----
@@ -590,14 +643,17 @@ def check_training(
     batch. `sample` are the bytes of inputs and targets of one sample, `message` those that a layer
     hands to the next for a micro-batch.
     """
-    own = plan.layers_of(rank)
-    count = parameters_of([problem.layers[layer] for layer in own])
+    layers = plan.layers_of(rank)
+    count = 0
+    trained = 0
+    for layer in layers:
+        count += parameters_of([problem.layers[layer]])
+        trained += problem.trained_counts[layer]
     needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * problem.wide}
     if device == "cpu":
-        trained = sum(problem.trained_counts[layer] for layer in own)
         state = trained * problem.wide + problem.moment_bytes(trained)
         needs[f"gradients and state of {problem.optimizer}"] = state
-        needs["activations of one micro-batch"] = len(own) * message
+        needs["activations of one micro-batch"] = len(layers) * message
     check_memory(
         f"training on pipeline rank {rank}",
         needs,

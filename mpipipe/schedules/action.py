@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 FORWARD = "F"
@@ -39,7 +40,9 @@ class Action(NamedTuple):
 def cell(action: tuple[int, str, int], slices: int) -> str:
     """Write an action as ``2F0``, or with its slice as ``2F0.1``."""
     stage, op, unit = action
-    return f"{stage}{op}{unit}" if slices == 1 else f"{stage}{op}{unit // slices}.{unit % slices}"
+    if slices == 1:
+        return f"{stage}{op}{unit}"
+    return f"{stage}{op}{unit // slices}.{unit % slices}"
 
 
 def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
@@ -47,6 +50,11 @@ def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
     if slices == 1 or unit is None:
         return {"microbatch": unit}
     return {"microbatch": unit // slices, "slice": unit % slices}
+
+
+def recomputed_in(order: Iterable[Action]) -> set[tuple[int, int]]:
+    """Return every (stage, unit) whose forward an order runs again, by an R."""
+    return {(stage, unit) for stage, op, unit in order if op == RECOMPUTE}
 
 
 Order: TypeAlias = "tuple[Action, ...]"

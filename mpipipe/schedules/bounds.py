@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
 from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, first_trained
 
 
 def lower_bound(
@@ -65,9 +66,13 @@ def lower_bound(
     whole = _stages(schedule, costs, shortest, schedule.slices / shortest)
     bounds: list[float] = []
     for rank in range(schedule.ranks):
-        numbers = schedule.stages_of(rank)
-        bounds += _busy([whole[number] for number in numbers], schedule.units / shortest)
-        trained = [stages[number] for number in numbers if stages[number].is_trained]
+        own = []
+        trained = []
+        for stage in schedule.stages_of(rank):
+            own.append(whole[stage])
+            if stages[stage].is_trained:
+                trained.append(stages[stage])
+        bounds += _busy(own, schedule.units / shortest)
         if trained:
             bounds += _round_trip(trained, schedule.units, limit)
     return max(bounds)
@@ -76,10 +81,12 @@ def lower_bound(
 def _whole_limit(schedule: Schedule, memory_limit: float | None) -> int:
     """Return a limit as a number of activations; refuse one that no schedule keeps."""
     memory_limit = checks.limit(memory_limit)
-    on_ranks = Counter(schedule.placement[_trained_from(schedule) :])
+    on_ranks = Counter(schedule.placement[first_trained(schedule) :])
     stages = max(on_ranks.values(), default=1)
     most = stages * schedule.units
-    least = 1 if schedule.recomputed else stages * schedule.slices
+    least = stages * schedule.slices
+    if schedule.recomputed:
+        least = 1
     if memory_limit is not None and not memory_limit >= least:
         raise ArgumentError(
             "no schedule keeps this memory limit",
@@ -90,10 +97,6 @@ def _whole_limit(schedule: Schedule, memory_limit: float | None) -> int:
     if memory_limit is None or schedule.recomputed:
         return most
     return math.floor(min(memory_limit, most))
-
-
-def _trained_from(schedule: Schedule) -> int:
-    return schedule.stages if schedule.forwards_only else schedule.trained_from
 
 
 class _Stage(NamedTuple):
@@ -113,40 +116,46 @@ class _Stage(NamedTuple):
 def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> list[_Stage]:
     """Return the stages with the share of the mean time that each slice takes."""
     count = schedule.stages
-    first = _trained_from(schedule)
-    trained = [stage >= first for stage in range(count)]
-    forward = [share * time for time in costs.per_stage("forward", count)]
-    per_stage = zip(costs.per_stage("input_grad", count), trained)
-    input_grad = [share * time * has_backward for time, has_backward in per_stage]
-    per_stage = zip(costs.per_stage("weight_grad", count), trained)
-    weight_grad = [share * time * has_backward for time, has_backward in per_stage]
+    first = first_trained(schedule)
+    forward = costs.per_stage("forward", count)
+    input_grad = costs.per_stage("input_grad", count)
+    weight_grad = costs.per_stage("weight_grad", count)
+    for stage in range(count):
+        forward[stage] *= share
+        input_grad[stage] *= share * (stage >= first)
+        weight_grad[stage] *= share * (stage >= first)
     hop = hops(schedule.placement, costs.per_stage("transfer", count))
     forward_begins = [0.0]
     input_follow = [weight_grad[0]]
     for stage in range(1, count):
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
-        travels = (
-            hop[stage] + input_grad[stage - 1] + input_follow[-1] if trained[stage - 1] else 0.0
-        )
+        travels = 0.0
+        if stage > first:
+            travels = hop[stage] + input_grad[stage - 1] + input_follow[-1]
         input_follow.append(max(weight_grad[stage], travels))
     input_begins = [forward_begins[-1] + slices * forward[-1]]
     forward_follow = [slices * input_grad[-1] + input_follow[-1]]
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
-    times = (
-        forward,
-        input_grad,
-        weight_grad,
-        forward_begins,
-        input_begins[::-1],
-        forward_follow[::-1],
-        input_follow,
-    )
-    again = Counter(stage for stage, _ in schedule.recomputed)
     recompute = costs.per_stage("recompute", count)
-    recomputations = [again[stage] * share * recompute[stage] for stage in range(count)]
-    return [_Stage(*row) for row in zip(trained, *times, recomputations)]
+    again = Counter(stage for stage, _ in schedule.recomputed)
+    stages = []
+    for stage in range(count):
+        stages.append(
+            _Stage(
+                stage >= first,
+                forward[stage],
+                input_grad[stage],
+                weight_grad[stage],
+                forward_begins[stage],
+                input_begins[count - 1 - stage],
+                forward_follow[count - 1 - stage],
+                input_follow[stage],
+                again[stage] * share * recompute[stage],
+            )
+        )
+    return stages
 
 
 def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
@@ -155,30 +164,27 @@ def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
     Valid since all of that work is on one rank, after the earliest of these begins and before the
     latest of its ends.
     """
-    trained = [stage for stage in own if stage.is_trained]
-    kinds = [
-        (stage.forward_begins, microbatches * stage.forward, stage.forward_follow) for stage in own
-    ]
-    kinds += [
-        (stage.input_begins, microbatches * stage.input_grad, stage.input_follow)
-        for stage in trained
-    ]
-    kinds += [
-        (stage.input_begins + stage.input_grad, microbatches * stage.weight_grad, 0.0)
-        for stage in trained
-    ]
-    for stage in trained:
-        work = stage.recomputations
-        kinds.append(
-            (stage.forward_begins + stage.forward, work, stage.input_grad + stage.input_follow)
-        )
-    for begin in {kind[0] for kind in kinds}:
-        for follow in {kind[2] for kind in kinds}:
-            chosen = [
-                work for begins, work, follows in kinds if begins >= begin and follows >= follow
-            ]
-            if chosen:
-                yield begin + math.fsum(chosen) + follow
+    actions: list[tuple[float, float, float]] = []
+    for stage in own:
+        forwards = microbatches * stage.forward
+        actions.append((stage.forward_begins, forwards, stage.forward_follow))
+        if not stage.is_trained:
+            continue
+        inputs = microbatches * stage.input_grad
+        actions.append((stage.input_begins, inputs, stage.input_follow))
+        weights = microbatches * stage.weight_grad
+        actions.append((stage.input_begins + stage.input_grad, weights, 0.0))
+        forward_ends = stage.forward_begins + stage.forward
+        follow = stage.input_grad + stage.input_follow
+        actions.append((forward_ends, stage.recomputations, follow))
+    begins, _, follows = map(set, zip(*actions))
+    for begin, follow in product(begins, follows):
+        chosen = []
+        for action_begins, work, action_follow in actions:
+            if action_begins >= begin and action_follow >= follow:
+                chosen.append(work)
+        if chosen:
+            yield begin + math.fsum(chosen) + follow
 
 
 def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[float]:
@@ -186,11 +192,17 @@ def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterato
 
     With one stage each limit-th F waits for the W of a micro-batch that has been away in between.
     """
-    begin = min(stage.forward_begins for stage in own)
-    follow = min(stage.input_follow for stage in own)
-    away = math.fsum(stage.input_begins - stage.forward_begins + stage.input_grad for stage in own)
+    # Stages rise: the first one begins the earliest, and the least follows on it.
+    begin = own[0].forward_begins
+    follow = own[0].input_follow
+    trips = []
+    weights = []
+    for stage in own:
+        trips.append(stage.input_begins - stage.forward_begins + stage.input_grad)
+        weights.append(stage.weight_grad)
+    away = math.fsum(trips)
     yield begin + microbatches * away / limit + follow
-    yield begin + microbatches * (away + math.fsum(stage.weight_grad for stage in own)) / limit
+    yield begin + microbatches * (away + math.fsum(weights)) / limit
     if len(own) == 1:
         (only,) = own
         trip = only.input_begins - only.forward_begins + only.input_grad + only.weight_grad

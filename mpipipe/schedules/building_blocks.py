@@ -23,7 +23,7 @@ raise ArgumentError. `slices` are those of classic.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -138,8 +138,11 @@ def _repeated(
     units = microbatches * slices
     costs = costs.of_mean_slice()
     # Its actions fall on the same cells of the six.
-    small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD
-    average = costs if small == ranks else costs.average(2 * ranks)
+    small = ranks
+    average = costs
+    if ranks >= 2 * PERIOD:
+        small = PERIOD + ranks % PERIOD
+        average = costs.average(2 * ranks)
     few_units = min(units, small + TRIED)
     few = StageTimes(v_placement(small), few_units, average)
     tried = []
@@ -171,11 +174,12 @@ def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]
         return True
 
     cells = range(1, PERIOD + 1)
-    every = (
-        BuildingBlock(steps, (first, second, third))
-        for first, second, third in product(cells, cells, cells)
-    )
-    return sorted(filter(is_free, every), key=lambda each: sum(each.turns))[:BLOCKS]
+    blocks = []
+    for turns in product(cells, cells, cells):
+        block = BuildingBlock(steps, turns)
+        if is_free(block):
+            blocks.append(block)
+    return sorted(blocks, key=lambda block: sum(block.turns))[:BLOCKS]
 
 
 def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]:
@@ -198,9 +202,11 @@ def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]
 def _queues(ranks: int, units: int, block: BuildingBlock) -> Queues:
     queues = []
     for rank in range(ranks):
-        cells = _cells(ranks, rank, block)
-        runs = sorted((cell + PERIOD * unit, task) for cell, task in cells for unit in range(units))
-        queues.append([[task for _, task in runs]])
+        runs = []
+        for cell, task in _cells(ranks, rank, block):
+            for unit in range(units):
+                runs.append((cell + PERIOD * unit, task))
+        queues.append([[task for _, task in sorted(runs)]])
     return queues
 
 
@@ -290,11 +296,9 @@ def zero_bubble_2p(
     )
     units = microbatches * slices
     costs = costs.of_mean_slice()
-    limit = (
-        2 * ranks
-        if memory_limit is None
-        else checks.number("memory_limit", memory_limit) - (slices - 1)
-    )
+    limit: float = 2 * ranks
+    if memory_limit is not None:
+        limit = checks.number("memory_limit", memory_limit) - (slices - 1)
     if not limit >= 1:
         raise ArgumentError(
             "no schedule keeps this memory limit",
@@ -310,17 +314,24 @@ def zero_bubble_2p(
 
         return looped("zero_bubble_2p", ranks, 1, microbatches, order, slices=slices)
     small = min(ranks, MANY)
-    average = costs if small == ranks else costs.average(ranks)
+    average = costs
+    if small < ranks:
+        average = costs.average(ranks)
     few = _Ranks(small, min(units, 3 * small), average, limit * small / ranks, kept)
-    rules = [Rule(*rule) for rule in product(("ranks", "time"), SLOPES, (0, 1), PATIENCES)]
-    rules += [Rule(kind, 0.0, 0, patience) for kind in ("I", "F") for patience in PATIENCES]
-    tried = sorted(
-        (filled.score, rule) for rule in rules if (filled := few.filled(rule)) is not None
-    )
-    whole = _Ranks(ranks, units, costs, limit, kept)
+    rules = []
+    for patience in PATIENCES:
+        rules += [Rule("I", 0.0, 0, patience), Rule("F", 0.0, 0, patience)]
+        for kind, slope, more in product(("ranks", "time"), SLOPES, (0, 1)):
+            rules.append(Rule(kind, slope, more, patience))
+    # Each score begins with the time; equal ones are in the order of their rules.
+    tried = few.tried(rules)
+    tried.sort(key=lambda result: (result[0].score, result[1]))
     number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
-    finalists = dict.fromkeys([*(rule for _, rule in tried[:number]), H1])
-    best = min(filled for rule in finalists if (filled := whole.filled(rule)) is not None)
+    finalists = {H1}
+    for _, rule in tried[:number]:
+        finalists.add(rule)
+    whole = _Ranks(ranks, units, costs, limit, kept)
+    best, _ = min(whole.tried(finalists))
     return in_slices(whole.times.schedule("zero_bubble_2p", best.orders), slices)
 
 
@@ -334,6 +345,15 @@ class _Ranks:
         self.kept = kept
         self.away = _away(costs, ranks)
 
+    def tried(self, rules: Iterable[Rule]) -> list[tuple[Filled, Rule]]:
+        """Return the orders by each rule with which they end."""
+        results = []
+        for rule in rules:
+            filled = self.filled(rule)
+            if filled is not None:
+                results.append((filled, rule))
+        return results
+
     def filled(self, rule: Rule) -> Filled | None:
         """Return the orders by a rule; None where the memory does not let them end."""
         most = max(1, int(min(self.limit, self.units)))
@@ -343,14 +363,13 @@ class _Ranks:
             inputs = 3 * rank + 1
             if rule.kind in ("I", "F"):
                 both = [[inputs] * self.units, [forward] * self.units]
-                queues.append(both if rule.kind == "I" else both[::-1])
+                if rule.kind == "F":
+                    both.reverse()
+                queues.append(both)
                 continue
-            later = rule.slope * (len(self.away) - 1 - rank)
-            ahead = (
-                math.ceil(later - 1e-9)
-                if rule.kind == "ranks"
-                else math.floor(rule.slope / 2 * away + 1e-9)
-            )
+            ahead = math.floor(rule.slope / 2 * away + 1e-9)
+            if rule.kind == "ranks":
+                ahead = math.ceil(rule.slope * (len(self.away) - 1 - rank) - 1e-9)
             first = min(1 + rule.more + ahead, most)
             in_turn = [inputs, forward] * (self.units - first)
             queues.append([[forward] * first + in_turn + [inputs] * first])

@@ -48,10 +48,13 @@ def sizes(
     values = dict(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
     converted = counts(**values)
     if math.prod(converted) > MOST_UNITS:
-        named = " x ".join(f"{size:,} {name}" for name, size in zip(values, converted) if size > 1)
+        factors = []
+        for name, size in zip(values, converted):
+            if size > 1:
+                factors.append(f"{size:,} {name}")
         raise ArgumentError(
             "the schedule is too large: each rank builds and proves the orders of all ranks",
-            found=f"{math.prod(converted):,} forwards: {named}",
+            found=f"{math.prod(converted):,} forwards: {' x '.join(factors)}",
             expected=f"at most {MOST_UNITS:,} forwards",
             remedy="lower microbatches, slices or chunks, or split the job into several pipelines",
         )
@@ -60,12 +63,11 @@ def sizes(
 
 def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
     """Convert a number, or one for each stage, to floats; refuse negative or huge ones."""
-    values: Any = [value] * stages if isinstance(value, Real) else value
-    try:
-        numbers = [float(number) for number in values]
-    except (TypeError, ValueError, OverflowError):
-        numbers = []
-    if len(numbers) != stages or not all(0 <= number <= LARGEST for number in numbers):
+    values: Any = value
+    if isinstance(value, Real):
+        values = [value] * stages
+    numbers = floats(values, stages)
+    if numbers is None:
         raise ArgumentError(
             f"{what} does not fit the schedule",
             found=f"{name}={value!r}",
@@ -74,7 +76,18 @@ def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: 
     return numbers
 
 
-def number(name: str, value: Any) -> Any:
+def floats(values: Sequence[float], count: int) -> list[float] | None:
+    """Convert to floats; return None if they are not as many numbers from 0 to LARGEST."""
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if len(numbers) == count and all(0 <= number <= LARGEST for number in numbers):
+        return numbers
+    return None
+
+
+def number(name: str, value: float) -> float:
     """Return `value`; refuse by name True, text, NaN and whatever else is no number."""
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
         raise ArgumentError(
@@ -83,6 +96,8 @@ def number(name: str, value: Any) -> Any:
     return value
 
 
-def limit(memory_limit: Any) -> Any:
+def limit(memory_limit: float | None) -> float | None:
     """Return a limit of memory, None if there is none; refuse what is no number."""
-    return None if memory_limit is None else number("memory_limit", memory_limit)
+    if memory_limit is None:
+        return None
+    return number("memory_limit", memory_limit)

@@ -58,8 +58,8 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
         )
 
     def order(rank: int, units: int) -> list[Action]:
-        forwards = [Action(rank, FORWARD, unit) for unit in range(units)]
-        backwards = [Action(rank, BACKWARD, unit) for unit in range(units)]
+        forwards = actions_of(rank, FORWARD, range(units))
+        backwards = actions_of(rank, BACKWARD, range(units))
         if backward == "lifo":
             backwards.reverse()
         return forwards + backwards
@@ -167,9 +167,9 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -
         stages = range(rank, chunks * ranks, ranks)
         actions = []
         for stage in stages:
-            actions += [Action(stage, FORWARD, unit) for unit in range(units)]
+            actions += actions_of(stage, FORWARD, range(units))
         for stage in reversed(stages):
-            actions += [Action(stage, BACKWARD, unit) for unit in range(units)]
+            actions += actions_of(stage, BACKWARD, range(units))
         return actions
 
     return looped("looped_bfs", ranks, chunks, microbatches, order, slices=slices)
@@ -224,8 +224,13 @@ def in_groups(op: str, ranks: int, chunks: int, units: int, rank: int) -> list[A
     actions = []
     for group in _groups(ranks, units):
         for stage in stages:
-            actions += [Action(stage, op, unit) for unit in group]
+            actions += actions_of(stage, op, group)
     return actions
+
+
+def actions_of(stage: int, op: str, units: range) -> list[Action]:
+    """List one action of a stage for each unit."""
+    return [Action(stage, op, unit) for unit in units]
 
 
 def forwards_ahead(ranks: int, chunks: int, units: int, rank: int, step: int) -> int:

@@ -57,12 +57,18 @@ def from_csv(text: str) -> Schedule:
         raise ScheduleError(
             "the schedule is empty", expected="one row per rank, one cell like 2F0 per action"
         )
-    microbatches = 1 + max(action.microbatch for order in orders for action in order) // slices
+    highest = 0
+    for order in orders:
+        for action in order:
+            highest = max(highest, action.microbatch)
+    microbatches = 1 + highest // slices
     placement = _placement(orders, slices)
     actions = sum(map(len, orders))
     # Refused before each of them takes memory.
     if (needed := len(placement) * microbatches * slices) > max(actions, LISTED):
-        slice = f", the highest slice {slices - 1}" if slices > 1 else ""
+        slice = ""
+        if slices > 1:
+            slice = f", the highest slice {slices - 1}"
         raise ScheduleError(
             "most actions of the schedule are missing",
             found=f"{counted(actions, 'action')}, the highest micro-batch is "
@@ -110,17 +116,17 @@ def _orders(text: str, slices: int) -> Iterator[Order]:
     blank: list[tuple[int, list[str]]] = []
     try:
         for rank, row in enumerate(rows):
-            if not any(cell.strip() for cell in row):
+            if not "".join(row).strip():
                 blank.append((rank, row))
                 continue
-            for number, each in (*blank, (rank, row)):
-                yield tuple(_actions(number, each, slices))
+            for number, cells in (*blank, (rank, row)):
+                yield tuple(_actions(number, cells, slices))
     except csv.Error as error:
         raise ScheduleError(f"row {rows.line_num}: {error}", expected=EXPECTED) from error
 
 
 def _actions(rank: int, row: Sequence[str], slices: int) -> Iterator[Action]:
-    if not any(cell.strip() for cell in row):
+    if not "".join(row).strip():
         raise ScheduleError(
             f"row {rank + 1} has no actions",
             rank=rank,
@@ -130,8 +136,11 @@ def _actions(rank: int, row: Sequence[str], slices: int) -> Iterator[Action]:
     for column, cell in enumerate(row, 1):
         cell = cell.strip()
         if cell:
+            parts = [cell]
             pair = OVERLAP.fullmatch(cell)
-            for part in pair[1].split(";") if pair else [cell]:
+            if pair:
+                parts = pair[1].split(";")
+            for part in parts:
                 yield _action(rank, column, part.strip(), slices)
 
 
@@ -179,7 +188,7 @@ def _placement(orders: Sequence[Order], slices: int) -> tuple[int, ...]:
                 )
     stages = len(home)
     if max(home) >= stages:
-        absent = next(stage for stage in range(stages) if stage not in home)
+        absent = min(set(range(stages)).difference(home))
         raise ScheduleError(
             f"stage {absent} has no actions",
             stage=absent,

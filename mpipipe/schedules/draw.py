@@ -25,31 +25,37 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     rank 1 ....1F0 1B0---- 1F1 1B1---- ........
     """
     result = simulate(schedule, costs)
-    labels = max(len(schedule.cell(action)) for order in schedule.orders for action in order)
-    shortest = min(
-        (end - start for spans in result.spans for _, start, end in spans if end > start),
-        default=1.0,
-    )
+    labels = 0
+    times = []
+    for spans in result.spans:
+        for action, start, end in spans:
+            labels = max(labels, len(schedule.cell(action)))
+            if end > start:
+                times.append(end - start)
+    shortest = min(times, default=1.0)
     # Columns for the shortest action.
     room = int(COLUMNS * shortest / max(result.makespan, shortest))
     written = room > labels
-    room = labels + 1 if written else room
+    if written:
+        room = labels + 1
     # Whole columns per action where each can have one; else all of the time squeezed into the
     # columns.
-    scale = room / shortest if room else COLUMNS / result.makespan
+    if room:
+        scale = room / shortest
+    else:
+        scale = COLUMNS / result.makespan
     columns = round(result.makespan * scale)
-    names = [f"rank {rank} " for rank in range(schedule.ranks)]
-    width = max(map(len, names))
+    width = len(f"rank {schedule.ranks - 1} ")
     lines = []
-    for name, spans in zip(names, result.spans):
+    for rank, spans in enumerate(result.spans):
         line = [IDLE] * columns
         for action, start, end in spans:
             first = round(start * scale)
             stop = round(end * scale)
             room = stop - first
-            label = (
-                f"{schedule.cell(action).ljust(room - 1, BUSY)} " if written else action.op * room
-            )
+            label = action.op * room
+            if written:
+                label = f"{schedule.cell(action).ljust(room - 1, BUSY)} "
             line[first:stop] = label[:room]
-        lines.append(name.ljust(width) + "".join(line).rstrip())
+        lines.append(f"rank {rank} ".ljust(width) + "".join(line).rstrip())
     return "\n".join(lines)

@@ -55,15 +55,19 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
         )
     # The cost of the layers ahead of each layer.
     before = list(accumulate(units, initial=0))
-    return _most_even(before, stages, _bottleneck(before, stages))
+    return _most_even(before, stages, _bottleneck(before, stages, max(units)))
 
 
 def _whole_numbers(costs: Sequence[float | Fraction]) -> list[int]:
     """Scale the costs to integers: every float is a fraction, and integers add without rounding."""
     fractions = []
+    unit = 1
     for layer, cost in enumerate(costs):
         try:
-            fractions.append(Fraction(cost if isinstance(cost, Rational) else float(cost)))
+            if isinstance(cost, Rational):
+                fractions.append(Fraction(cost))
+            else:
+                fractions.append(Fraction(float(cost)))
         except (TypeError, ValueError, OverflowError):
             fractions.append(Fraction(-1))
         if fractions[-1] < 0:
@@ -72,13 +76,12 @@ def _whole_numbers(costs: Sequence[float | Fraction]) -> list[int]:
                 found=f"{cost!r}",
                 expected="a finite number of at least 0",
             )
-    unit = math.lcm(*(fraction.denominator for fraction in fractions))
+        unit = math.lcm(unit, fractions[-1].denominator)
     return [int(fraction * unit) for fraction in fractions]
 
 
-def _bottleneck(before: list[int], stages: int) -> int:
-    """Find by bisection the least cost of the most expensive stage."""
-    low = max(stop - start for start, stop in pairwise(before))
+def _bottleneck(before: list[int], stages: int, low: int) -> int:
+    """Find by bisection the least cost of the most expensive stage, which is at least `low`."""
     high = before[-1]
     while low < high:
         limit = (low + high) // 2
@@ -112,21 +115,17 @@ def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[in
         rest = tables[-1]
         table = {}
         for start in range(layers):
-            stops = (
-                stop
-                for stop in range(start + 1, _stop(before, start, bottleneck) + 1)
-                if stop in rest
-            )
-            cut = min(
-                ((rest[stop][0] + unevenness(start, stop), -stop) for stop in stops), default=None
-            )
-            if cut is not None:
-                table[start] = cut
+            cuts = []
+            for stop in range(start + 1, _stop(before, start, bottleneck) + 1):
+                if stop in rest:
+                    cuts.append((rest[stop][0] + unevenness(start, stop), -stop))
+            if cuts:
+                table[start] = min(cuts)
         tables.append(table)
-    cuts = [0]
+    starts = [0]
     for table in tables[:0:-1]:
-        cuts.append(-table[cuts[-1]][1])
-    return list(pairwise(cuts))
+        starts.append(-table[starts[-1]][1])
+    return list(pairwise(starts))
 
 
 # -- Schedules of models of which a part is frozen -------------------------------------------------
@@ -159,17 +158,17 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
     1F0,1I0,1W0
     2F0,2B0
     """
-    strange = sorted(stage for stage in frozen if not 0 <= stage < schedule.stages)
-    trained = [stage for stage in range(schedule.stages) if stage not in frozen]
-    if strange or not trained:
+    stages = set(range(schedule.stages))
+    if not set(frozen) < stages:
         raise ArgumentError(
             "frozen stages do not fit the schedule",
             found=f"frozen {sorted(frozen)} of {counted(schedule.stages, 'stage')}",
             expected="some of the stages, and not all of them",
             remedy="leave something to train",
         )
-    orders = tuple(tuple(_left(trained[0], frozen, order)) for order in schedule.orders)
-    return replace(schedule, orders=orders, trained_from=trained[0])
+    first = min(stages.difference(frozen))
+    orders = [tuple(_left(first, frozen, order)) for order in schedule.orders]
+    return replace(schedule, orders=orders, trained_from=first)
 
 
 def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Iterator[Action]:
@@ -177,5 +176,7 @@ def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Itera
         stage, op, microbatch = action
         if op == FORWARD or (stage >= first and stage not in frozen):
             yield action
+        elif stage >= first and op == INPUT_GRAD:
+            yield Action(stage, BACKWARD, microbatch)
         elif stage >= first and op != WEIGHT_GRAD:
-            yield Action(stage, BACKWARD, microbatch) if op == INPUT_GRAD else action
+            yield action

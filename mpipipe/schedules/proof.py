@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import (
@@ -172,7 +172,9 @@ def _check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list
                 and type(op) is str
                 and 0 <= microbatch < count
             )
-            state = states.get(stage) if known else None
+            state = None
+            if known:
+                state = states.get(stage)
             if state is not None:
                 after = NEXT.get((state[microbatch], op))
                 if after is not None and (after == FORWARDED or stage >= trained_from):
@@ -194,7 +196,9 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
     if type(stage) is not int or not 0 <= stage < schedule.stages:
         return f"there is no stage {stage!r}", f"a stage from 0 to {schedule.stages - 1}"
     if type(microbatch) is not int or not 0 <= microbatch < schedule.units:
-        noun = "micro-batch" if schedule.slices == 1 else "unit"
+        noun = "unit"
+        if schedule.slices == 1:
+            noun = "micro-batch"
         return f"there is no {noun} {microbatch!r}", f"a {noun} from 0 to {schedule.units - 1}"
     if op != FORWARD and not schedule.has_backward(stage):
         return (
@@ -214,10 +218,11 @@ def _first_missing(state: bytearray, op: str, unit: int, slices: int) -> int | N
 
     F's rise, B's and I's fall; R and W follow their own F and I.
     """
-    if op == FORWARD:
-        return unit - 1 if unit % slices and state[unit - 1] == NOTHING else None
-    later = op in (BACKWARD, INPUT_GRAD) and (unit + 1) % slices and state[unit + 1] < INPUT_DONE
-    return unit + 1 if later else None
+    if op == FORWARD and unit % slices and state[unit - 1] == NOTHING:
+        return unit - 1
+    if op in (BACKWARD, INPUT_GRAD) and (unit + 1) % slices and state[unit + 1] < INPUT_DONE:
+        return unit + 1
+    return None
 
 
 def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[str, str]:
@@ -225,15 +230,16 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
     op = action.op
     unit = action.microbatch
     state = states[unit]
-    forward, again, inputs, weights, whole = (
-        schedule.cell(action._replace(op=other))
-        for other in (FORWARD, RECOMPUTE, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
-    )
+    forward, whole, inputs, weights, again = [
+        schedule.cell(action._replace(op=other)) for other in OPS
+    ]
     if (state, op) in NEXT:  # only its sequence is in the way
         missing = _first_missing(states, op, unit, schedule.slices)
         assert missing is not None
         sequence, part = divmod(unit, schedule.slices)
-        way = "F's rise" if op == FORWARD else "backwards fall"
+        way = "backwards fall"
+        if op == FORWARD:
+            way = "F's rise"
         what = f"{op} of slice {part} before that of slice {missing % schedule.slices}"
         before = schedule.cell(action._replace(microbatch=missing))
         return f"{what}: {way} within micro-batch {sequence}", f"{before} earlier on this rank"
@@ -248,30 +254,33 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
     if state in (FORWARDED, RECOMPUTED):
         return "W before its I", f"{inputs} earlier on this rank"
     once = f"one {whole}, or one {inputs} and one {weights}"
-    return (
-        "the weight gradient comes twice"
-        if op == WEIGHT_GRAD
-        else "the input gradient comes twice",
-        once,
-    )
+    if op == WEIGHT_GRAD:
+        return "the weight gradient comes twice", once
+    return "the input gradient comes twice", once
 
 
 def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
     """Refuse a (stage, unit) that is not finished or, where there is no backward, not forwarded."""
     count = schedule.units
-    wrong = [
-        (stage, microbatch, state[microbatch], goal)
-        for stage, state in sorted(states)
-        for goal in [FORWARDED if forwards_only or not schedule.has_backward(stage) else FINISHED]
-        if state.count(goal) < count
-        for microbatch in range(count)
-        if state[microbatch] != goal
-    ]
+    wrong = []
+    for stage, state in sorted(states):
+        goal = FINISHED
+        expected = "one F, and either one B, or one I and one W"
+        if forwards_only or not schedule.has_backward(stage):
+            goal = FORWARDED
+            expected = "one F"
+        if state.count(goal) == count:
+            continue
+        for microbatch in range(count):
+            if state[microbatch] != goal:
+                wrong.append((stage, microbatch, state[microbatch], expected))
     if not wrong:
         return
-    stage, microbatch, reached, goal = wrong[0]
+    stage, microbatch, reached, expected = wrong[0]
     rank = schedule.placement[stage]
-    noun = "micro-batch" if schedule.slices == 1 else "slice of a micro-batch"
+    noun = "slice of a micro-batch"
+    if schedule.slices == 1:
+        noun = "micro-batch"
     absent = schedule.cell(Action(stage, ABSENT[reached], microbatch))
     raise ScheduleError(
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
@@ -279,7 +288,7 @@ def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: 
         stage=stage,
         **place_of(microbatch, schedule.slices),
         found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, {noun}) are incomplete",
-        expected="one F" if goal == FORWARDED else "one F, and either one B, or one I and one W",
+        expected=expected,
         remedy=f"add {absent} to the order of rank {rank}",
     )
 
@@ -287,19 +296,20 @@ def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: 
 def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
     stopped = reached(schedule.placement, schedule.units, orders)
-    stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
-    if not stuck:
-        return
-    cycle, awaited = _wait_cycle(schedule, stopped, stuck[0])
+    for rank, slot in enumerate(stopped):
+        if slot < len(orders[rank]):
+            _refuse_deadlock(schedule, stopped, rank)
+
+
+def _refuse_deadlock(schedule: Schedule, stopped: Sequence[int], rank: int) -> NoReturn:
+    cycle, awaited = _wait_cycle(schedule, stopped, rank)
     cells = [(rank, stopped[rank]) for rank in cycle]
     links = []
     for (rank, slot), later in zip(cells[:LISTED_RANKS], awaited):
         owner = schedule.placement[later.stage]
-        here = schedule.orders[rank][slot]
-        last = schedule.cell(later)
-        links.append(
-            f"rank {rank} at {schedule.cell(here)} waits for {last}, later on rank {owner}"
-        )
+        stopped_at = schedule.cell(schedule.orders[rank][slot])
+        awaited_cell = schedule.cell(later)
+        links.append(f"rank {rank} at {stopped_at} waits for {awaited_cell}, later on rank {owner}")
     if len(cycle) > LISTED_RANKS:
         links.append(f"and so on around {len(cycle)} ranks")
     what = "deadlock: " + "; ".join(links)
@@ -328,8 +338,9 @@ def _awaited(schedule: Schedule, action: Action) -> Action:
     if action.op == FORWARD:
         return Action(stage, FORWARD, action.microbatch)
     full = Action(stage, BACKWARD, action.microbatch)
-    whole = full in schedule.orders[schedule.placement[stage]]
-    return full if whole else Action(stage, INPUT_GRAD, action.microbatch)
+    if full in schedule.orders[schedule.placement[stage]]:
+        return full
+    return Action(stage, INPUT_GRAD, action.microbatch)
 
 
 def _refuse(
@@ -341,12 +352,18 @@ def _refuse(
     mark: list[tuple[int, int]] | None = None,
 ) -> NoReturn:
     action = schedule.orders[rank][slot]
-    stage, _, unit = action if type(action) is Action else (None, None, None)
+    stage = None
+    place: dict[str, int | None] = {"microbatch": None}
+    if type(action) is Action:
+        stage = action.stage
+        place["microbatch"] = action.microbatch
+        if type(action.microbatch) is int:
+            place = place_of(action.microbatch, schedule.slices)
     raise ScheduleError(
         f"slot {slot}: {what}\n{grid(schedule, mark or (rank, slot))}",
         rank=rank,
         stage=stage,
-        **(place_of(unit, schedule.slices) if type(unit) is int else {"microbatch": unit}),
+        **place,
         found=schedule.cell(action),
         expected=expected,
         remedy="correct the marked cell; the schedules of schedules.by_name pass this check",
@@ -385,7 +402,9 @@ def grid(
     rank 0  0F0  0F1  0B0  0B1
     rank 1  1F0  1B0 >1F1< 1B1
     """
-    marks = [mark] if isinstance(mark, tuple) else list(mark or ())
+    if isinstance(mark, tuple):
+        mark = [mark]
+    marks = list(mark or ())
     absent: dict[int, list[str]] = {}
     for rank, text in missing:
         texts = absent.setdefault(rank, [])
@@ -394,28 +413,36 @@ def grid(
     ranks = range(schedule.ranks)
     if marks:
         ranks = _around(marks[0][0], WINDOW_RANKS, ranks)
-    rows: dict[int, list[Any]] = {
-        rank: [*schedule.orders[rank], *absent.get(rank, ())] for rank in ranks
-    }
+    rows: dict[int, list[Action | str]] = {}
+    for rank in ranks:
+        rows[rank] = [*schedule.orders[rank], *absent.get(rank, ())]
     longest = max(map(len, rows.values()), default=0)
-    slots = _around(marks[0][1], WINDOW_SLOTS, range(longest)) if marks else range(longest)
+    slots = range(longest)
+    if marks:
+        slots = _around(marks[0][1], WINDOW_SLOTS, slots)
     marked = set(marks)
 
     def cell(rank: int, slot: int) -> str:
         if slot >= len(rows[rank]):
             return ""
         text = schedule.cell(rows[rank][slot])
-        return f">{text}<" if (rank, slot) in marked else f" {text} "
+        if (rank, slot) in marked:
+            return f">{text}<"
+        return f" {text} "
 
-    head = ["slot ", *(f" {slot} " for slot in slots)]
+    head = ["slot "]
+    for slot in slots:
+        head.append(f" {slot} ")
     table = [head]
     for rank in ranks:
-        table.append([f"rank {rank} ", *(cell(rank, slot) for slot in slots)])
+        row = [f"rank {rank} "]
+        for slot in slots:
+            row.append(cell(rank, slot))
+        table.append(row)
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = []
     for row in table:
-        padded = [text.ljust(width) for text, width in zip(row, widths)]
-        lines.append("".join(padded).rstrip())
+        lines.append("".join(map(str.ljust, row, widths)).rstrip())
     if len(ranks) < schedule.ranks or len(slots) < longest:
         lines.append(
             f"(shown: {len(ranks)} of {counted(schedule.ranks, 'rank')}, {len(slots)} of "

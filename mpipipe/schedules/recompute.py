@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -19,7 +19,15 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    RECOMPUTE,
+    WEIGHT_GRAD,
+    Action,
+    recomputed_in,
+)
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
@@ -29,6 +37,7 @@ from mpipipe.schedules.simulate import (
     Timeline,
     action_times,
     held,
+    peak_memory,
     simulate,
     sizes_per_stage,
 )
@@ -82,17 +91,21 @@ def with_recompute(
     if schedule.recomputed:
         orders = []
         for order in schedule.orders:
-            orders.append(tuple(action for action in order if action.op != RECOMPUTE))
+            rest = []
+            for action in order:
+                if action.op != RECOMPUTE:
+                    rest.append(action)
+            orders.append(tuple(rest))
         plain = replace(schedule, orders=tuple(orders))
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
-    least = [max(held(order, whole, inputs, schedule.trained_from)) for order in everything.orders]
+    least = peak_memory(everything, activation, kept_input)
     if memory_limit is None:
-        more = []
-        for rank in range(schedule.ranks):
-            more.append(max(whole[stage] for stage in schedule.stages_of(rank)))
-        limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
+        limits = []
+        for rank, peak in enumerate(least):
+            largest = max(whole[stage] for stage in schedule.stages_of(rank))
+            limits.append((peak + largest) * (1 + ROUNDING))
         return hidden_in_waits(everything, costs, limits, whole, inputs)[0]
     limit = memory_limit * (1 + ROUNDING)
     most = max(least)
@@ -105,31 +118,30 @@ def with_recompute(
             remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
         )
     timeline = simulate(plain, costs)
-    lives = [_lives(timeline, rank, whole, inputs) for rank in range(schedule.ranks)]
+    lives = []
+    for rank in range(schedule.ranks):
+        lives.append(_lives(timeline, rank, whole, inputs))
     results = []
     for preference in PREFERENCES:
-        of_ranks = (
-            _given_up(order, of_rank, whole, limit, preference)
-            for order, of_rank in zip(plain.orders, lives)
-        )
-        chosen = set().union(*of_ranks)
+        chosen: set[Pair] = set()
+        for order, rank_lives in zip(plain.orders, lives):
+            chosen |= _given_up(order, rank_lives, whole, limit, preference)
         results.append(
             hidden_in_waits(
                 before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, inputs
             )
         )
-    return min(results, key=lambda each: (each[1], len(each[0].recomputed)))[0]
+    return min(results, key=lambda result: (result[1], len(result[0].recomputed)))[0]
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
     """Put an R just before the backward of these pairs, or of all. Existing R's stay."""
-    return replace(
-        schedule, orders=tuple(tuple(_before_backwards(pairs, order)) for order in schedule.orders)
-    )
+    orders = [tuple(_before_backwards(pairs, order)) for order in schedule.orders]
+    return replace(schedule, orders=orders)
 
 
 def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -> Iterator[Action]:
-    existing = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
+    existing = recomputed_in(order)
     for action in order:
         stage, op, microbatch = action
         pair = stage, microbatch
@@ -151,16 +163,20 @@ class _Life(NamedTuple):
     freed: float
 
 
+def _price_of_memory(life: _Life) -> tuple[float, float]:
+    """Return the price for each unit of memory and time."""
+    if not life.freed:
+        return math.inf, -life.end
+    return life.price / (life.freed * (life.end - life.begin)), -life.end
+
+
 # What is given up first: the smallest of these. The first is the rule that needs the fewest where
 # all activations are alike: the one whose backward is the furthest (Belady, IBM Systems Journal 5,
 # 1966).
 PREFERENCES: tuple[Callable[[_Life], tuple[float, float]], ...] = (
     lambda life: (-life.end, life.price),
     lambda life: (life.price, -life.end),
-    lambda life: (
-        life.price / (life.freed * (life.end - life.begin)) if life.freed else math.inf,
-        -life.end,
-    ),
+    _price_of_memory,
 )
 
 
@@ -246,20 +262,23 @@ def hidden_in_waits(
 
     orders = [*schedule.orders]
     starts, ends = replayed(orders)
+    if not schedule.recomputed:
+        return schedule, max(ends)
     for share in SHARES:
-        for _ in range(MOST_PASSES if schedule.recomputed else 0):
+        for _ in range(MOST_PASSES):
             changed = list(orders)
             for rank, order in enumerate(orders):
-                times = [
-                    durations[op][stage] * shares[unit % len(shares)] for stage, op, unit in order
-                ]
+                times = []
+                for stage, op, unit in order:
+                    times.append(durations[op][stage] * shares[unit % len(shares)])
                 line = _Waits(order, starts[rank], times)
                 places = line.places(share)
                 if places:
                     memory = list(held(order, whole, kept, schedule.trained_from))
-                    more = {
-                        slot: whole[order[slot].stage] - kept[order[slot].stage] for slot in places
-                    }
+                    more = {}
+                    for slot in places:
+                        stage = order[slot].stage
+                        more[slot] = whole[stage] - kept[stage]
                     changed[rank] = line.moved(share, places, memory, more, limits[rank])
             if changed == orders:
                 break
@@ -291,7 +310,7 @@ class _Waits:
         order = self.order
         waits = self.waits
         seconds = self.seconds
-        waiting = [slot for slot, wait in enumerate(waits) if wait > 0]
+        waiting: list[int] = []  # slots so far in front of which the rank waits
         forwards: dict[tuple[int, int], int] = {}
         moves = {}
         for slot, (stage, op, microbatch) in enumerate(order):
@@ -299,9 +318,11 @@ class _Waits:
                 forwards[stage, microbatch] = slot
             elif op == RECOMPUTE and waits[slot + 1] < seconds[slot]:
                 begin = forwards[stage, microbatch]
-                between = waiting[bisect_right(waiting, begin) : bisect_left(waiting, slot)]
-                if any(waits[wait] >= share * seconds[slot] for wait in between):
-                    moves[slot] = begin
+                for earlier in waiting[bisect_right(waiting, begin) :]:
+                    if waits[earlier] >= share * seconds[slot]:
+                        moves[slot] = begin
+            if waits[slot] > 0:
+                waiting.append(slot)
         return moves
 
     def moved(
@@ -332,11 +353,11 @@ class _Waits:
                 wait -= self.seconds[source]
                 ahead.setdefault(slot, []).append(self.order[source])
                 del left[source]
-                memory[slot:source] = [amount + more[source] for amount in memory[slot:source]]
-        gone = {slot for slot in places if slot not in left}
-        remaining = [() if slot in gone else (action,) for slot, action in enumerate(self.order)]
-        return tuple(
-            one
-            for slot, actions in enumerate(remaining)
-            for one in (*ahead.get(slot, ()), *actions)
-        )
+                for later in range(slot, source):
+                    memory[later] += more[source]
+        order: list[Action] = []
+        for slot, action in enumerate(self.order):
+            order += ahead.get(slot, ())
+            if slot in left or slot not in places:
+                order.append(action)
+        return tuple(order)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, checks, classic, zero_bubble
@@ -93,9 +92,13 @@ def by_name(
         meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
         every = [f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES)]
         every += [f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES]
-        expected = " or ".join(meant) if meant else "one of " + ", ".join(every)
+        expected = " or ".join(meant) or "one of " + ", ".join(every)
         raise ArgumentError("unknown schedule", found=f"name={name!r}", expected=expected)
-    number, needed = (1, "one stage") if name in ONE_STAGE else (2, "two stages")
+    number = 1
+    needed = "one stage"
+    if name in TWO_STAGES:
+        number = 2
+        needed = "two stages"
     if at_least_one("chunks", chunks) != number:
         raise ArgumentError(
             f"the schedule {name} has {needed} per rank",
@@ -103,9 +106,9 @@ def by_name(
             expected=f"chunks={number}",
             remedy="take one for any number of chunks: " + ", ".join(SEVERAL_STAGES),
         )
-    options: dict[str, Any] = (
-        {"costs": costs, "slices": slices} if name in WITH_COSTS else {"slices": slices}
-    )
+    options: dict[str, object] = {"slices": slices}
+    if name in WITH_COSTS:
+        options["costs"] = costs
     if name == "zero_bubble_2p":
         options["memory_limit"] = memory_limit
     return {**ONE_STAGE, **TWO_STAGES}[name](ranks, microbatches, **options)
@@ -113,13 +116,20 @@ def by_name(
 
 def placement_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of each logical stage of a schedule by its name."""
-    return zero_bubble.v_placement(ranks) if name in TWO_STAGES else looped_placement(ranks, chunks)
+    if name in TWO_STAGES:
+        return zero_bubble.v_placement(ranks)
+    return looped_placement(ranks, chunks)
 
 
 def names(chunks: int) -> list[str]:
     """List the schedules of training with `chunks` stages per rank."""
-    several = [name for name in SEVERAL_STAGES if name != "forward_only"]
-    return [*(ONE_STAGE if chunks == 1 else ()), *several, *(TWO_STAGES if chunks == 2 else ())]
+    listing = [*SEVERAL_STAGES]
+    listing.remove("forward_only")
+    if chunks == 1:
+        return [*ONE_STAGE, *listing]
+    if chunks == 2:
+        return [*listing, *TWO_STAGES]
+    return listing
 
 
 # -- Advice: how many micro-batches, and the schedule with the smallest bubble ---------------------
@@ -186,21 +196,24 @@ def advise(
     if microbatches is None:
         ranks, chunks, slices = counts(ranks=ranks, chunks=chunks, slices=slices)
         microbatches = -(-PER_RANK * ranks // slices)
-        name = "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
+        name = "one_f_one_b"
+        if chunks > 1:
+            name = "interleaved_1f1b"
         schedule = by_name(
             name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices
         )
         bubble = (ranks - 1) / (chunks * schedule.units + ranks - 1)
         return Advice(microbatches, bubble, name, peak_of(schedule, schedule.orders[0]))
-    sizes: dict[str, Any] = dict(
-        ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices, costs=costs
-    )
-    timelines = [simulate(by_name(name, **sizes), costs) for name in names(chunks)]
+    timelines = []
+    for name in names(chunks):
+        schedule = by_name(
+            name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices, costs=costs
+        )
+        timelines.append(simulate(schedule, costs))
     limit = (1 + SAME) * min(timeline.makespan for timeline in timelines)
-    peak, best = min(
-        ((max(t.peak_activations), t) for t in timelines if t.makespan <= limit),
-        key=lambda each: each[0],
-    )
+    fast = [timeline for timeline in timelines if timeline.makespan <= limit]
+    best = min(fast, key=lambda timeline: max(timeline.peak_activations))
+    peak = max(best.peak_activations)
     return Advice(microbatches, best.bubble_fraction, best.schedule.name, peak)
 
 

@@ -6,19 +6,11 @@ import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
-from mpipipe.schedules.action import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    OPS,
-    RECOMPUTE,
-    WEIGHT_GRAD,
-    Action,
-)
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, Action
 
 # A packed order has these numbers in place of ops.
 NUMBER = {op: number for number, op in enumerate(OPS)}
-F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
+F, B, _, W, R = NUMBER.values()
 OP_WIDTH = 3
 OP_BITS = 7
 
@@ -41,24 +33,22 @@ def replay(
     """
     stages = len(placement)
     # A line of the tables below is a stage or, where slices differ in time, a unit of a stage.
-    slice_shares = (
-        [*shares] * (microbatches // len(shares))
-        if any(share != 1.0 for share in shares)
-        else [1.0]
-    )
-    width = microbatches // len(slice_shares)
-    times: list[Sequence[float]] = [durations[op] for op in OPS]
-    if len(slice_shares) > 1:
-        sliced: list[Sequence[float]] = []
-        for of_op in times:
-            sliced.append([time * share for time in of_op for share in slice_shares])
-        times = sliced
+    slice_shares = [1.0]
+    if set(shares) != {1.0}:
+        slice_shares = [*shares] * (microbatches // len(shares))
+    copies = len(slice_shares)
+    width = microbatches // copies
+    times = []
+    for name in OPS:
+        times.append([time * share for time in durations[name] for share in slice_shares])
     forward, backward, input_grad, weight_grad, recompute = times
     # How far away the index of the awaited action is; 0 if an action waits for none.
-    before_forward = _distances(FORWARD, stages, microbatches, len(slice_shares))
-    before_backward = _distances(BACKWARD, stages, microbatches, len(slice_shares))
-    hop = [time for time in hops(placement, transfer) for _ in slice_shares]
-    hop_back = [*hop[len(slice_shares) :], *[0.0 for _ in slice_shares]]
+    before_forward = _distances(FORWARD, stages, microbatches, copies)
+    before_backward = _distances(BACKWARD, stages, microbatches, copies)
+    hop: list[float] = []
+    for time in hops(placement, transfer):
+        hop += [time] * copies
+    hop_back = hop[copies:] + [0.0] * copies
     # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not
     # done yet
     forward_done = array("d", [-1.0]) * (stages * microbatches)
@@ -119,8 +109,11 @@ def replay(
 def _distances(op: str, stages: int, microbatches: int, copies: int) -> list[int]:
     """Return for each stage how far away the index of the action is that an op waits for."""
     distances = []
-    for stage, awaited in enumerate(sources(op, stages)):
-        distance = (awaited - stage) * microbatches if awaited >= 0 else 0
+    for stage in range(stages):
+        distance = 0
+        awaited = source(stage, op, stages)
+        if awaited is not None:
+            distance = (awaited - stage) * microbatches
         distances += [distance] * copies
     return distances
 
@@ -129,7 +122,7 @@ def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[
     """Count how many actions of each rank can run: fewer than all if ranks wait for each other."""
     ones = [1.0] * len(placement)
     starts, _, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
-    return [len(began) for began in starts]
+    return list(map(len, starts))
 
 
 def packed(order: Iterable[Action], microbatches: int) -> array[int]:
@@ -141,10 +134,12 @@ def packed(order: Iterable[Action], microbatches: int) -> array[int]:
 
 def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
     """Return the time of a message from the stage before, for each stage: 0 within a rank."""
-    pairs = itertools.pairwise(placement)
-    return [0.0] + [
-        cost if here != next_rank else 0.0 for (here, next_rank), cost in zip(pairs, transfer[1:])
-    ]
+    times = [0.0]
+    for (rank, next_rank), time in zip(itertools.pairwise(placement), transfer[1:]):
+        if rank == next_rank:
+            time = 0.0
+        times.append(time)
+    return times
 
 
 # -- Dependencies between actions of different stages; no other file states them -------------------
@@ -156,14 +151,8 @@ def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
 #     B, I     B <-- B <-- B      R and W wait for no other stage
 def source(stage: int, op: str, stages: int) -> int | None:
     """Return the stage for whose output an action waits."""
-    if op == FORWARD:
-        return stage - 1 if stage > 0 else None
-    if op in (BACKWARD, INPUT_GRAD):
-        return stage + 1 if stage < stages - 1 else None
+    if op == FORWARD and stage > 0:
+        return stage - 1
+    if op in (BACKWARD, INPUT_GRAD) and stage < stages - 1:
+        return stage + 1
     return None
-
-
-def sources(op: str, stages: int) -> list[int]:
-    """Return `source` of every stage as a list, with -1 in place of None."""
-    awaited = (source(stage, op, stages) for stage in range(stages))
-    return [-1 if stage is None else stage for stage in awaited]

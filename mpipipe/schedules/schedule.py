@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from keyword import iskeyword
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, cell
+from mpipipe.schedules.action import FORWARD, Action, Order, cell, recomputed_in
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.text import counted
 
@@ -73,10 +73,10 @@ class Schedule:
 
     def __repr__(self) -> str:
         parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), self.batch]
-        parts += [f"trained from stage {self.trained_from}"] if self.trained_from else []
-        parts += [
-            f"skip {name} from stage {source} to {target}" for name, source, target in self.skips
-        ]
+        if self.trained_from:
+            parts.append(f"trained from stage {self.trained_from}")
+        for name, source, target in self.skips:
+            parts.append(f"skip {name} from stage {source} to {target}")
         return f"<Schedule {self.name}: {', '.join(parts)}>"
 
     @property
@@ -101,13 +101,22 @@ class Schedule:
         if self.slices == 1:
             return text
         text += f" in {self.slices} slices"
-        return f"{text} each" if self.microbatches > 1 else text
+        if self.microbatches > 1:
+            text += " each"
+        return text
 
-    def cell(self, action: Action) -> str:
-        """Write an action as the table has it: ``0F3``, or ``0F3.1`` for slice 1."""
+    def cell(self, action: object) -> str:
+        """Write an action as the table has it: ``0F3``, or ``0F3.1`` for slice 1.
+
+        Parameters
+        ----------
+        action : Action
+            Whatever else an order may hold is written as its text.
+        """
+        if type(action) is Action and type(action.microbatch) is int:
+            return cell(action, self.slices)
         # `check` writes wrong ones, too.
-        exact = type(action) is Action and type(action.microbatch) is int
-        return cell(action, self.slices) if exact else str(action)
+        return str(action)
 
     @cached_property
     def chunks(self) -> int:
@@ -117,13 +126,16 @@ class Schedule:
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """Every (stage, unit) whose forward is run again, by an R."""
-        actions = (action for order in self.orders for action in order if action.op == RECOMPUTE)
-        return frozenset((action.stage, action.microbatch) for action in actions)
+        return frozenset().union(*map(recomputed_in, self.orders))
 
     @cached_property
     def forwards_only(self) -> bool:
         """Whether there is no backward at all."""
-        return all(action.op == FORWARD for order in self.orders for action in order)
+        for order in self.orders:
+            for action in order:
+                if action.op != FORWARD:
+                    return False
+        return True
 
     @property
     def skip_ends(self) -> list[tuple[int, int]]:
@@ -141,11 +153,12 @@ class Schedule:
         The name does not count: a schedule read back from its CSV runs together with the one that
         wrote it.
         """
-        skips = f" {[*map(tuple, self.skips)]}" if self.skips else ""
-        slices = f" in {self.slices}" if self.slices > 1 else ""
-        content = blake2b(
-            f"{self.placement} {self.microbatches}{slices}{skips}\n".encode(), digest_size=8
-        )
+        text = f"{self.placement} {self.microbatches}"
+        if self.slices > 1:
+            text += f" in {self.slices}"
+        if self.skips:
+            text += f" {[*map(tuple, self.skips)]}"
+        content = blake2b(f"{text}\n".encode(), digest_size=8)
         for order in self.orders:
             content.update(_row(order, self.slices).encode())
         return int.from_bytes(content.digest(), "big") >> 1
@@ -171,10 +184,13 @@ class Schedule:
         units = count * self.slices
         orders = []
         for order in self.orders:
-            forwards = [action for action in order if action.op == FORWARD]
-            orders.append(tuple(action for action in forwards if action.microbatch < units))
+            forwards = []
+            for action in order:
+                if action.op == FORWARD and action.microbatch < units:
+                    forwards.append(action)
+            orders.append(tuple(forwards))
         return Schedule(
-            "forward", self.placement, count, tuple(orders), skips=self.skips, slices=self.slices
+            "forward", self.placement, count, orders, skips=self.skips, slices=self.slices
         )
 
     def to_csv(self) -> str:
@@ -225,7 +241,7 @@ class Skip(NamedTuple):
 #     stage    0     1     2     3
 #     F        F --> F --> F --> F
 #               \______________/      "residual": (0, 3); its gradient comes back the same way
-def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
+def with_skips(schedule: Schedule, skips: Mapping[str, object]) -> Schedule:
     """Give a schedule these skips in place of those that it has; its orders stay.
 
     It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips,
@@ -255,23 +271,22 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
             found=type(skips).__name__,
             expected="a dict as in {'residual': (0, 3)}",
         )
-    skips_found = []
-    for name, given in skips.items():
-        for ends in (
-            given
-            if isinstance(given, list) and given and not isinstance(given[0], int)
-            else [given]
-        ):
+    edges = []
+    for name, value in skips.items():
+        pairs: list[object] = [value]
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            pairs = value
+        for ends in pairs:
             if not isinstance(ends, (tuple, list)) or len(ends) != 2:
                 raise ScheduleError(
                     f"skip {name!r} has no two ends", found=repr(ends), expected="(source, target)"
                 )
-            skips_found.append(Skip(name, *ends))
-    check_skips(skips_found, schedule.stages)
-    return replace(schedule, skips=tuple(sorted(skips_found)))
+            edges.append(Skip(name, *ends))
+    check_skips(edges, schedule.stages)
+    return replace(schedule, skips=tuple(sorted(edges)))
 
 
-def check_skips(skips: Any, stages: int) -> None:
+def check_skips(skips: Sequence[Skip], stages: int) -> None:
     """Raise ScheduleError if skips do not fit a chain of `stages`."""
     met: dict[str, tuple[int, set[int]]] = {}  # name -> source and targets
     for skip in skips:
@@ -285,11 +300,13 @@ def check_skips(skips: Any, stages: int) -> None:
                 "the name of a skip", found=repr(name), expected="an identifier, as in 'residual'"
             )
         if name in met and (met[name][0] != source or target in met[name][1]):
+            ends = []
+            for other in skips:
+                if other.name == name:
+                    ends.append(str((other.source, other.target)))
             raise ScheduleError(
                 f"two skips are called {name!r}",
-                found=", ".join(
-                    str((each.source, each.target)) for each in skips if each.name == name
-                ),
+                found=", ".join(ends),
                 expected="a name for each, or one source and other targets",
             )
         met.setdefault(name, (source, set()))[1].add(target)

@@ -10,8 +10,16 @@ from functools import cached_property
 from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.checks import LARGEST, at_least_one, one_per_stage
+from mpipipe.schedules.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    RECOMPUTE,
+    WEIGHT_GRAD,
+    Action,
+    recomputed_in,
+)
+from mpipipe.schedules.checks import at_least_one, floats, one_per_stage
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import hops, packed, replay
 from mpipipe.schedules.schedule import Schedule
@@ -64,15 +72,16 @@ class Costs:
 
         ArgumentError is raised if it is negative, not finite, or not one per stage.
         """
-        field = "forward" if name == "recompute" and self.recompute is None else name
-        return one_per_stage(f"the cost {field}", field, getattr(self, field), stages)
+        if name == "recompute" and self.recompute is None:
+            name = "forward"
+        return one_per_stage(f"the cost {name}", name, getattr(self, name), stages)
 
     def average(self, stages: int) -> Costs:
         """Give each cost as its mean over the stages, a number that fits any number of stages."""
-        return Costs(
-            *(math.fsum(self.per_stage(name, stages)) / stages for name in TIMES),
-            slices=self.slices,
-        )
+        means = []
+        for name in TIMES:
+            means.append(math.fsum(self.per_stage(name, stages)) / stages)
+        return Costs(*means, slices=self.slices)
 
     def per_slice(self, slices: int) -> list[float]:
         """Give for each slice the time that it takes of that of the mean slice.
@@ -83,7 +92,7 @@ class Costs:
 
     def of_mean_slice(self) -> Costs:
         """Give the costs without differences between slices."""
-        return self if self.slices is None else replace(self, slices=None)
+        return replace(self, slices=None)
 
 
 TIMES = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
@@ -93,11 +102,8 @@ def shares_of_mean(given: Sequence[float] | None, slices: int, what: str) -> lis
     """Return the share of each slice in the mean one's time; refuse numbers of 0 or below."""
     if given is None:
         return [1.0] * slices
-    try:
-        numbers = [float(number) for number in given]
-    except (TypeError, ValueError, OverflowError):
-        numbers = []
-    if len(numbers) != slices or not all(0 < number <= LARGEST for number in numbers):
+    numbers = floats(given, slices)
+    if numbers is None or 0 in numbers:
         raise ArgumentError(
             f"the {what} of slices do not fit the schedule",
             found=f"slices={given!r}",
@@ -112,11 +118,9 @@ EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
 
 def are_alike(costs: Costs, stages: int) -> bool:
     """Return True if all F's, I's and W's take the same time, and messages none."""
-    times = [
-        time
-        for name in ("forward", "input_grad", "weight_grad")
-        for time in costs.per_stage(name, stages)
-    ]
+    times = []
+    for name in ("forward", "input_grad", "weight_grad"):
+        times += costs.per_stage(name, stages)
     return max(times) - min(times) <= SAME * max(times) and not any(
         costs.per_stage("transfer", stages)[1:]
     )
@@ -208,20 +212,23 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     durations = action_times(costs, schedule.stages)
     shares = costs.per_slice(schedule.slices)
     transfer = costs.per_stage("transfer", schedule.stages)
-    orders = [packed(order, schedule.units) for order in schedule.orders]
-    peaks = [peak_of(schedule, order) for order in schedule.orders]
+    orders = []
+    peaks = []
+    for order in schedule.orders:
+        orders.append(packed(order, schedule.units))
+        peaks.append(peak_of(schedule, order))
     starts, ends, done = replay(
         schedule.placement, schedule.units, durations, transfer, orders, shares
     )
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every unit forward and, if there are
     # backwards, back.
-    backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
+    backwards = durations[BACKWARD][first_trained(schedule) :]
     busy = schedule.units * math.fsum((*durations[FORWARD], *backwards))
-    busy += math.fsum(
-        durations[RECOMPUTE][stage] * shares[unit % len(shares)]
-        for stage, unit in schedule.recomputed
-    )
+    again = []
+    for stage, unit in schedule.recomputed:
+        again.append(durations[RECOMPUTE][stage] * shares[unit % len(shares)])
+    busy += math.fsum(again)
     fraction, ratio = bubbles(schedule.ranks, makespan, busy)
     return Timeline(
         schedule,
@@ -242,8 +249,10 @@ def bubbles(ranks: int, makespan: float, busy: float) -> tuple[float, float]:
     idle = max(0.0, ranks * makespan - busy)
     if not makespan:
         return 0.0, 0.0
-    in_busy = idle / busy if busy else math.inf
-    return idle / (ranks * makespan), in_busy
+    ratio = math.inf
+    if busy:
+        ratio = idle / busy
+    return idle / (ranks * makespan), ratio
 
 
 def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
@@ -262,10 +271,17 @@ def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
 # -- How much a rank holds for its backwards, action by action; independent of costs ---------------
 
 
+def first_trained(schedule: Schedule) -> int:
+    """Return the first stage with backwards, the number of stages where none has."""
+    if schedule.forwards_only:
+        return schedule.stages
+    return schedule.trained_from
+
+
 def activations(schedule: Schedule, order: Sequence[Action]) -> Iterator[tuple[bool, bool]]:
     """Yield whether an activation begins with each action, and whether one ends with it."""
-    trained_from = schedule.stages if schedule.forwards_only else schedule.trained_from
-    recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
+    trained_from = first_trained(schedule)
+    recomputed = recomputed_in(order)
     for stage, op, microbatch in order:
         whole = op == FORWARD and stage >= trained_from and (stage, microbatch) not in recomputed
         yield whole or op == RECOMPUTE, op in (BACKWARD, WEIGHT_GRAD)
@@ -331,10 +347,12 @@ def peak_memory(
     trained_from = schedule.trained_from
     shares = shares_of_mean(slices, n, "lengths")
     if slices is not None:  # each slice of a stage counts as a stage
-        of_slices = []
-        for order in orders:
-            of_slices.append(tuple(Action(a.stage * n + a.microbatch % n, *a[1:]) for a in order))
-        orders = tuple(of_slices)
+        orders = []
+        for order in schedule.orders:
+            of_slices = []
+            for stage, op, unit in order:
+                of_slices.append(Action(stage * n + unit % n, op, unit))
+            orders.append(tuple(of_slices))
         whole = [size * share for size in whole for share in shares]
         inputs = [size * share for size in inputs for share in shares]
         trained_from *= n
@@ -362,12 +380,15 @@ def held(
     order: Sequence[Action], whole: Sequence[float], kept: Sequence[float], trained_from: int = 0
 ) -> Iterator[float]:
     """Yield what a rank holds during each action; frozen stages at the front hold nothing."""
-    again = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
+    again = recomputed_in(order)
     now = 0.0
     for stage, op, microbatch in order:
         if op == FORWARD and stage >= trained_from:
             yield now + whole[stage]
-            now += kept[stage] if (stage, microbatch) in again else whole[stage]
+            if (stage, microbatch) in again:
+                now += kept[stage]
+            else:
+                now += whole[stage]
             continue
         if op == RECOMPUTE:
             now += whole[stage] - kept[stage]
@@ -416,14 +437,17 @@ class Links:
         at_least_one("node_size", self.node_size)
         for entry in fields(self):
             value = getattr(self, entry.name)
-            speed = entry.name.endswith("bandwidth")
-            if not isinstance(value, (int, float)) or not (
-                value > 0 if speed else 0 <= value < math.inf
-            ):
+            is_number = isinstance(value, (int, float))
+            expected = "seconds, at least 0"
+            fits = is_number and 0 <= value < math.inf
+            if entry.name.endswith("bandwidth"):
+                expected = "bytes per second, above 0"
+                fits = is_number and value > 0
+            if not fits:
                 raise ArgumentError(
                     f"{entry.name} does not describe a link",
                     found=f"{entry.name}={value!r}",
-                    expected="bytes per second, above 0" if speed else "seconds, at least 0",
+                    expected=expected,
                 )
 
     @classmethod
@@ -439,7 +463,10 @@ class Links:
             if len(parts) not in (2, 3, 5):
                 raise ValueError(text)
             latency, bandwidth, *inside = map(float, parts[:2] + parts[3:])
-            return cls(latency, bandwidth, int(parts[2]) if parts[2:] else 1, *inside)
+            node_size = 1
+            if parts[2:]:
+                node_size = int(parts[2])
+            return cls(latency, bandwidth, node_size, *inside)
         except ArgumentError:
             raise
         except ValueError as error:
@@ -472,11 +499,10 @@ class Links:
             )
         outside = self.latency + message_bytes / self.bandwidth
         inside = self.inside_latency + message_bytes / self.inside_bandwidth
-        nodes = [rank // self.node_size for rank in placement]
-        return hops(
-            placement,
-            [
-                0.0,
-                *(inside if here == neighbour else outside for here, neighbour in pairwise(nodes)),
-            ],
-        )
+        transfer = [0.0]
+        for rank, next_rank in pairwise(placement):
+            if rank // self.node_size == next_rank // self.node_size:
+                transfer.append(inside)
+            else:
+                transfer.append(outside)
+        return hops(placement, transfer)

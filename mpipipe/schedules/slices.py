@@ -46,12 +46,17 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
     if schedule.forwards_only:
         return whole
     parts = [_parts(order, slices) for order in schedule.orders]
-    for ahead in count(max(0, *(_needed(*part) for part in parts))):
-        orders = tuple(tuple(_merged(*part, ahead)) for part in parts)
-        runs = reached(
-            schedule.placement, whole.units, [packed(order, whole.units) for order in orders]
-        )
-        if runs == [*map(len, orders)]:
+    least = 0
+    for part in parts:
+        least = max(least, _needed(*part))
+    for ahead in count(least):
+        orders = []
+        codes = []
+        for part in parts:
+            order = tuple(_merged(*part, ahead))
+            orders.append(order)
+            codes.append(packed(order, whole.units))
+        if reached(schedule.placement, whole.units, codes) == [*map(len, orders)]:
             break
         assert ahead < schedule.chunks * whole.units, f"{schedule!r} does not run"
     return replace(whole, orders=orders)
@@ -75,13 +80,14 @@ def _parts(order: Order, slices: int) -> tuple[list[Action], Backwards]:
 
 def _needed(forwards: Sequence[Action], backwards: Backwards) -> int:
     """Return how many more forwards must come before each backward."""
-    place = {(stage, unit): place for place, (stage, _, unit) in enumerate(forwards, 1)}
-    back = [
-        (place[action.stage, action.microbatch], before)
-        for action, before in backwards
-        if action.op in "BI"
-    ]
-    return max(after - before for after, before in back)
+    numbers = {}
+    for number, forward in enumerate(forwards, 1):
+        numbers[forward.stage, forward.microbatch] = number
+    needed = []
+    for action, before in backwards:
+        if action.op in "BI":
+            needed.append(numbers[action.stage, action.microbatch] - before)
+    return max(needed)
 
 
 def _merged(forwards: Sequence[Action], backwards: Backwards, ahead: int) -> Iterator[Action]:

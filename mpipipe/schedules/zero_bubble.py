@@ -155,8 +155,11 @@ def zero_bubble_v(
     times = StageTimes(by_hand.placement, by_hand.units, costs)
     queues = []
     for order in by_hand.orders:
-        without_weights = [action for action in order if action.op != WEIGHT_GRAD]
-        queues.append([[3 * stage + OPS.index(op) for stage, op, _ in without_weights]])
+        tasks = []
+        for stage, op, _ in order:
+            if op != WEIGHT_GRAD:
+                tasks.append(3 * stage + OPS.index(op))
+        queues.append([tasks])
     timeline = simulate(by_hand, costs)
     spans = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends))
     best = by_hand
@@ -196,8 +199,11 @@ def _on_a_v(
     full = max(2 * ranks - less, units)
     orders = []
     for rank in range(ranks):
-        order = _of_rank(cells, ranks, full, rank)
-        orders.append(tuple(action for action in order if action.microbatch < units))
+        order = []
+        for action in _of_rank(cells, ranks, full, rank):
+            if action.microbatch < units:
+                order.append(action)
+        orders.append(tuple(order))
     return Schedule(name, v_placement(ranks), units, orders)
 
 
@@ -214,11 +220,11 @@ def _dualpipe(rank: int, ranks: int, full: int) -> str:
     steady = "FbfB" * (full - 2 * ranks + rank + 1) + "bfB" * rest
     # The backwards of both stages alternate; from the middle of them on they are split, and their
     # W's come last.
-    emptying = (
-        ("bB" * (rank + 1))[: rank + 1]
-        + ("iI" if rank % 2 else "Ii") * ((rank + 1) // 2)
-        + "I" * (rank % 2 == 0)
-    )
+    emptying = ("bB" * (rank + 1))[: rank + 1]
+    if rank % 2:
+        emptying += "iI" * ((rank + 1) // 2)
+    else:
+        emptying += "Ii" * (rank // 2) + "I"
     return filling + steady + emptying + "WI" * rest + "W" * (rank + 1)
 
 
@@ -229,12 +235,14 @@ def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
     order = []
     for cell in cells(rank, ranks, full):
         op = cell.upper()
-        stage = rank if cell.isupper() else 2 * ranks - 1 - rank
+        stage = rank
+        if cell.islower():
+            stage = 2 * ranks - 1 - rank
         if op == WEIGHT_GRAD:
             order.append(owed.popleft())
             continue
         # Both are backwards.
-        chain = cell if op == FORWARD else cell.replace("b", "i").replace("B", "I")
+        chain = cell.replace("b", "i").replace("B", "I")
         action = Action(stage, op, count[chain])
         count[chain] += 1
         order.append(action)
@@ -276,25 +284,26 @@ class StageTimes:
         self.placement = placement
         self.microbatches = microbatches
         self.ranks = max(placement) + 1
-        times = [costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
-        self.seconds = [time for stage in zip(*times) for time in stage]
-        self.rank = [placement[task // 3] for task in range(3 * stages)]
+        forward_times = costs.per_stage("forward", stages)
+        input_times = costs.per_stage("input_grad", stages)
+        weight_times = costs.per_stage("weight_grad", stages)
         hop = [*hops(placement, costs.per_stage("transfer", stages)), 0.0]
+        self.seconds: list[float] = []
+        self.rank: list[int] = []
         self.waits_for: list[int] = []
         self.lag: list[float] = []
         self.awaited_by = [-1] * (3 * stages)
         for stage in range(stages):
             forward = 3 * stage
-            is_last = stage == stages - 1
-            self.waits_for += [
-                forward - 3 if stage else -1,
-                forward if is_last else forward + 4,
-                forward + 1,
-            ]
+            self.seconds += [forward_times[stage], input_times[stage], weight_times[stage]]
+            self.rank += [placement[stage]] * 3
+            self.waits_for += [max(forward - 3, -1), forward + 4, forward + 1]
             self.lag += [hop[stage], hop[stage + 1], 0.0]
             if stage:
                 self.awaited_by[forward - 3] = forward
                 self.awaited_by[forward + 1] = forward - 2
+        # In the last stage the I follows its own F.
+        self.waits_for[3 * stages - 2] = 3 * stages - 3
         self.awaited_by[3 * stages - 3] = 3 * stages - 2
 
     def schedule(self, name: str, orders: Sequence[Sequence[int]]) -> Schedule:
@@ -365,7 +374,9 @@ def fill_idle_with_weight_grads(
                     break
         weights = owed[rank]
         # W's delay each I a little, and only the last one makes all ranks before it late for good.
-        share = max(1.0, patience) if left[rank] == 1 and rank != times.rank[0] else patience
+        share = patience
+        if left[rank] == 1 and rank != times.rank[0]:
+            share = max(1.0, patience)
         if weights and start > now and (is_full or start - now >= share * seconds[weights[0]]):
             task = weights.popleft()
             start = now
@@ -391,9 +402,9 @@ def fill_idle_with_weight_grads(
             heappush(free, (max(asleep.pop(sleeper), start), sleeper))
     if any(left):
         return None
-    last = [ends[order[-1]][-1] for order in orders]
-    peaks = []
+    last = []
+    peaks = 0
     for order in orders:
-        changes = [1 - task % 3 for task in order]
-        peaks.append(max(accumulate(changes)))
-    return Filled((max(map(sub, last, begins)), max(last), sum(peaks)), orders)
+        last.append(ends[order[-1]][-1])
+        peaks += max(accumulate([1 - task % 3 for task in order]))
+    return Filled((max(map(sub, last, begins)), max(last), peaks), orders)

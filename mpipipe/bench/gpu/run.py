@@ -106,7 +106,9 @@ def run(
     with arrays.own_stream():
         for name in parts or PARTS:
             part = PARTS[name]
-            arguments = dict(part.quick) if quick else {}
+            arguments: dict[str, Any] = {}
+            if quick:
+                arguments |= part.quick
             if repeats is not None:
                 arguments["repeats"] = repeats
             for key, value in (("peers", peers), ("comm", comm)):
@@ -114,10 +116,12 @@ def run(
                     arguments[key] = value
             try:
                 for row in part.measure(**arguments):
-                    publish(f"{name}: {row}" if isinstance(row, str) else row)
+                    if isinstance(row, str):
+                        row = f"{name}: {row}"
+                    publish(row)
             except Exception as error:
                 publish(f"{name} failed: {type(error).__name__}: {error}")
-    sys.exit(1 if failed else 0)
+    sys.exit(min(1, len(failed)))
 
 
 def _check(names: Sequence[str], ranks: int) -> None:

@@ -10,12 +10,16 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from mpipipe import arrays
 from mpipipe.arrays import Event
 from mpipipe.errors import BackendError, MpipipeError
 from mpipipe.job import NCCL, RankGroup, ThreadTask, found_by_all, keep_forever, runtime
+
+NcclCommunicator: TypeAlias = Any  # cupy.cuda.nccl.NcclCommunicator: CuPy may be missing
+# Puts work of a communicator on a stream, which is given by its address.
+Operation: TypeAlias = Callable[[NcclCommunicator, int], object]
 
 
 class Channel:
@@ -28,9 +32,7 @@ class Channel:
     and the host waits for that. What it returns is kept until the operation is done.
     """
 
-    def __init__(
-        self, size: int, rank: int, identity: bytes, first: Callable[[Any, int], object]
-    ) -> None:
+    def __init__(self, size: int, rank: int, identity: bytes, first: Operation) -> None:
         limit_kernels()
         self.communicator = arrays.nccl().NcclCommunicator(size, identity, rank)
         # Its end is `close` or `abort`, not the collector's, which would wait there.
@@ -41,7 +43,7 @@ class Channel:
         self.stream.synchronize()
         del result
 
-    def put(self, operation: Callable[[Any, int], object], after: Sequence[Event]) -> Event:
+    def put(self, operation: Operation, after: Sequence[Event]) -> Event:
         """Put an operation on the stream, after these events; returns the event after it."""
         with self.stream:
             for event in after:
@@ -81,14 +83,17 @@ def new_identity() -> bytes:
     return bytes(arrays.nccl().get_unique_id())
 
 
-def open_channel(group: RankGroup, first: Callable[[Any, int], object], purpose: str) -> Channel:
+def open_channel(group: RankGroup, first: Operation, purpose: str) -> Channel:
     """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors.
 
     Where this rank cannot open it, it raises BackendError; the group ends then, and the others
     raise PeerError.
     """
     what = f"opening NCCL for {purpose}"
-    identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
+    identity = None
+    if group.rank == 0:
+        identity = new_identity()
+    identity = group.broadcast(what, identity)
     task = NcclTask(partial(Channel, group.size, group.rank, identity, first), what)
     with group.failing(what):
         group.wait(task, what)
@@ -174,7 +179,9 @@ class NcclChoice(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{'sums over replicas' if self.sums else 'not used'}: {self.reason}"
+        if self.sums:
+            return f"sums over replicas: {self.reason}"
+        return f"not used: {self.reason}"
 
 
 def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
@@ -185,7 +192,9 @@ def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
     everyone = [facts_of(groups[0], device)]
     for group in groups:
         parts = group.gather(CALL, everyone)
-        everyone = [facts for part in parts for facts in part]
+        everyone = []
+        for part in parts:
+            everyone += part
     try:
         return judge(sorted(set(everyone)))
     except BackendError as error:
@@ -217,7 +226,7 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
     refusals = _refusals(everyone)
     if refusals:
         rank, reason = refusals[0]
-        if any(facts.setting == "on" for facts in everyone):
+        if "on" in {facts.setting for facts in everyone}:
             raise BackendError(
                 f"{NCCL.name}=on, and NCCL cannot be used",
                 rank=rank,
@@ -226,8 +235,9 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
                 remedy="start one rank for each GPU, install what is missing, or set "
                 f"{NCCL.name}=auto",
             )
-        everywhere = len(refusals) == len(everyone) and len({why for _, why in refusals}) == 1
-        return NcclChoice(False, reason if everywhere else f"on rank {rank}: {reason}")
+        if len(refusals) < len(everyone) or len({why for _, why in refusals}) > 1:
+            reason = f"on rank {rank}: {reason}"
+        return NcclChoice(False, reason)
     if len(everyone) == 1:
         return NcclChoice(False, "one rank has no other to talk to")
     version = everyone[0].version

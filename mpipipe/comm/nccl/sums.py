@@ -14,16 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.nccl.channel import NcclTask, close_channel, open_channel
+from mpipipe.comm.allreduce import BUCKET_BYTES, cut_evenly
+from mpipipe.comm.nccl.channel import NcclCommunicator, NcclTask, close_channel, open_channel
 from mpipipe.job import Condition, RankGroup, keep_forever, register_progress, unregister_progress
-
-BUCKET_BYTES = 32 << 20
 
 
 class NcclSums:
@@ -50,10 +48,9 @@ class NcclSums:
     def start(self, flat: DeviceArray) -> NcclSum:
         """Start a sum after all work on the current stream; in the same order on all ranks."""
         new = NcclSum(self, flat)
-        count = max(1, BUCKET_BYTES // flat.itemsize)
-        buckets = [(start, min(start + count, flat.size)) for start in range(0, flat.size, count)]
-        new.left = len(buckets)
-        self.waiting.extend((new, start, stop) for start, stop in buckets)
+        for start, stop in cut_evenly(flat.size, BUCKET_BYTES // flat.itemsize):
+            self.waiting.append((new, start, stop))
+            new.left += 1
         register_progress(self)
         self.progress()
         return new
@@ -121,7 +118,7 @@ def _type_of(part: DeviceArray) -> tuple[int, int]:
     return kind
 
 
-def _first(size: int, dtype: np.dtype, communicator: Any, stream: int) -> DeviceArray:
+def _first(size: int, dtype: np.dtype, communicator: NcclCommunicator, stream: int) -> DeviceArray:
     """Let NCCL connect the ranks for a sum of this size; keep the result until it is done."""
     zeros = arrays.zeros(size, dtype, "cuda")
     arrays.stream().synchronize()
@@ -129,8 +126,9 @@ def _first(size: int, dtype: np.dtype, communicator: Any, stream: int) -> Device
     return zeros
 
 
-def _add(part: DeviceArray, communicator: Any, stream: int) -> None:
-    place, (kind, several) = arrays.address(part), _type_of(part)
+def _add(part: DeviceArray, communicator: NcclCommunicator, stream: int) -> None:
+    place = arrays.address(part)
+    kind, several = _type_of(part)
     communicator.allReduce(place, place, part.size * several, kind, arrays.nccl().NCCL_SUM, stream)
 
 

@@ -27,8 +27,11 @@ def make_transport(
     if device == "cpu":
         return HostTransport(comm, channels, synchronous)
     verdict = gpu_aware.detect(comm, group)
+    kind: type[DeviceTransport] = StagedTransport
+    way = "by the host"
+    if verdict.direct:
+        kind = DeviceTransport
+        way = "directly"
     if comm.rank == 0:
-        way = "directly" if verdict.direct else "by the host"
         logger.info("device arrays travel %s: %s", way, verdict.reason)
-    kind = DeviceTransport if verdict.direct else StagedTransport
     return kind(comm, channels, synchronous)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -185,20 +185,22 @@ class WholeMessage(DeviceMessage):
     def _start(self) -> Request:
         host = self.transport.host
         peer, channel, tag = self.name
-        sending = self.messages is self.transport.sends
+        start = host.irecv
+        operations = host.receivers
+        if self.messages is self.transport.sends:
+            start = host.isend
+            operations = host.senders
         if self.ready is None:
-            return own((host.isend if sending else host.irecv)(self.array, peer, channel, tag))
-        operation = (host.senders if sending else host.receivers)[channel]
-        return start_all(
-            operation, device_pieces(self.array, self.transport.piece_bytes), peer, tag, self.array
-        )
+            return own(start(self.array, peer, channel, tag))
+        pieces = device_pieces(self.array, self.transport.piece_bytes)
+        return start_all(operations[channel], pieces, peer, tag, self.array)
 
     def _withdraw(self) -> None:
         if self.request is not None:
             self.request.Cancel()
 
 
-def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
+def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[object]]:
     """Return a device array as [memory, type] for MPI, in pieces of `piece_bytes`."""
     MPI = runtime.mpi()
     address = arrays.address(array)

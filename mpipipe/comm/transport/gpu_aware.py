@@ -34,7 +34,8 @@ def detect(comm: Communicator, group: RankGroup | None = None) -> GpuAwareness:
 
     The ranks agree in `group`, by default in that of `comm`.
     """
-    group = group_of(comm) if group is None else group
+    if group is None:
+        group = group_of(comm)
     what = "asking whether MPI takes device memory"
     verdict = GpuAwareness(False, "the ranks are threads of one process")
     with group.raise_together(what):
@@ -47,7 +48,7 @@ def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:
     """One verdict for all ranks, with the reason of the first rank that is against."""
     for rank, verdict in enumerate(verdicts):
         if not verdict.direct:
-            if any(other != verdict for other in verdicts):
+            if set(verdicts) != {verdict}:
                 return GpuAwareness(False, f"on rank {rank}: {verdict.reason}")
             return verdict
     return verdicts[0]
@@ -60,7 +61,10 @@ def _of_this_rank() -> GpuAwareness:
         return GpuAwareness(False, f"{reason} (use cupy.cuda.MemoryPool())")
     if setting:
         return GpuAwareness(setting == "1", f"{GPU_DIRECT.name}={setting}")
-    answer = ask_library("AMD" if arrays.is_amd() else "NVIDIA")
+    maker = "NVIDIA"
+    if arrays.is_amd():
+        maker = "AMD"
+    answer = ask_library(maker)
     words = {
         None: "does not say that it takes",
         0: "says that it does not take",
@@ -77,7 +81,9 @@ def ask_library(maker: str) -> int | None:
     if asks_by_type(MPI.Get_library_version()):
         ask = getattr(library, "MPIX_GPU_query_support", None)
         flag = ctypes.c_int(0)
-        return None if ask is None or ask(number, ctypes.byref(flag)) else int(flag.value != 0)
+        if ask is None or ask(number, ctypes.byref(flag)):
+            return None
+        return int(flag.value != 0)
     for name in names:
         ask = getattr(library, name, None)
         if ask is not None:

@@ -90,7 +90,10 @@ class HostTransport(Transport):
         self.senders: list[Start] = []
         self.receivers: list[Start] = []
         for channel in self.channels:
-            self.senders.append(channel.Issend if synchronous else channel.Isend)
+            if synchronous:
+                self.senders.append(channel.Issend)
+            else:
+                self.senders.append(channel.Isend)
             self.receivers.append(channel.Irecv)
         self.piece_bytes = piece_bytes
 
@@ -154,14 +157,16 @@ class RequestGroup:
 
 
 def start_all(
-    operation: Start, pieces: Sequence[Any], peer: int, tag: int, *buffers: object
+    operation: Start, pieces: Sequence[object], peer: int, tag: int, *buffers: object
 ) -> Request:
     """Start an operation on each piece, as one request.
 
     `buffers` own the memory of pieces that are mere addresses.
     """
     requests = [own(operation(piece, peer, tag), *buffers) for piece in pieces]
-    return requests[0] if len(requests) == 1 else RequestGroup(requests)
+    if len(requests) == 1:
+        return requests[0]
+    return RequestGroup(requests)
 
 
 def check_sendable(array: Array) -> None:

@@ -194,7 +194,9 @@ class PinnedPool:
             return None
         self.used += size
         free = self.free[size]
-        return free.pop() if free else arrays.pinned(size)
+        if free:
+            return free.pop()
+        return arrays.pinned(size)
 
     def give(self, buffer: np.ndarray) -> None:
         """Take a buffer back that neither MPI nor the device touches any more."""

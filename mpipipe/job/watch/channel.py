@@ -152,15 +152,20 @@ def make_dump(
 ) -> Dump:
     """Describe a rank that has been quiet so long; with its stacks, if for `limit` seconds."""
     snapshots = _snapshots(context)
-    busy = [snapshot.thread for snapshot in snapshots if snapshot.doing]
     frames = sys._current_frames()
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    rank_thread = busy[0] if busy else context.thread
+    names: dict[int | None, str] = {}
+    for thread in threading.enumerate():
+        names[thread.ident] = thread.name
+    rank_thread = context.thread
+    for snapshot in snapshots:
+        if snapshot.doing:
+            rank_thread = snapshot.thread
+            break
     stacks = []
     if quiet >= limit:
         for number, frame in frames.items():
             if number != watcher:
-                name = threads[number].name if number in threads else number
+                name = names.get(number, number)
                 lines = "".join(traceback.format_stack(frame))
                 stacks.append(f"thread {name}, most recent call last:\n{lines}")
     reached = None
@@ -203,8 +208,10 @@ def _where(frame: FrameType | None) -> str:
         return ""
     ours = (PACKAGE, "<frozen", sys.base_prefix + "/lib")
     lines = traceback.extract_stack(frame)
-    others = [line for line in lines if not line.filename.startswith(ours)]
-    place = (others or lines)[-1]
+    place = lines[-1]
+    for line in lines:
+        if not line.filename.startswith(ours):
+            place = line
     return f"{place.filename}:{place.lineno} in {place.name}"
 
 
@@ -261,7 +268,9 @@ def state_of(pid: int) -> str:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except FileNotFoundError:
-        return GONE if Path("/proc/self/status").exists() else ""
+        if Path("/proc/self/status").exists():
+            return GONE
+        return ""
     except OSError:
         return ""
     for line in lines:

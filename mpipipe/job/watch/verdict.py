@@ -87,8 +87,12 @@ def judge(
     if not culprits:
         culprits = lost
     if not culprits:
-        waiting = [rank for rank, peers in blockers.items() if peers]
-        for rank in circle(blockers) or sorted(waiting):
+        ranks = circle(blockers)
+        if not ranks:
+            for rank in sorted(blockers):
+                if blockers[rank]:
+                    ranks.append(rank)
+        for rank in ranks:
             for_what = "; ".join(wait.text for wait in dumps[rank].waits)
             others = f"waits for {named(blockers[rank])}, which waits too"
             culprits.append(Culprit(rank, f"{_named(dumps[rank])} {others}: {for_what}"))
@@ -102,8 +106,9 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
         missing = set(wait.peers)
         if wait.meeting is not None:
             for rank, other in dumps.items():
-                if wait.meeting in [entered.meeting for entered in other.waits]:
-                    missing.discard(rank)
+                for entered in other.waits:
+                    if entered.meeting == wait.meeting:
+                        missing.discard(rank)
         blocking |= missing
     return blocking - {dump.rank}
 
@@ -111,13 +116,16 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
 def circle(blockers: Mapping[int, Collection[int]]) -> list[int]:
     """Return ranks that wait for the next one, and the last for the first; [] if there are none."""
     left = {rank: set(peers).intersection(blockers) for rank, peers in blockers.items()}
-    going_on = [rank for rank, peers in left.items() if not peers]
-    while going_on:
+    while True:
+        going_on = []
+        for rank, peers in left.items():
+            peers.intersection_update(left)
+            if not peers:
+                going_on.append(rank)
+        if not going_on:
+            break
         for rank in going_on:
             del left[rank]
-        for peers in left.values():
-            peers.intersection_update(left)
-        going_on = [rank for rank, peers in left.items() if not peers]
     if not left:
         return []
     path: list[int] = []
@@ -142,10 +150,10 @@ def mismatch(dumps: Mapping[int, Dump]) -> MismatchError | None:
             if wait.meeting is not None and dump.reached is not None:
                 name, number = wait.meeting
                 for peer in wait.peers:
-                    reached = dumps[peer].reached if peer in dumps else None
-                    if peer == rank or reached is None:
+                    if peer == rank or peer not in dumps:
                         continue
-                    if reached.get(name, 0) < number:
+                    reached = dumps[peer].reached
+                    if reached is not None and reached.get(name, 0) < number:
                         blockers[rank].add(peer)
     ranks = circle(blockers)
     if not ranks:
@@ -217,7 +225,9 @@ def _compare_message(
 
 
 def _transfer(message: Message) -> str:
-    size = "" if message.nbytes is None else f", {message.nbytes} bytes"
+    size = ""
+    if message.nbytes is not None:
+        size = f", {message.nbytes} bytes"
     return f"channel {message.tag[0]}, tag {message.tag[1]}{size}"
 
 
@@ -228,7 +238,9 @@ def _occupation(dump: Dump, alone: bool) -> str:
     if alone:
         wait = dump.waits[0]
         return f"{name} has waited {wait.seconds:.0f} s for {wait.text}, and for no other rank"
-    place = f", at {dump.where}" if dump.where else ""
+    place = ""
+    if dump.where:
+        place = f", at {dump.where}"
     what = "busy elsewhere"
     for snapshot in dump.snapshots:
         if snapshot.doing and snapshot.computes:
@@ -242,12 +254,18 @@ def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
     """Say who waits for what, ranks with the same text in one line."""
     texts = []
     for rank, dump in sorted(dumps.items()):
-        doing = [f", in {snapshot.doing}" for snapshot in dump.snapshots if snapshot.doing]
+        doing = ""
+        for snapshot in dump.snapshots:
+            if snapshot.doing:
+                doing = f", in {snapshot.doing}"
+                break
         for wait in dump.waits:
-            texts.append((rank, f"for {wait.text}{''.join(doing[:1])}"))
+            texts.append((rank, f"for {wait.text}{doing}"))
     lines = []
     for text, ranks in rank_list.by_text(texts).items():
-        verb = "waits" if len(ranks) == 1 else "wait"
+        verb = "wait"
+        if len(ranks) == 1:
+            verb = "waits"
         lines.append(f"{named(ranks)} {verb} {text}")
     return lines
 
@@ -283,7 +301,9 @@ def publish(
         elif stacks[culprit.rank]:
             texts[culprit.rank] = stacks[culprit.rank]
     try:
-        parent = folder if folder is not None and folder.is_dir() else Path()
+        parent = Path()
+        if folder is not None and folder.is_dir():
+            parent = folder
         path = files.new_folder(parent / time.strftime("hang-%Y%m%d-%H%M%S"))
         text = "\n".join([*verdict.lines(), "", *_states(dumps)])
         (path / "report.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -295,7 +315,7 @@ def publish(
         lines.append(f"no file could be written ({error}); stacks of the first rank named:")
         lines += [*texts.values(), "none"][0].splitlines()
     lines.append(f"remedy: {REMEDY}")
-    write("\n".join([heading(rank, size), *(f"  {line}" for line in lines), ""]))
+    write("\n  ".join([heading(rank, size), *lines]) + "\n")
 
 
 def _states(dumps: Mapping[int, Dump]) -> list[str]:
@@ -303,10 +323,14 @@ def _states(dumps: Mapping[int, Dump]) -> list[str]:
     lines = []
     for rank, dump in sorted(dumps.items()):
         lines.append(f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}")
-        lines += [f"  waits {wait.seconds:.1f} s for {wait.text}" for wait in dump.waits]
+        for wait in dump.waits:
+            lines.append(f"  waits {wait.seconds:.1f} s for {wait.text}")
         for snapshot in dump.snapshots:
-            state = f"in {snapshot.doing}" if snapshot.doing else "between calls"
-            expects = "" if snapshot.expects is None else f"; expects {snapshot.expects.text}"
-            lines.append(f"  {state}{expects}")
+            state = "between calls"
+            if snapshot.doing:
+                state = f"in {snapshot.doing}"
+            if snapshot.expects is not None:
+                state += f"; expects {snapshot.expects.text}"
+            lines.append(f"  {state}")
         lines.append("")
     return lines

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -95,8 +95,16 @@ class Watchdog:
 
     def covers(self, members: tuple[int, ...]) -> bool:
         """True if one channel has all these ranks, or none can, for ranks of another job."""
-        channels = (set(channel.members) for channel in self._channels)
-        return -1 in members or any(channel.issuperset(members) for channel in channels)
+        return -1 in members or self._channel_of(members) is not None
+
+    def _channel_of(self, members: Sequence[int]) -> WatchChannel | None:
+        """Return the largest channel that has all these ranks."""
+        largest = None
+        for channel in self._channels:
+            if set(channel.members).issuperset(members):
+                if largest is None or len(channel.members) > len(largest.members):
+                    largest = channel
+        return largest
 
     def ended_neighbours(self) -> set[int]:
         """Return the world ranks on this host whose process has ended."""
@@ -149,8 +157,10 @@ class Watchdog:
         culprits = verdict.judge(self.dumps).culprits
         if not culprits:
             return ""
-        more = f", and {len(culprits) - 1} ranks more" if len(culprits) > 1 else ""
-        return f"; {culprits[0].text}{more}"
+        text = f"; {culprits[0].text}"
+        if len(culprits) > 1:
+            text += f", and {len(culprits) - 1} ranks more"
+        return text
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -213,8 +223,12 @@ class Watchdog:
         channel.send(source, number, self._dump(channel))
 
     def _dump(self, channel: WatchChannel) -> Dump:
-        watcher = None if self._thread is None else self._thread.ident
-        states = channel.states_on_host() if self.quiet >= self.limit else None
+        watcher = None
+        if self._thread is not None:
+            watcher = self._thread.ident
+        states = None
+        if self.quiet >= self.limit:
+            states = channel.states_on_host()
         rank = channel.members[channel.rank]
         return make_dump(self.context, rank, self.quiet, self.limit, states, watcher)
 
@@ -225,14 +239,15 @@ class Watchdog:
 
         Before their first group there is none. Then nothing is known but who has not come.
         """
-        channels = [channel for channel in self._channels if {*wait.members} <= {*channel.members}]
-        channel = max(channels, key=lambda channel: len(channel.members), default=None)
-        patience = min(self.limit, settings.timeout() / 3)
+        channel = self._channel_of(wait.members)
         if channel is None:
             patience = self.limit
-        elif wait.meeting is not None:
-            patience = min(patience, verdict.TELL_SECONDS)
-        rank = runtime.world().rank if channel is None else channel.rank
+            rank = runtime.world().rank
+        else:
+            patience = min(self.limit, settings.timeout() / 3)
+            rank = channel.rank
+            if wait.meeting is not None:
+                patience = min(patience, verdict.TELL_SECONDS)
         patience = max(patience + STAGGER * min(rank, MOST_STAGGERED), self._again)
         if self.quiet < patience or not wait.members:
             return
@@ -319,7 +334,9 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
     """
     context = current_rank()
     watchdog = context.watchdog
-    limit = settings.watchdog() if seconds is None else seconds or inf
+    limit = seconds or inf
+    if seconds is None:
+        limit = settings.watchdog()
     if watchdog is None:  # this rank is a thread, or no group was ever made
         outer = context.watch_limit
         context.watch_limit = limit
