@@ -97,7 +97,7 @@ def _shown(limit: float) -> str:
 # -- Options as the fields of a configuration, a dataclass -----------------------------------------
 
 
-def option(default: Any, text: str, key: bool = True, **description: Any) -> Any:
+def option(default: object, text: str, key: bool = True, **description: Any) -> Any:
     """Return the field of a configuration with its default, help, and Option."""
     return field(default=default, metadata={"option": Option(text, key=key, **description)})
 
@@ -203,7 +203,7 @@ def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
     raise _wrong_type(entry, value, kind)
 
 
-def _wrong_type(entry: dataclasses.Field, value: Any, kind: type) -> ConfigError:
+def _wrong_type(entry: dataclasses.Field, value: object, kind: type) -> ConfigError:
     return ConfigError(
         f"the type of {key_of(entry)} is wrong", found=repr(value), expected=NOUNS[kind]
     )

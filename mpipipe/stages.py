@@ -35,10 +35,10 @@ class Runner(Protocol):
     def forward(self, x: Any) -> tuple[Any, Saved]:
         """Return the output, and what the backward needs."""
 
-    def backward(self, dy: Any, saved: Saved) -> Any:
+    def backward(self, dy: object, saved: Saved) -> Any:
         """Add to the gradients of the parameters; return that of the input."""
 
-    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
+    def backward_input(self, dy: object, saved: Saved) -> tuple[Any, Pending]:
         """Return the gradient of the input, and what `backward_weight` needs."""
 
     def backward_weight(self, pending: Pending) -> None:
@@ -385,7 +385,7 @@ class UserArrays:
 class UserStage(UserArrays, nn.Differentiable):
     """A stage of the user's own, with what it leaves out filled in."""
 
-    def __init__(self, user_stage: Any):
+    def __init__(self, user_stage: object):
         super().__init__(user_stage)
         self.position = Position()
         # The last forward that was called, and whether it takes a position.
@@ -515,7 +515,7 @@ class UserStage(UserArrays, nn.Differentiable):
         self.user_stage.backward_weight(pending)
 
 
-def takes_parameter(function: Callable[..., Any], name: str) -> bool:
+def takes_parameter(function: Callable[..., object], name: str) -> bool:
     """Return True if a user's function has a parameter of this name."""
     try:
         return name in signature(function).parameters
@@ -547,7 +547,7 @@ class FlatView(Mapping[str, Array]):
         self._shapes = {name: (*shape, *pair) for name, shape in shapes.items()}
 
     @classmethod
-    def of(cls, holder: Any) -> FlatView:
+    def of(cls, holder: object) -> FlatView:
         """Return the view of a user's `parameters`: an object with `flat`, perhaps with names."""
         flat = flat_of(holder, "the parameters of a stage")
         if not isinstance(holder, Mapping) or not holder:
@@ -555,7 +555,7 @@ class FlatView(Mapping[str, Array]):
         offsets = {name: _offset(name, array, flat) for name, array in holder.items()}
         return cls(flat, offsets, {name: array.shape for name, array in holder.items()})
 
-    def like(self, holder: Any) -> FlatView:
+    def like(self, holder: object) -> FlatView:
         """Return the view of a user's `gradients`, which lie as the parameters do."""
         flat = flat_of(holder, "the gradients of a stage")
         if (flat.dtype, flat.size) != self._given:
@@ -591,7 +591,7 @@ class FlatView(Mapping[str, Array]):
         return len(self.offsets)
 
 
-def flat_if_any(holder: Any) -> Array | None:
+def flat_if_any(holder: object) -> Array | None:
     """Return `holder.flat` where that is a one-dimensional contiguous array; None elsewhere."""
     flat: Any = getattr(holder, "flat", None)
     if arrays.is_array(flat) and flat.ndim == 1 and flat.flags.c_contiguous:
@@ -599,7 +599,7 @@ def flat_if_any(holder: Any) -> Array | None:
     return None
 
 
-def flat_of(holder: Any, what: str) -> Array:
+def flat_of(holder: object, what: str) -> Array:
     """Return `holder.flat`; raises ArgumentError if that is no flat array."""
     flat = flat_if_any(holder)
     if flat is None:

@@ -47,7 +47,7 @@ __all__ = [
 
 
 def torch_stage(
-    module: Any,
+    module: object,
     *,
     prefix: str = "",
     seed: int = 0,
@@ -91,7 +91,7 @@ def torch_stage(
     return made
 
 
-def torch_loss(function: Callable[..., Any], *, seed: int = 0) -> TorchLoss:
+def torch_loss(function: Callable[..., object], *, seed: int = 0) -> TorchLoss:
     """Make the loss of a pipeline, for a last stage of any kind, of a loss function of PyTorch.
 
     Parameters
@@ -109,15 +109,15 @@ def torch_loss(function: Callable[..., Any], *, seed: int = 0) -> TorchLoss:
 
 
 def jax_stage(
-    function: Callable[..., Any],
-    parameters: Any,
+    function: Callable[..., object],
+    parameters: object,
     *,
     prefix: str = "",
     seed: int = 0,
     gives: Sequence[str] = (),
     takes: Sequence[str] = (),
     ties: Mapping[str, str] | None = None,
-    state: Any = None,
+    state: object = None,
 ) -> JaxStage:
     """Make a stage of a JAX function and its parameters.
 
@@ -152,7 +152,7 @@ def jax_stage(
     return made
 
 
-def jax_loss(function: Callable[..., Any], *, seed: int = 0) -> JaxLoss:
+def jax_loss(function: Callable[..., object], *, seed: int = 0) -> JaxLoss:
     """Make the loss of a pipeline, for a last stage of any kind, of a loss function of JAX.
 
     Parameters
@@ -169,7 +169,7 @@ def jax_loss(function: Callable[..., Any], *, seed: int = 0) -> JaxLoss:
 
 
 def with_skips(
-    entry: Any,
+    entry: object,
     *,
     gives: Sequence[str] = (),
     takes: Sequence[str] = (),

@@ -261,7 +261,7 @@ def skip_names(names: Sequence[str], what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def returned(output: Any, names: Sequence[str]) -> Sequence[Tree]:
+def returned(output: object, names: Sequence[str]) -> Sequence[Tree]:
     """Return the parts of an output that gives over skips with these names."""
     if not names:
         return [output]

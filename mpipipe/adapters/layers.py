@@ -15,7 +15,7 @@ from mpipipe.adapters.foreign import WithSkips, seeded
 from mpipipe.errors import ArgumentError
 
 
-def as_layer(entry: Any, place: int, seed: int = 0) -> nn.Layer:
+def as_layer(entry: object, place: int, seed: int = 0) -> nn.Layer:
     """Return the layer, unbound, that an entry of a list of layers is or makes.
 
     A module of PyTorch that a function makes draws its values for (seed, place), so they do not
@@ -65,14 +65,14 @@ def as_layer(entry: Any, place: int, seed: int = 0) -> nn.Layer:
     return layer
 
 
-def skips_of(entry: Any) -> WithSkips:
+def skips_of(entry: object) -> WithSkips:
     """Return an entry with its names, or with none."""
     if isinstance(entry, WithSkips):
         return entry
     return WithSkips(entry)
 
 
-def names_of_entry(entry: Any) -> Iterator[tuple[str, bool]]:
+def names_of_entry(entry: object) -> Iterator[tuple[str, bool]]:
     """Yield the names that an entry takes, with False, and those that it gives, with True."""
     if isinstance(entry, WithSkips):
         yield from ((name, False) for name in entry.takes)
@@ -81,7 +81,7 @@ def names_of_entry(entry: Any) -> Iterator[tuple[str, bool]]:
         yield from nn.names_within(entry)
 
 
-def check_distinct(layers: Sequence[Any]) -> None:
+def check_distinct(layers: Sequence[object]) -> None:
     """Raise ArgumentError for one layer or module in two places: a cut would untie them."""
     names: dict[int, str] = {}
     for place, entry in enumerate(layers):
@@ -103,7 +103,7 @@ def check_distinct(layers: Sequence[Any]) -> None:
                 )
 
 
-def tie_shared(layers: Sequence[Any]) -> None:
+def tie_shared(layers: Sequence[object]) -> None:
     """Tie parameters that modules of several entries share, by the name of their first place."""
     modules: dict[int, Any] = {}
     names: dict[int, str] = {}
@@ -120,7 +120,7 @@ def tie_shared(layers: Sequence[Any]) -> None:
         import_module("mpipipe.adapters.pytorch.ties").tie_shared(modules)
 
 
-def _refuse_shared(place: int, parameters: Any, names: dict[int, str]) -> None:
+def _refuse_shared(place: int, parameters: object, names: dict[int, str]) -> None:
     """Raise ArgumentError for an array in two functions of JAX: it might mean one parameter."""
     jax: Any = sys.modules.get("jax")
     if jax is None:
@@ -148,7 +148,7 @@ def _is_loss(thing: object) -> bool:
     return room is not None and isinstance(thing, room.TorchLoss)
 
 
-def with_loss(layers: Sequence[Any], loss: Any, seed: int) -> list[Any]:
+def with_loss(layers: Sequence[object], loss: Any, seed: int) -> list[Any]:
     """Add a loss of PyTorch with parameters to train as the last entry of a list of layers.
 
     The loss draws its random numbers for the seed.

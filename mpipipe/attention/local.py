@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpipipe.attention.ring_pass import PlannedAttend
 from mpipipe.attention.ring_plan import Alone, RingOptions
 
@@ -64,6 +62,6 @@ class Local(PlannedAttend):
         causal: bool = True,
         scale: float | None = None,
         window: int | None = None,
-        segments: Any = None,
+        segments: object = None,
     ) -> None:
         super().__init__(Alone(), RingOptions(causal, "contiguous", window, segments, scale))

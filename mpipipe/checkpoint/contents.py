@@ -28,7 +28,7 @@ class Optimizer(Protocol):
         """Return {kind: {name of a parameter: array or StateShard}}, to be set in place."""
 
 
-def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str, Any]:
+def contents_of(stages: Sequence[object], optimizer: Optimizer | None) -> dict[str, Any]:
     """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...
 
     StateShards stay what they are.
@@ -53,7 +53,7 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
     return contents
 
 
-def state_names(stages: Sequence[Any]) -> set[str]:
+def state_names(stages: Sequence[object]) -> set[str]:
     """Return the names of what each replica has for itself, as statistics of batch norm."""
     inner_stages = [inner for stage in as_stages(stages) for inner in stage.inner_stages]
     return {f"{PARAMETERS}/{name}" for inner in inner_stages for name in inner.state}
@@ -106,7 +106,7 @@ def state_of(state: Mapping[str, Any] | None) -> dict[str, Any]:
     return result
 
 
-def _check_plain(value: Any, place: str = "state") -> None:
+def _check_plain(value: object, place: str = "state") -> None:
     if isinstance(value, dict):
         for key, part in value.items():
             if type(key) is not str:
@@ -124,7 +124,9 @@ def _check_plain(value: Any, place: str = "state") -> None:
         )
 
 
-def announcements_of(stages: Sequence[Any], optimizer: Any) -> tuple[list[Announcements], bool]:
+def announcements_of(
+    stages: Sequence[object], optimizer: object
+) -> tuple[list[Announcements], bool]:
     """Return the lists `before_write` of all that have one, and whether no write goes unannounced.
 
     Stages with something to train that the optimizer does not have are stepped by something else:

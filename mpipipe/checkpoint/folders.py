@@ -211,14 +211,14 @@ def write(checkpoint: Checkpoint, before_naming: Callable[[], object] | None = N
 
 
 def write_facts(
-    path: Path, facts: Mapping[str, Any], before_naming: Callable[[], object] | None = None
+    path: Path, facts: Mapping[str, object], before_naming: Callable[[], object] | None = None
 ) -> None:
     """Write plain facts as JSON, with their checksum. Raises OSError."""
     content = json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n"
     files.write_whole(path, content.encode(), before_naming)
 
 
-def checksum_of(facts: Mapping[str, Any]) -> str:
+def checksum_of(facts: Mapping[str, object]) -> str:
     """Return the CRC-32 of plain facts, as eight hexadecimal digits, against damage."""
     return f"{crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ OTHER_MODEL = (
 
 
 def load(
-    path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None
+    path: str | Path, mesh: Mesh, stages: Sequence[object], optimizer: Optimizer | None = None
 ) -> Checkpoint:
     """Set parameters and the state of an optimizer from a checkpoint; collective over the mesh.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
@@ -59,7 +59,9 @@ class Difference(NamedTuple):
         return f"{self.name} is {', '.join(texts)}"
 
 
-def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None) -> None:
+def check_replicas(
+    mesh: Mesh, stages: Sequence[object], optimizer: Optimizer | None = None
+) -> None:
     """Compare parameters and optimizer state of ranks that must have the same; collective.
 
     Equal they are, to the bit, as long as nothing has gone wrong: replicas start equal, get the
@@ -142,7 +144,7 @@ def _difference(name: str, values: Mapping[int, set[str]]) -> list[Difference]:
     return [Difference(name, ranks_of)]
 
 
-def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
+def _held(mesh: Mesh, stages: Sequence[object], optimizer: Optimizer | None) -> Hashes:
     replicas_own = state_names(stages)
     hashes: dict[str, str] = {}
     # A tied parameter is one array for all its places on a rank.

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from mpipipe.checkpoint import contents, folders, owner
 from mpipipe.checkpoint.contents import Optimizer
@@ -57,7 +56,7 @@ class Saver:
         self,
         root: str | Path,
         mesh: Mesh,
-        stages: Sequence[Any],
+        stages: Sequence[object],
         optimizer: Optimizer | None = None,
         *,
         keep: int | None = None,
@@ -85,7 +84,7 @@ class Saver:
     def save(
         self,
         step: int,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, object] | None = None,
         *,
         beforehand: Callable[[], object] | None = None,
     ) -> Path:
@@ -131,7 +130,7 @@ class Saver:
             self.wait_until_read()
         return path
 
-    def _compare_names(self, content: Mapping[str, Any]) -> None:
+    def _compare_names(self, content: Mapping[str, object]) -> None:
         """Raise ArgumentError where two stages have an array of one name; collective."""
         if self._compared:
             return
@@ -262,11 +261,11 @@ class Saver:
 def save(
     root: str | Path,
     mesh: Mesh,
-    stages: Sequence[Any],
+    stages: Sequence[object],
     optimizer: Optimizer | None = None,
     *,
     step: int,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, object] | None = None,
     keep: int | None = None,
 ) -> Path:
     """Save a training as the folder `root`/step-00000100, as a whole; collective.

@@ -168,7 +168,7 @@ def write_tensors(
     return Content(position, len(header), f"{crc32(header):08x}", summed)
 
 
-def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def _pieces(content: Mapping[str, object]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and pieces of all arrays; planned ones are made one at a time."""
     planned = {}
     for name, item in content.items():

@@ -284,7 +284,7 @@ class Parser(argparse.ArgumentParser):
                 known.append(option.removeprefix("--"))
         return [f"--{option}" for option in near(name.lstrip("-"), known)]
 
-    def print_help(self, file: Any = None) -> None:
+    def print_help(self, file: object = None) -> None:
         """Show the help. An error where it cannot be written ends the program."""
         show(self.format_help())
 

@@ -45,7 +45,7 @@ class Argument:
     flag: Option | Operand
 
 
-def parameters_of(command: Callable[..., Any]) -> list[Argument]:
+def parameters_of(command: Callable[..., object]) -> list[Argument]:
     """Return the parameters of a function, or those that its attribute `parameters` lists."""
     listed = getattr(command, "parameters", None)
     if listed is not None:
@@ -95,7 +95,7 @@ def fields_of(config: type) -> list[Argument]:
 # -- Numbers with commas between them, as options of several commands have them --------------------
 
 
-def numbers(option: str, text: str, kind: Callable[[str], Any] = float) -> list[Any]:
+def numbers(option: str, text: str, kind: Callable[[str], object] = float) -> list[Any]:
     """Read the numbers of an option; raises ConfigError if they are none."""
     try:
         return [kind(part) for part in text.split(",")]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpipipe import files, processor
 from mpipipe.errors import ConfigError, MpipipeError
@@ -145,7 +145,7 @@ def on_ranks(
     """
 
     @wraps(work)
-    def command(*arguments: Any, **options: Any) -> int:
+    def command(*arguments: object, **options: object) -> int:
         def main() -> None:
             processor.prepare_process(threads())
             with naming_exits():

@@ -37,7 +37,7 @@ def plan(
     out: Annotated[
         str | None, Option("new file for the best plan, which train --config takes", metavar="FILE")
     ] = None,
-    **flags: Any,
+    **flags: object,
 ) -> int:
     """Find the fastest schedule, cut and recomputation for a training.
 

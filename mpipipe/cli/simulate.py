@@ -110,7 +110,7 @@ def simulate(
     show_lines(lines)
 
 
-def without_none(**options: Any) -> dict[str, Any]:
+def without_none(**options: object) -> dict[str, Any]:
     """Return the options that have a value."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -125,7 +125,7 @@ def costs_of(*texts: str) -> Costs:
     return Costs(*costs)
 
 
-def refuse(beside: str, options: dict[str, Any]) -> None:
+def refuse(beside: str, options: dict[str, object]) -> None:
     """Raise ConfigError if one of these options has a value."""
     if options:
         raise ConfigError(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from mpipipe import processor, schedules
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
@@ -63,7 +63,7 @@ def train(
             "whatever --dtype is"
         ),
     ] = False,
-    **flags: Any,
+    **flags: object,
 ) -> int:
     """Train a GPT on text or tokens, or the task in FILE.py.
 
@@ -133,7 +133,7 @@ def check_task_file(task: str | None) -> None:
             )
 
 
-def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfig:
+def load_config(task: str | None, config: str | None, **flags: object) -> TaskConfig:
     """Return the configuration of the task that is named here or in a file, or of text."""
     keys = read_keys(config)
     if task is None and "task" not in keys:

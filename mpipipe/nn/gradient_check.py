@@ -30,7 +30,7 @@ DEVIATIONS = 10.0
 
 
 def check_gradients(
-    stage: Any, x: Any, *, position: Position | None = None, seed: int = 0
+    stage: object, x: object, *, position: Position | None = None, seed: int = 0
 ) -> dict[str, float]:
     """Compare the backward of a layer or a stage with its forward, in float64.
 
@@ -103,7 +103,7 @@ def check_gradients(
 class _Check:
     """One check: the stage, copies of its input, and what has turned out to be wrong."""
 
-    def __init__(self, stage: Any, x: Any, position: Position | None, seed: int, prefix: str):
+    def __init__(self, stage: Any, x: object, position: Position | None, seed: int, prefix: str):
         self.stage = stage
         self.random = np.random.default_rng(seed)
         self.more: tuple[Position, ...] = ()
@@ -167,7 +167,7 @@ class _Check:
     def _forward(self) -> tuple[Any, Any]:
         return self.stage.forward(self.x, *self.more)
 
-    def _backward(self, *several: Any) -> dict[str, np.ndarray]:
+    def _backward(self, *several: object) -> dict[str, np.ndarray]:
         """Return all gradients by name, summed over what several forwards have saved."""
         self._clear()
         for saved in several:
@@ -182,7 +182,7 @@ class _Check:
         for gradient in self.gradients.values():
             gradient[...] = 0
 
-    def _gradients(self, dx: Any) -> dict[str, np.ndarray]:
+    def _gradients(self, dx: object) -> dict[str, np.ndarray]:
         of_input = {}
         if dx is not None:
             of_input = _leaves(_plain(dx), "input")
@@ -316,16 +316,16 @@ class _Check:
                 )
 
 
-def _plain(tree: Any) -> Any:
+def _plain(tree: object) -> Any:
     """Return a tree without names of its entries, which gradients need not have."""
     return arrays.unflatten(*arrays.flatten(tree))
 
 
-def _leaves(tree: Any, name: str) -> dict[str, np.ndarray]:
+def _leaves(tree: object, name: str) -> dict[str, np.ndarray]:
     return dict(named_leaves(tree, name))
 
 
-def _changed(now: Any, before: Any, name: str) -> list[str]:
+def _changed(now: object, before: object, name: str) -> list[str]:
     """Return the names of the leaves of two trees that are not equal."""
     names = []
     for (leaf, array), (_, old) in zip(named_leaves(now, name), named_leaves(before, name)):
@@ -334,11 +334,11 @@ def _changed(now: Any, before: Any, name: str) -> list[str]:
     return names
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: object) -> Any:
     return mapped(np.array, tree)
 
 
-def _random_like(tree: Any, random: np.random.Generator) -> Any:
+def _random_like(tree: object, random: np.random.Generator) -> Any:
     """Return a tree of random numbers, with zeros for integers: they have no gradient."""
 
     def draw(array: np.ndarray) -> np.ndarray:
@@ -356,7 +356,7 @@ def _real(array: np.ndarray) -> np.ndarray:
     return arrays.as_reals(np.ascontiguousarray(array))
 
 
-def _named(holder: Any, prefix: str) -> dict[str, np.ndarray]:
+def _named(holder: object, prefix: str) -> dict[str, np.ndarray]:
     """Return the arrays of a mapping by name, or the array `flat` of another object."""
     if isinstance(holder, Mapping):
         return {name.removeprefix(prefix): array for name, array in holder.items()}

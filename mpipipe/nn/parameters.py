@@ -220,7 +220,7 @@ class FlatBuffer(Mapping[str, Any]):
         return len(self._views)
 
 
-def divide_buffer(buffer: FlatBuffer, share: Array, entries: Mapping[str, Any]) -> None:
+def divide_buffer(buffer: FlatBuffer, share: Array, entries: Mapping[str, object]) -> None:
     """Replace `flat` by a share, and the arrays by `entries`.
 
     Old views of it become NaN, so that they are never used by mistake.

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -192,7 +191,7 @@ ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
 }
 
 
-def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
+def scaling_of(numbers: Mapping[str, object]) -> RopeScaling:
     """Return the scaling with these fields, as `dataclasses.asdict` gives them.
 
     Raises ArgumentError for an unknown kind, and for numbers that do not belong to it.

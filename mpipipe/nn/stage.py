@@ -629,7 +629,7 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
             )
 
 
-def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False) -> Any:
+def accepted_input(stage: Stage, x: object, named: bool = False, part: bool = False) -> Any:
     """Return an input, checked, on the device of the stage.
 
     An Embedding checks integers before it uploads them.

@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Norm:
     """The norm over stages of this rank and of the ranks of `comm`, without names in `skip`."""
 
     def __init__(
-        self, stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = ()
+        self, stages: Sequence[object], comm: Communicator | None = None, skip: Collection[str] = ()
     ) -> None:
         self.stages = tuple(stages)
         self.comm = comm
@@ -156,7 +156,7 @@ class Norm:
         return counted
 
 
-def gpu_of(stages: Sequence[Any]) -> int | None:
+def gpu_of(stages: Sequence[object]) -> int | None:
     """Return the GPU that all these stages are on; None if there is not one."""
     gpus = {stage.gpu for stage in as_stages(stages)}
     if len(gpus) == 1:
@@ -251,7 +251,7 @@ class GlobalNorm(Norm):
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[object],
         comm: Communicator | None = None,
         skip: Collection[str] = (),
         replicas: Communicator | None = None,
@@ -290,7 +290,7 @@ class GlobalNorm(Norm):
         if error is None:
             self.close()
 
-    def _check(self, stages: Sequence[Any]) -> None:
+    def _check(self, stages: Sequence[object]) -> None:
         """Raise ArgumentError, on all ranks, for other stages or parameters than at first."""
         if self._group is not None:
             self._group.begin()
@@ -361,7 +361,10 @@ class NormOnDevice:
 
 
 def norm_of(
-    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
+    stages: Sequence[object],
+    comm: Communicator | None,
+    skip: Collection[str],
+    over: GlobalNorm | None,
 ) -> Norm:
     """Return the norm for a function with these arguments: `over`, or one of the others."""
     if over is None:
@@ -377,7 +380,7 @@ def norm_of(
 
 
 def gradient_norm(
-    stages: Sequence[Any],
+    stages: Sequence[object],
     comm: Communicator | None = None,
     skip: Collection[str] = (),
     scale: float = 1.0,

@@ -32,7 +32,7 @@ class FlatOptimizer:
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[object],
         lr: float,
         weight_decay: float,
         groups: Sequence[Group],
@@ -267,7 +267,7 @@ class AdamW(FlatOptimizer):
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[object],
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -319,7 +319,7 @@ class SGD(FlatOptimizer):
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[object],
         lr: float,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
@@ -345,7 +345,7 @@ class SGD(FlatOptimizer):
         kernels.sgd(p, g, state.get("momentum"), self.momentum, decay, rate, how)
 
 
-def _checked_stages(stages: Sequence[Any]) -> list[PipelineStage]:
+def _checked_stages(stages: Sequence[object]) -> list[PipelineStage]:
     """Return the adapters of stages; raise ArgumentError for parameters that are no full floats."""
     adapters = as_stages(stages)
     for number, stage in enumerate(adapters):

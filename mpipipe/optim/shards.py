@@ -89,7 +89,7 @@ class Shards:
         return self.ranges[number][self.group.rank]
 
     @contextmanager
-    def step(self, **numbers: Any) -> Iterator[None]:
+    def step(self, **numbers: object) -> Iterator[None]:
         """Within this context replicas step from equal parameters, gradients, numbers; collective.
 
         Replicas that differ would have equal parameters after it, each share from another replica,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import total_ordering
-from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator
@@ -16,7 +15,7 @@ from mpipipe.stages import as_stages
 
 
 def clip_by_global_norm(
-    stages: Sequence[Any],
+    stages: Sequence[object],
     max_norm: float,
     comm: Communicator | None = None,
     skip: Collection[str] = (),

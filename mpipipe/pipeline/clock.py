@@ -172,7 +172,7 @@ class DeviceClock(HostClock):
         self.span = 0.0
         if not marks:
             return np.zeros(0)
-        assert start is not None  # as `_start` made it
+        assert start is not None  # `_start` has made it
         zero, first = start
         if not arrays.is_done(marks[-1]):
             marks[-1].synchronize()

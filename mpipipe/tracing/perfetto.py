@@ -69,7 +69,7 @@ def _names(records: Sequence[RankRecord]) -> Iterable[dict[str, Any]]:
 
 
 def _span(
-    name: str, kind: str, times: tuple[float, float], place: tuple[int, int, float], **facts: Any
+    name: str, kind: str, times: tuple[float, float], place: tuple[int, int, float], **facts: object
 ) -> dict[str, Any]:
     start, end = times
     rank, row, zero = place

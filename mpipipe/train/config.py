@@ -304,7 +304,7 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
         return self.save_every > 0 or bool(self.preempt_signals) or limited
 
     @classmethod
-    def load(cls, path: str | None = None, **flags: Any) -> Self:
+    def load(cls, path: str | None = None, **flags: object) -> Self:
         """Read a configuration: the keys of a file replace defaults, and flags replace keys.
 
         Raises ConfigError where the constructor does, for a file that cannot be read, and for an
@@ -342,7 +342,7 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
         return cls(**values)
 
     @classmethod
-    def _check_given(cls, values: dict[str, Any]) -> None:
+    def _check_given(cls, values: dict[str, object]) -> None:
         """Raise ConfigError for values that cannot be given together, whatever they are."""
 
 
@@ -445,7 +445,7 @@ def read_keys(name: str | None) -> dict[str, Any]:
     return keys
 
 
-def _as_given(value: Any) -> Any:
+def _as_given(value: object) -> Any:
     """Return a value as the command line has it: names in the encoding of the file system."""
     if isinstance(value, list):
         return list(map(_as_given, value))

@@ -141,7 +141,7 @@ def row_fingerprint(tree: Tree) -> list[float] | None:
     return norms
 
 
-def numbers(leaf: Any) -> Array:
+def numbers(leaf: object) -> Array:
     """Return an array of any dtype as float64, complex numbers as pairs."""
     array = np.asarray(arrays.as_reals(arrays.on_host(leaf)))
     return array.astype(np.float64)
@@ -423,7 +423,7 @@ def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair
     return inputs, targets
 
 
-def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None = None) -> Finding:
+def _checked(name: str, stage: object, x: Tree, position: nn.Position | None = None) -> Finding:
     try:
         differences = nn.check_gradients(stage, x, position=position)
     except StageError as error:

@@ -132,7 +132,12 @@ def _plan(
 
 
 def _progress(
-    stack: ExitStack, config: TaskConfig, reader: Reader, mesh: Mesh, device: str, layers: list[Any]
+    stack: ExitStack,
+    config: TaskConfig,
+    reader: Reader,
+    mesh: Mesh,
+    device: str,
+    layers: list[object],
 ) -> tuple[Progress, Callable[..., Any], optim.GlobalNorm]:
     """Make the stages of this rank, the loss, the pipeline and the optimizer, on the `stack`."""
     group = group_of(mesh.comm)
@@ -164,7 +169,7 @@ def _begin(
     config: TaskConfig,
     reader: Reader,
     progress: Progress,
-    loss: Callable[..., Any],
+    loss: Callable[..., object],
     start: checkpoint.Checkpoint | None,
 ) -> None:
     """Take the state of a checkpoint or a new one, and rehearse the first batches."""

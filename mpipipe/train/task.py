@@ -208,7 +208,7 @@ class Task:
         """
         return ""
 
-    def optimizer(self, stages: Stages, config: Any) -> Any:
+    def optimizer(self, stages: Stages, config: object) -> Any:
         """Return an optimizer of the stages of this rank; None for the one that options name.
 
         It has `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as
@@ -308,7 +308,7 @@ class Task:
         """
         raise NotImplementedError  # `batch` gives them
 
-    def begin(self, more: Any) -> None:
+    def begin(self, more: object) -> None:
         """Take what came with inputs and targets, before the call that it is for."""
 
     @property

@@ -68,7 +68,7 @@ def call(
     method: str,
     *arguments: object,
     when: str = "",
-    by: Callable[..., Any] | None = None,
+    by: Callable[..., object] | None = None,
 ) -> Any:
     """Call a method of a task, or `by` in its place. An error says where it was, and `when`."""
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
@@ -59,7 +59,7 @@ class TaskFileConfig(TaskConfig):
     )
 
     @classmethod
-    def load(cls, path: str | None = None, **flags: Any) -> TaskFileConfig:
+    def load(cls, path: str | None = None, **flags: object) -> TaskFileConfig:
         """Read a configuration as `TaskConfig.load` does; a file names its task from its folder."""
         config = super().load(path, **flags)
         if path is None or config.task is None or flags.get("task") is not None:

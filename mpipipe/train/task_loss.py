@@ -95,7 +95,7 @@ class TaskLoss:
                 self.sums.setdefault(name, np.zeros(2))[:] += mean * share, share
         return result
 
-    def evaluate(self, output: Any, target: Any, **keywords: object) -> tuple[Any, ...]:
+    def evaluate(self, output: Any, target: object, **keywords: object) -> tuple[Any, ...]:
         """Call the loss of the task. Raises for a result that no pipeline takes."""
         result: tuple[Any, ...] = self.task.loss(output, target, **keywords)
         weight = self.plain.checked(result)[2]

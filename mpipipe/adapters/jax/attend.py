@@ -55,7 +55,7 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
     return attention
 
 
-def differentiable_once(rule: Callable[..., Any]) -> Callable[..., Any]:
+def differentiable_once(rule: Callable[..., object]) -> Callable[..., Any]:
     """Return a rule for first derivatives that refuses to be differentiated itself."""
     once = jax.custom_jvp(rule)
 

@@ -221,7 +221,7 @@ def waiting_for_jax() -> Iterator[None]:
         _waiting.remove(threading.get_ident())
 
 
-def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
+def called_back(function: Callable[..., object]) -> Callable[..., Any]:
     """Return a method for JAX to call, of a method of numpy arrays."""
 
     @wraps(function)

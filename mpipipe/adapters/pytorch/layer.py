@@ -384,7 +384,7 @@ class LossLayer(TorchLayer):
     def forward(self, x: Tree) -> tuple[Tree, Any]:
         return x, None
 
-    def backward_input(self, dy: Tree, saved: Any) -> tuple[Tree, Any]:
+    def backward_input(self, dy: Tree, saved: object) -> tuple[Tree, Any]:
         return dy, None
 
     # The loss itself adds to its gradients.

@@ -204,7 +204,7 @@ def _copied(value: object) -> Any:
     return value
 
 
-def _same(value: Any, content: Any) -> bool:
+def _same(value: object, content: Any) -> bool:
     """Return True if an object has what its copy has: it is written to only where it must be."""
     if isinstance(value, torch.Tensor):
         if not isinstance(content, torch.Tensor):
@@ -251,7 +251,7 @@ def _fill(value: Any, content: Any) -> None:
         add(_restored(*entry) for entry in content)
 
 
-def _restored(item: Any, copy: Any) -> Any:
+def _restored(item: object, copy: object) -> Any:
     """Return an item of a container with the content that it had."""
     if not _same(item, copy):
         _fill(item, copy)

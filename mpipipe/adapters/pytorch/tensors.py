@@ -66,7 +66,7 @@ def device_of(tensor: Tensor) -> str:
     return f"cuda:{tensor.device.index}"
 
 
-def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
+def flatten_output(output: object) -> tuple[list[Tensor], Structure]:
     """Return (tensors, structure) of an output. ArgumentError for anything else than a tree."""
     if isinstance(output, torch.Tensor):
         return [output], None

@@ -38,7 +38,7 @@ class GraphRequest(NamedTuple):
     padded: bool = False
 
 
-def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any) -> Any:
+def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: object) -> Any:
     """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
     `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the

@@ -26,12 +26,12 @@ share_threads()
 KERNELS = SimpleNamespace(**vars(any_dtype))
 
 
-def _of_halves(function: Callable[..., Any]) -> Callable[..., Any]:
+def _of_halves(function: Callable[..., object]) -> Callable[..., Any]:
     """Put a function for halves into KERNELS; other dtypes go to that of `any_dtype`."""
     other = getattr(any_dtype, function.__name__)
 
     @wraps(function)
-    def run(first: np.ndarray, *rest: Any, **options: Any) -> Any:
+    def run(first: np.ndarray, *rest: object, **options: object) -> Any:
         chosen = other
         if first.itemsize == 2:
             chosen = function

@@ -157,7 +157,7 @@ class HeadSlice(Layer):
         dy, saved = pending
         self._back(dy, saved, False, True)
 
-    def backward(self, dy: Any, saved: Saved) -> Any:
+    def backward(self, dy: object, saved: Saved) -> Any:
         return self._back(dy, saved, True, True)
 
     # -- logits

@@ -251,7 +251,7 @@ class Layer(Differentiable):
     has_backward = True
     ends = False
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # CUDA graphs have read the attributes. A pipeline knows of those that it sets in steps.
         is_gradient = name.endswith("_grad") and name[:-5] in self.declared
         if self.stage is not None and not is_gradient:

@@ -205,7 +205,7 @@ class Names(Differentiable):
             if name not in (*self.named, *self.takes):
                 self.comes_in += (name,)
 
-    def forward(self, x: Any) -> tuple[Any, Saved]:
+    def forward(self, x: object) -> tuple[Any, Saved]:
         main, handed = _divided(x)
         if handed.keys() != {*self.comes_in}:
             raise ArgumentError(
@@ -233,7 +233,7 @@ class Names(Differentiable):
             y = Branches(y, **outputs)
         return y, (saved, handed)
 
-    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
+    def backward_input(self, dy: object, saved: Saved) -> tuple[Any, Pending]:
         of_layers, handed = saved
         dx, pending = self.chain.backward_input(self._begin(dy), of_layers)
         return self._with_gradients(dx, handed), pending
@@ -241,7 +241,7 @@ class Names(Differentiable):
     def backward_weight(self, pending: Pending) -> None:
         self.chain.backward_weight(pending)
 
-    def backward(self, dy: Any, saved: Saved) -> Any:
+    def backward(self, dy: object, saved: Saved) -> Any:
         of_layers, handed = saved
         dx = self.chain.backward(self._begin(dy), of_layers)
         return self._with_gradients(dx, handed)
@@ -260,12 +260,12 @@ class Names(Differentiable):
             )
         return self.gradients
 
-    def _begin(self, dy: Any) -> Tree:
+    def _begin(self, dy: object) -> Tree:
         main, skips = _divided(dy)
         self.gradients = dict(skips)
         return main
 
-    def _with_gradients(self, dx: Any, handed: dict[str, Tree]) -> Any:
+    def _with_gradients(self, dx: object, handed: dict[str, Tree]) -> Any:
         """Return the gradient of the input with those of what was handed in.
 
         These are None where backwards end early.
@@ -283,7 +283,7 @@ class Names(Differentiable):
         return Branches(dx, **skips)
 
 
-def _divided(x: Any) -> tuple[Tree, dict[str, Tree]]:
+def _divided(x: object) -> tuple[Tree, dict[str, Tree]]:
     if type(x) is Branches:
         return x.main, x.skips
     return x, {}
@@ -480,7 +480,7 @@ def _ones_and_zeros(_generator: np.random.Generator, shape: arrays.Shape) -> np.
     return np.repeat([1.0, 0.0], shape[0] // 2)
 
 
-def checked_name(name: Any) -> str:
+def checked_name(name: object) -> str:
     """Return a name of a value; raise ArgumentError unless it is an identifier of Python."""
     if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
         raise ArgumentError(
