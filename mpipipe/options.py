@@ -13,9 +13,12 @@ import operator
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from mpipipe.errors import ArgumentError, ConfigError
+
+# Values by name, as a configuration has them, or a file of TOML or JSON.
+Values: TypeAlias = dict[str, Any]
 
 NOUNS = {
     int: "an integer",

@@ -32,13 +32,13 @@ class Runner(Protocol):
 
     position: Position  # read by the next forward
 
-    def forward(self, x: Any) -> tuple[Any, Saved]:
+    def forward(self, x: Tree) -> tuple[Tree, Saved]:
         """Return the output, and what the backward needs."""
 
-    def backward(self, dy: object, saved: Saved) -> Any:
+    def backward(self, dy: Tree, saved: Saved) -> Tree:
         """Add to the gradients of the parameters; return that of the input."""
 
-    def backward_input(self, dy: object, saved: Saved) -> tuple[Any, Pending]:
+    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Pending]:
         """Return the gradient of the input, and what `backward_weight` needs."""
 
     def backward_weight(self, pending: Pending) -> None:
@@ -91,7 +91,7 @@ class PipelineStage(Runner, Protocol):
         """Parameters whose copy in a half dtype is all that the stage computes with."""
 
     @property
-    def owners(self) -> Mapping[str, tuple[Any, str]]:
+    def owners(self) -> Mapping[str, tuple[object, str]]:
         """(stage, name) of parameters that lie elsewhere, by their names here."""
 
     @property
@@ -227,7 +227,7 @@ class UserArrays:
 
     kept_copy = None
     originals = None
-    owners: Mapping[str, tuple[Any, str]] = {}
+    owners: Mapping[str, tuple[object, str]] = {}
     tied_copies: Collection[str] = ()
 
     def __init__(self, user_stage: Any):
@@ -494,7 +494,7 @@ class UserStage(UserArrays, nn.Differentiable):
         if isinstance(getattr(self.user_stage, "ends", None), bool):
             self.user_stage.ends = ends
 
-    def forward(self, x: Tree) -> tuple[Any, Saved]:
+    def forward(self, x: Tree) -> tuple[Tree, Saved]:
         for inner in self.inner_stages:
             inner.position = self.position
         forward = self.user_stage.forward

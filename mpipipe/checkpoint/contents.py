@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
@@ -12,6 +12,7 @@ from mpipipe.checkpoint.tensor_files import check_storable
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, world_ranks
 from mpipipe.optim import StateShard, duplicate_name_error
+from mpipipe.options import Values
 from mpipipe.stages import as_stages
 
 PARAMETERS = "parameters"
@@ -24,11 +25,11 @@ class Optimizer(Protocol):
 
     steps: int
 
-    def named_state(self) -> dict[str, dict[str, Any]]:
+    def named_state(self) -> dict[str, Values]:
         """Return {kind: {name of a parameter: array or StateShard}}, to be set in place."""
 
 
-def contents_of(stages: Sequence[object], optimizer: Optimizer | None) -> dict[str, Any]:
+def contents_of(stages: Sequence[object], optimizer: Optimizer | None) -> Values:
     """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...
 
     StateShards stay what they are.
@@ -36,7 +37,7 @@ def contents_of(stages: Sequence[object], optimizer: Optimizer | None) -> dict[s
     Complex ones are pairs of real ones, (..., 2). Raises ArgumentError for two of one name, and for
     arrays that cannot be stored.
     """
-    contents: dict[str, Any] = {}
+    contents: Values = {}
     for stage in as_stages(stages):
         for name, array in stage.contents.items():
             if f"{PARAMETERS}/{name}" in contents:
@@ -60,7 +61,7 @@ def state_names(stages: Sequence[object]) -> set[str]:
 
 
 def share_of(
-    contents: Mapping[str, Any], replicas: Communicator, state: Collection[str] = ()
+    contents: Values, replicas: Communicator, state: Collection[str] = ()
 ) -> dict[str, Array]:
     """Return the arrays that this replica writes, for about equal bytes.
 
@@ -84,7 +85,7 @@ def share_of(
     return share
 
 
-def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:
+def check_shards(contents: Values, replicas: Communicator) -> None:
     """Raise ArgumentError where an optimizer is sharded over other ranks than these."""
     expected = world_ranks(replicas)
     for array in contents.values():
@@ -98,11 +99,11 @@ def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:
         )
 
 
-def state_of(state: Mapping[str, Any] | None) -> dict[str, Any]:
+def state_of(state: Values | None) -> Values:
     """Return a copy of plain state; raise ArgumentError for what JSON would change."""
     plain = dict(state or {})
     _check_plain(plain)
-    result: dict[str, Any] = json.loads(json.dumps(plain))
+    result: Values = json.loads(json.dumps(plain))
     return result
 
 

@@ -23,6 +23,7 @@ from mpipipe import files
 from mpipipe.checkpoint import owner
 from mpipipe.checkpoint.tensor_files import NAMES, Content, TensorEntry
 from mpipipe.errors import ArgumentError, StorageError
+from mpipipe.options import Values
 
 NAME = re.compile(r"step-([0-9]{8,18})")
 INSIDE = "checkpoints"  # the folder of a training that has them
@@ -197,7 +198,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    state: dict[str, Any]
+    state: Values
     optimizer_steps: int | None
     library: str
     files: dict[str, Content]

@@ -26,6 +26,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
 from mpipipe.optim import duplicate_name_error
+from mpipipe.options import Values
 
 
 class Saver:
@@ -84,7 +85,7 @@ class Saver:
     def save(
         self,
         step: int,
-        state: Mapping[str, object] | None = None,
+        state: Values | None = None,
         *,
         beforehand: Callable[[], object] | None = None,
     ) -> Path:
@@ -265,7 +266,7 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     step: int,
-    state: Mapping[str, object] | None = None,
+    state: Values | None = None,
     keep: int | None = None,
 ) -> Path:
     """Save a training as the folder `root`/step-00000100, as a whole; collective.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from mpipipe import arrays, files
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
+from mpipipe.options import Values
 
 PIECE_BYTES = 8 << 20  # a part of an array
 # Bytes that are read at once: the core's cache still has them when they are summed up.
@@ -119,7 +120,7 @@ def header_of(
     content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the header of a file with these arrays, and where each of them lies."""
-    facts: dict[str, Any] = {}
+    facts: Values = {}
     if metadata is not None:
         facts = {"__metadata__": metadata}
     entries = {}

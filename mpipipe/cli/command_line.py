@@ -26,7 +26,7 @@ from mpipipe.cli.flags import REQUIRED, Argument, Operand, parameters_of
 from mpipipe.cli.output import WRONG_USAGE, show
 from mpipipe.errors import BackendError
 from mpipipe.job import INTERRUPTED, Stop, group_of, run_or_abort, runtime, settings, write
-from mpipipe.options import Option
+from mpipipe.options import Option, Values
 from mpipipe.text import as_word, near
 
 # Of the longest name of a command, and two spaces.
@@ -134,7 +134,7 @@ def _listing(prog: str, group: Command) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(command: Command, arguments: dict[str, Any]) -> int:
+def _run(command: Command, arguments: Values) -> int:
     level = arguments.pop("log_level", None)
     if level is not None:
         logging.basicConfig(format="%(name)s: %(levelname)s: %(message)s")
@@ -239,7 +239,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options
         )
-        self.headings: dict[str, Any] = {}
+        self.headings: Values = {}
         # The parameter that takes what follows --.
         self.after_dashes: str | None = None
         # What has no flag here, and what to do instead.
@@ -251,9 +251,9 @@ class Parser(argparse.ArgumentParser):
             self.headings[heading] = self.add_argument_group(heading)
         return self.headings[heading]
 
-    def parse(self, words: list[str]) -> dict[str, Any]:
+    def parse(self, words: list[str]) -> Values:
         """Return the arguments of these words, by parameter name."""
-        rest: dict[str, Any] = {}
+        rest: Values = {}
         if self.after_dashes is not None and "--" in words:
             cut = words.index("--")
             rest = {self.after_dashes: words[cut + 1 :]}
@@ -343,8 +343,8 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     )
 
 
-def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
-    options: dict[str, Any] = {
+def _operand(entry: Argument, operand: Operand) -> Values:
+    options: Values = {
         "help": _escaped(operand.text),
         "metavar": _name(entry),
         "type": _converter(entry),
@@ -362,14 +362,14 @@ def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
     return options
 
 
-def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
+def _flag(entry: Argument, flag: Option) -> Values:
     parts = [flag.text, flag.range_words]
     default = entry.default
     if default is not REQUIRED and isinstance(default, (str, int, float, Path)):
         if not isinstance(default, bool):
             parts.append(f"default: {default}")
     text = _escaped("; ".join(filter(None, parts)))
-    options: dict[str, Any] = {"help": text, "dest": entry.name, "default": argparse.SUPPRESS}
+    options: Values = {"help": text, "dest": entry.name, "default": argparse.SUPPRESS}
     if default is REQUIRED:
         options["required"] = True
     if entry.kind is bool:

@@ -7,9 +7,9 @@ import platform
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated
 
 from mpipipe import __version__, arrays, environment, nn, processor
 from mpipipe.attention import kernels
@@ -25,7 +25,7 @@ from mpipipe.job import (
     rank_list,
     runtime,
 )
-from mpipipe.options import Option
+from mpipipe.options import Option, Values
 from mpipipe.text import counted
 
 # Of a terminal that is wide enough for all lines.
@@ -78,12 +78,12 @@ def info(
         _show(facts | described(surroundings) | {"bug report": REPORT})
 
 
-def _alone(gpus: bool = True) -> dict[str, Any] | None:
+def _alone(gpus: bool = True) -> Values | None:
     """Return the environment of this process, without MPI."""
     return inprocess.run(1, lambda comm: environment.gather(comm, gpus))[0]
 
 
-def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
+def described(surroundings: Values) -> dict[str, str]:
     """Return cores, threads and free memory in words, and warnings about the placement."""
     cores = []
     for place in surroundings["binding"]:
@@ -109,7 +109,7 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _threads(surroundings: Mapping[str, Any]) -> Iterator[str]:
+def _threads(surroundings: Values) -> Iterator[str]:
     """Yield for each host the ranks and threads of a training, and the cores that they share."""
     for host, places in _by_host(surroundings):
         sizes = sorted(Counter(place["threads"] for place in places).items())
@@ -123,15 +123,13 @@ def _threads(surroundings: Mapping[str, Any]) -> Iterator[str]:
         yield f"{host['host']}: {' and '.join(texts)} in train, on {where}"
 
 
-def _by_host(
-    surroundings: Mapping[str, Any],
-) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+def _by_host(surroundings: Values) -> Iterator[tuple[Values, list[Values]]]:
     """Yield each host and the binding of its ranks."""
     for host in surroundings["hosts"]:
         yield host, [place for place in surroundings["binding"] if place["host"] == host["host"]]
 
 
-def _idle(surroundings: Mapping[str, Any]) -> str | None:
+def _idle(surroundings: Values) -> str | None:
     """Warn where ranks are pinned to one core each, and more than half of the cores are idle."""
     for host, places in _by_host(surroundings):
         cores = [parse_cores(place["cores"]) for place in places]

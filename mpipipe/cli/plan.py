@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from mpipipe import files
 from mpipipe.cli.flags import parameters_of
@@ -14,7 +13,7 @@ from mpipipe.cli.output import on_ranks
 from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, group_of, runtime
-from mpipipe.options import Option
+from mpipipe.options import Option, Values
 from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, table
 from mpipipe.train import (
     INSTEAD,
@@ -105,7 +104,7 @@ def _say(*lines: str) -> None:
     SafeStream(sys.stdout).write("".join(f"{line}\n" for line in lines))
 
 
-def write(path: Path, keys: Mapping[str, Any], choice: Choice) -> None:
+def write(path: Path, keys: Values, choice: Choice) -> None:
     """Write a configuration with the best plan, for `train --config`. ConfigError if it cannot."""
     left_out = (*NOT_WRITTEN, *PLANNED)
     values = {}

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from mpipipe import files, schedules
 from mpipipe.cli.flags import numbers
 from mpipipe.cli.output import refusing, show_lines
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.options import Option
+from mpipipe.options import Option, Values
 from mpipipe.schedules import (
     FORM,
     Costs,
@@ -110,7 +110,7 @@ def simulate(
     show_lines(lines)
 
 
-def without_none(**options: object) -> dict[str, Any]:
+def without_none(**options: object) -> Values:
     """Return the options that have a value."""
     return {name: value for name, value in options.items() if value is not None}
 

@@ -32,6 +32,7 @@ from mpipipe.language.models.huggingface.adapter import save_adapter
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import without_adapters, worth_tiles
+from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
@@ -401,13 +402,13 @@ class TextTask(Task):
 
     # -- what is said and written ------------------------------------------------------------------
 
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> Values:
         return asdict(self.model)
 
-    def compared(self, sizes: dict[str, object]) -> dict[str, Any]:
+    def compared(self, sizes: dict[str, object]) -> Values:
         return {**sizes, "seq_len": sizes["seq"]}
 
-    def resolve(self, keys: dict[str, Any]) -> dict[str, Any]:
+    def resolve(self, keys: Values) -> Values:
         config = self.config
         if config.from_ is None:
             for key in FROM_FOLDER:
@@ -454,7 +455,7 @@ class TextTask(Task):
             return ""
         return f"the model in {self.base.folder.path}"
 
-    def derived(self, loss: float | None, validation: float | None) -> dict[str, Any]:
+    def derived(self, loss: float | None, validation: float | None) -> Values:
         return self.tokens.bits(loss, validation)
 
     def summary(self, record: Mapping[str, float]) -> str:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
@@ -15,6 +14,7 @@ from mpipipe.language.data import DataListing, Source, check_tokenizer, find, gl
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import shown
 from mpipipe.language.inference.prompts import Bytes
+from mpipipe.options import Values
 
 RATES = ("bits_per_byte", "validation_bits_per_byte")  # names for training and validation
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
@@ -108,7 +108,7 @@ class TokenUnits:
     bytes_per_token: dict[str, float]
     tokenizer: Tokenizer | None = None
 
-    def bits(self, loss: float | None, validation: float | None) -> dict[str, Any]:
+    def bits(self, loss: float | None, validation: float | None) -> Values:
         """Return losses in nats per token as bits per byte of text."""
         rates = {}
         for name, value in zip(RATES, (loss, validation)):

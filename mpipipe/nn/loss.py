@@ -23,7 +23,9 @@ from mpipipe.nn.layers.layer import Layer, leaf
 from mpipipe.nn.stage import Stage
 
 
-def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+def mean_squared_error(
+    output: Array, target: Array, factor: float = 1.0
+) -> tuple[float | Array, Array]:
     """Return the mean of abs(output - target)**2 over all elements, and its gradient.
 
     Parameters
@@ -79,7 +81,9 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
-def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+def softmax_cross_entropy(
+    output: Array, target: Array, factor: float = 1.0
+) -> tuple[float | Array, Array]:
     """Return the mean of -log softmax(output)[target] over all rows, in nats, and its gradient.
 
     Parameters
@@ -121,7 +125,9 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     return value, gradient.reshape(output.shape)
 
 
-def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+def mean_of_losses(
+    output: Array, target: Array, factor: float = 1.0
+) -> tuple[float | Array, Array]:
     """Return the mean of the losses that the last `HeadSlice` gives, and its gradient.
 
     Parameters
@@ -290,7 +296,7 @@ class HeadCrossEntropy:
 
     def __call__(
         self, output: Array, target: Array, factor: float = 1.0
-    ) -> tuple[Any, Array | None]:
+    ) -> tuple[float | Array, Array | None]:
         """Return the mean loss over all rows, and its gradient times `factor`.
 
         The gradient of the head is added to.
@@ -314,7 +320,9 @@ class HeadCrossEntropy:
             value, dx = self._tiles(x, ids, factor, tile)
         return value, None if dx is None else dx.reshape(output.shape)
 
-    def _tiles(self, x: Array, ids: Array, factor: float, tile: int) -> tuple[Any, Array | None]:
+    def _tiles(
+        self, x: Array, ids: Array, factor: float, tile: int
+    ) -> tuple[float | Array, Array | None]:
         """Go through all rows tile by tile."""
         kernels = self.stage.kernels
         total: Any = 0.0
@@ -334,7 +342,7 @@ class HeadCrossEntropy:
                 total = kernels.scale(value, share)
         return total, dx
 
-    def _tile(self, x: Array, ids: Array, factor: float) -> tuple[Any, Array | None]:
+    def _tile(self, x: Array, ids: Array, factor: float) -> tuple[float | Array, Array | None]:
         """Return the mean loss of some rows, and the gradient of x."""
         head = self.head
         kernels = self.stage.kernels

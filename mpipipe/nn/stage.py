@@ -263,7 +263,7 @@ class Stage(Differentiable):
         return [flat]
 
     @property
-    def owners(self) -> Mapping[str, tuple[Any, str]]:
+    def owners(self) -> Mapping[str, tuple[object, str]]:
         """(stage, name) of parameters whose storage is another one's, by their names here."""
         return self.buffers.owners
 

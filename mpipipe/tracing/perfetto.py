@@ -8,8 +8,8 @@ message to its arrival.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from mpipipe.options import Values
 from mpipipe.schedules import Timeline
 from mpipipe.tracing.records import RankRecord, deliveries
 from mpipipe.tracing.segments import Segment
@@ -24,7 +24,7 @@ def events(
     records: Sequence[RankRecord],
     pieces: Sequence[Sequence[Sequence[Segment]]],
     predicted: Timeline,
-) -> list[dict[str, Any]]:
+) -> list[Values]:
     """Return the events of all ranks, and of a step as it is `predicted`, for json.dumps."""
     zero = min((step.start for record in records for step in record.steps), default=0.0)
     found = list(_names(records))
@@ -48,7 +48,7 @@ def events(
     return found + list(_arrows(records, zero))
 
 
-def _names(records: Sequence[RankRecord]) -> Iterable[dict[str, Any]]:
+def _names(records: Sequence[RankRecord]) -> Iterable[Values]:
     for record in records:
         name = f"rank {record.rank}"
         yield {
@@ -70,14 +70,14 @@ def _names(records: Sequence[RankRecord]) -> Iterable[dict[str, Any]]:
 
 def _span(
     name: str, kind: str, times: tuple[float, float], place: tuple[int, int, float], **facts: object
-) -> dict[str, Any]:
+) -> Values:
     start, end = times
     rank, row, zero = place
     event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": row, "args": facts}
     return {**event, "ts": (start - zero) * MICRO, "dur": (end - start) * MICRO}
 
 
-def _arrows(records: Sequence[RankRecord], zero: float) -> Iterable[dict[str, Any]]:
+def _arrows(records: Sequence[RankRecord], zero: float) -> Iterable[Values]:
     for number, each in enumerate(deliveries(records)):
         arrow = {"name": "message", "cat": "message", "id": number, "tid": MEASURED}
         start = records[each.source].rank

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError
+from mpipipe.options import Values
 from mpipipe.schedules import Costs, Schedule, simulate
 from mpipipe.text import counted
 from mpipipe.tracing import efficiency, perfetto
@@ -112,7 +112,7 @@ class Trace:
         )
         return "\n".join([efficiency.table(self.parts()), below, self.advice()])
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Values]:
         """Turn the trace into events for Perfetto, with predicted spans next to the measured ones.
 
         Returns
@@ -122,7 +122,7 @@ class Trace:
         """
         return perfetto.events(self.records, self._pieces, simulate(self.schedule, self.costs))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Values:
         """Put the results together as plain values.
 
         Returns

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import parse_duration, parse_signals
-from mpipipe.options import document, key_of, option, read_fields
+from mpipipe.options import Values, document, key_of, option, read_fields
 from mpipipe.planning import parse_bytes
 from mpipipe.schedules import is_path
 from mpipipe.text import as_word, near
@@ -328,7 +328,7 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
         for key, value in flags.items():
             if value is not None:
                 given[key] = value
-        values: dict[str, Any] = {}
+        values: Values = {}
         for source, part in ((path, read_keys(path)), ("the flags", given)):
             for key, value in part.items():
                 name = names.get(key, key)
@@ -422,7 +422,7 @@ def _both_given(names: str, values: str, why: str) -> ConfigError:
 MOST_BYTES = 1 << 27
 
 
-def read_keys(name: str | None) -> dict[str, Any]:
+def read_keys(name: str | None) -> Values:
     """Return the keys of a TOML file. ConfigError where it cannot be read, or has a table."""
     if name is None:
         return {}

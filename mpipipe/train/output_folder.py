@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from mpipipe import files
 from mpipipe.checkpoint import Owner, is_owner_file, restore_folder, take_folder
 from mpipipe.errors import ConfigError, StorageError
 from mpipipe.job import Communicator, group_of
-from mpipipe.options import written
+from mpipipe.options import Values, written
 from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.task import Task
@@ -205,9 +204,7 @@ CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 
 
-def resolved(
-    config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int
-) -> dict[str, Any]:
+def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> Values:
     """Return the configuration as keys of a file, with values of this training for open options.
 
     Paths are absolute, so that the file works in any working folder, but that of the task, which is

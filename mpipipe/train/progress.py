@@ -12,6 +12,7 @@ from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import group_of
+from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.report import Record
@@ -111,7 +112,7 @@ def make_optimizer(
         if optimizer is not None:
             _check_optimizer(optimizer, config, task)
             return optimizer
-    common: dict[str, Any] = {
+    common: Values = {
         "weight_decay": config.weight_decay,
         "groups": task.groups,
         "replicas": replicas if config.shard_optimizer else None,

@@ -9,8 +9,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from mpipipe.options import Values
 from mpipipe.train import metrics
 from mpipipe.train.metrics import Facts, TensorBoard
 from mpipipe.train.screen import JsonLines, SafeStream, warn
@@ -72,7 +73,7 @@ class Record:
     def of(cls, facts: Facts) -> Record:
         """Make the record that has these facts."""
         more = dict(facts)
-        known: dict[str, Any] = {name: more.pop(name) for name in FIELDS if name in facts}
+        known: Values = {name: more.pop(name) for name in FIELDS if name in facts}
         return cls(**known, metrics=more)
 
     def facts(self) -> Facts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import group_of
 from mpipipe.nn import Stage
-from mpipipe.options import option_of, written
+from mpipipe.options import Values, option_of, written
 from mpipipe.train import metrics, output_folder
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import Task
@@ -30,7 +30,7 @@ def checkpoints_of(out: Path) -> Path:
     return out / "checkpoints"
 
 
-def facts_of(config: TaskConfig, task: Task) -> dict[str, Any]:
+def facts_of(config: TaskConfig, task: Task) -> Values:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
     return {
         "configuration": plain(written(config)),
@@ -182,9 +182,7 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
 
 
-def _fixed(
-    facts: Mapping[str, Any], config: TaskConfig, task: Task, others: Sequence[str]
-) -> dict[str, Any]:
+def _fixed(facts: Values, config: TaskConfig, task: Task, others: Sequence[str]) -> Values:
     """Return what must stay the same: sizes are those of the model, where options leave them."""
     values = plain(written(type(config)()))
     values.update(facts["configuration"])

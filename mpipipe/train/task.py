@@ -19,13 +19,14 @@ from mpipipe.errors import ConfigError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup
 from mpipipe.nn import Parameter, frozen_names, is_adapter, is_frozen
+from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
 Described: TypeAlias = "Mapping[str, Parameter]"
-Facts: TypeAlias = "dict[str, Any]"
+Facts: TypeAlias = "Values"
 Layers: TypeAlias = "list[Any]"
 Named: TypeAlias = "Mapping[str, float]"
 Numbers: TypeAlias = "Sequence[float]"

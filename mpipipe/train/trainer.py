@@ -18,6 +18,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
 from mpipipe.nn import announce_write
+from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline, StepResult
 from mpipipe.text import counted
 from mpipipe.tracing import Recording, check_new
@@ -324,7 +325,7 @@ class Trainer:
                     text = f"mpipipe: warning: {error.message}"
         return next(filter(None, group.gather("train: what the task shows", text)), "")
 
-    def speed(self, times: Array) -> dict[str, Any]:
+    def speed(self, times: Array) -> Values:
         """Return samples per second, bubble and predicted bubble of some steps; collective."""
         if times[0] == 0:
             return {}

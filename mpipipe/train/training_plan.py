@@ -13,6 +13,7 @@ from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
+from mpipipe.options import Values
 from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
@@ -159,7 +160,7 @@ def problem_of(
 ) -> planning.PlanningProblem:
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
     rows_of(config, replicas)
-    fixed: dict[str, Any] = {}
+    fixed: Values = {}
     for name in config.fixed:
         value = getattr(config, name)
         if value is not None or name == "recompute_limit":

@@ -38,7 +38,7 @@ class GraphRequest(NamedTuple):
     padded: bool = False
 
 
-def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: object) -> Any:
+def build(cudnn: ModuleType, request: GraphRequest, handle: Any = None, **options: object) -> Any:
     """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
     `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the
@@ -125,7 +125,7 @@ def plan(request: GraphRequest) -> GraphPlan | None:
     return _mine.plan(library(), arrays.cupy().cuda.runtime.getDevice(), request)
 
 
-def _planned(cudnn: Any, _device: int, request: GraphRequest) -> GraphPlan | None:
+def _planned(cudnn: ModuleType, _device: int, request: GraphRequest) -> GraphPlan | None:
     try:
         return make_plan(request)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
@@ -201,7 +201,7 @@ def _looked_up(_module: ModuleType | None) -> CudnnVerdict:
     return CudnnVerdict(True, text, numbers)
 
 
-def _version(cudnn: Any) -> int:
+def _version(cudnn: ModuleType) -> int:
     try:
         return cudnn.backend_version()
     except Exception:
@@ -217,7 +217,7 @@ def _version(cudnn: Any) -> int:
         raise
 
 
-def library() -> Any:
+def library() -> ModuleType:
     """The module cudnn; call it only if `installed().usable`."""
     import cudnn
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import DataError
+from mpipipe.options import Values
 from mpipipe.text import optional_library
 
 NAME = "tokenizer.json"
@@ -146,7 +147,7 @@ def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int
     return int(number)
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _facts(path: Path) -> Values:
     """Return the content of a JSON file; nothing if there is none."""
     if not files.exists(path):
         return {}

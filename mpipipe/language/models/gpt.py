@@ -26,6 +26,7 @@ from mpipipe.nn import (
     check_slice_count,
     scaling_of,
 )
+from mpipipe.options import Values
 from mpipipe.planning import declared
 from mpipipe.text import counted
 
@@ -339,7 +340,7 @@ LAYERS = 4096
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
 
-def check_sizes(values: dict[str, Any]) -> None:
+def check_sizes(values: Values) -> None:
     """Raise ArgumentError unless each of these fields means something by itself."""
     for name, value in values.items():
         fits = True
@@ -365,7 +366,7 @@ def check_sizes(values: dict[str, Any]) -> None:
             raise _wrong(name, value, expected)
 
 
-def check_heads(values: dict[str, Any]) -> None:
+def check_heads(values: Values) -> None:
     """Raise ArgumentError unless the heads go together; `head_dim` may be None."""
     dim = values["dim"]
     heads = values["heads"]
@@ -397,7 +398,7 @@ def check_heads(values: dict[str, Any]) -> None:
         )
 
 
-def check_positions(values: dict[str, Any]) -> None:
+def check_positions(values: Values) -> None:
     """Raise ArgumentError for options of rotary and of learned positions together."""
     learned = values["positions"] == "learned"
     name = "max_positions"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
+from mpipipe.options import Values
 from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
@@ -103,9 +104,7 @@ class ModelFolder(ABC):
         """Ids that end an answer: eos_token_id of generation_config.json, or of config.json."""
         path = self.path / GENERATION
         if path.exists():
-            facts: Mapping[str, Any] = read_json(
-                path, "copy the folder again, or leave that file out"
-            )
+            facts: Values = read_json(path, "copy the folder again, or leave that file out")
         else:
             facts = huggingface.Origin.of(self.path).config
         ids = facts.get("eos_token_id")
@@ -127,7 +126,7 @@ class ModelFolder(ABC):
 class TrainingFolder(ModelFolder):
     """What a training of this package wrote; `sizes` are those of the model."""
 
-    sizes: Mapping[str, Any]
+    sizes: Values
 
     @property
     def model(self) -> GPT:

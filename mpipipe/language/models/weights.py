@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,6 +35,7 @@ from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import Origin, check_finite
 from mpipipe.nn import announce_write
+from mpipipe.options import Values
 from mpipipe.schedules import Schedule
 
 DESCRIPTION = "model.json"
@@ -51,7 +51,7 @@ COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 class WeightsDescription:
     """The content of model.json: model, dtype, number of files, checksums by parameter."""
 
-    model: dict[str, Any]
+    model: Values
     dtype: str
     stages: int
     checksums: dict[str, str]

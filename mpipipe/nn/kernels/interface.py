@@ -9,7 +9,7 @@ function says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -207,7 +207,7 @@ class Kernels(Protocol):
 
     def mean_squared_error(
         self, output: Array, target: Array, factor: float = 1.0
-    ) -> tuple[Any, Array]:
+    ) -> tuple[float | Array, Array]:
         """Return (mean of (output - target)^2, factor * its gradient).
 
         The arrays have one shape and floating dtypes.
@@ -215,7 +215,7 @@ class Kernels(Protocol):
 
     def softmax_cross_entropy(
         self, logits: Array, ids: Array, factor: float = 1.0, out: Array | None = None
-    ) -> tuple[Any, Array]:
+    ) -> tuple[float | Array, Array]:
         """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient).
 
         logits are (rows, vocab), ids integers (rows,). An id outside of 0 ... vocab - 1 makes the

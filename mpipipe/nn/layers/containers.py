@@ -49,7 +49,7 @@ class Sequential(Layer):
             saved.append(of_layer if place >= lowest else None)
         return x, saved
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Any, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         poll = self.stage.poll
         pending: list = []
         for place in range(len(self.layers) - 1, self.lowest - 1, -1):
@@ -70,7 +70,7 @@ class Sequential(Layer):
             if not layer.frozen:
                 layer.backward_weight(waiting)
 
-    def backward(self, dy: Array, saved: Saved) -> Any:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         poll = self.stage.poll
         last = len(self.layers) - 1
         for place in range(last, self.lowest - 1, -1):
@@ -159,7 +159,7 @@ class PreNormResidual(Layer):
         dx, pending = self._norm_backward_input(dy, dnormal, of_norm)
         return dx, (pending, f_pending)
 
-    def _norm_backward_input(self, dy: Array, dnormal: Array, saved: Saved) -> tuple[Array, Any]:
+    def _norm_backward_input(self, dy: Array, dnormal: Array, saved: Saved) -> tuple[Array, Saved]:
         """Return dy plus the gradient through the norm, and what its weights need."""
         if self._fused is not None:
             return self._fused.backward_input(dnormal, saved, dy)

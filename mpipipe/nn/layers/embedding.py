@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -93,7 +92,7 @@ class Embedding(Layer):
             device = self.stage.device
         return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", device)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[None, Any]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[None, Pending]:
         return None, (dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:
@@ -111,7 +110,7 @@ class Embedding(Layer):
             self._add(name, kernels.embed_backward, dy[start : start + len(ids)], ids)
             start += len(ids)
 
-    def _of_slices(self, x: Array) -> tuple[Array, Any]:
+    def _of_slices(self, x: Array) -> tuple[Array, Saved]:
         """Return rows (..., dim), and for the backward their order and the ids in each slice."""
         kernels = self.stage.kernels
         device = self.stage.device

@@ -147,7 +147,7 @@ class HeadSlice(Layer):
             return self._losses(*parts)
         return self._logits(*parts)
 
-    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         dx = self._back(dy, saved, True, False)
         if not self.last:
             dy = (None, *dy[1:])
@@ -157,12 +157,12 @@ class HeadSlice(Layer):
         dy, saved = pending
         self._back(dy, saved, False, True)
 
-    def backward(self, dy: object, saved: Saved) -> Any:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         return self._back(dy, saved, True, True)
 
     # -- logits
 
-    def _logits(self, h: Array, *before: Array) -> tuple[Tree, Any]:
+    def _logits(self, h: Array, *before: Array) -> tuple[Tree, Saved]:
         flat = rows(h)
         logits = self.stage.kernels.linear(flat, self.weight)
         parts = (*before, logits.reshape(*h.shape[:-1], len(self.weight)))
@@ -170,7 +170,7 @@ class HeadSlice(Layer):
             return arrays.concatenate(parts, h.ndim - 1), (h.shape, flat)
         return (h, *parts), (h.shape, flat)
 
-    def _back_from_logits(self, dy: Any, saved: Saved, of_input: bool, of_weight: bool) -> Any:
+    def _back_from_logits(self, dy: Array, saved: Saved, of_input: bool, of_weight: bool) -> Tree:
         shape, flat = saved
         kernels = self.stage.kernels
         if self.last:
@@ -191,7 +191,7 @@ class HeadSlice(Layer):
 
     # -- losses
 
-    def _losses(self, h: Array, *carried: Array) -> tuple[Tree, Any]:
+    def _losses(self, h: Array, *carried: Array) -> tuple[Tree, Saved]:
         stage = self.stage
         flat = rows(h)
         shape = h.shape[:-1]
@@ -230,7 +230,7 @@ class HeadSlice(Layer):
             return losses.reshape(shape), saved
         return (h, lse.reshape(shape), t.reshape(shape)), saved
 
-    def _back(self, dy: Any, saved: Saved, of_input: bool, of_weight: bool) -> Any:
+    def _back(self, dy: Array, saved: Saved, of_input: bool, of_weight: bool) -> Tree:
         """Compute the gradient of the input, add to that of the weight, or both."""
         if not self.takes:
             return self._back_from_logits(dy, saved, of_input, of_weight)

@@ -128,7 +128,7 @@ class Differentiable(ABC):
         """
 
     @abstractmethod
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Any, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         """Compute the gradient of the input from that of the output.
 
         Returns
@@ -142,7 +142,7 @@ class Differentiable(ABC):
     def backward_weight(self, pending: Pending) -> None:  # noqa: B027  # many have no parameters
         """Add this micro-batch's part to the gradients of the parameters."""
 
-    def backward(self, dy: Array, saved: Saved) -> Any:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         """Do `backward_input` and `backward_weight` at once.
 
         Returns

@@ -205,7 +205,7 @@ class Names(Differentiable):
             if name not in (*self.named, *self.takes):
                 self.comes_in += (name,)
 
-    def forward(self, x: object) -> tuple[Any, Saved]:
+    def forward(self, x: Tree) -> tuple[Tree, Saved]:
         main, handed = _divided(x)
         if handed.keys() != {*self.comes_in}:
             raise ArgumentError(
@@ -233,7 +233,7 @@ class Names(Differentiable):
             y = Branches(y, **outputs)
         return y, (saved, handed)
 
-    def backward_input(self, dy: object, saved: Saved) -> tuple[Any, Pending]:
+    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Pending]:
         of_layers, handed = saved
         dx, pending = self.chain.backward_input(self._begin(dy), of_layers)
         return self._with_gradients(dx, handed), pending
@@ -241,7 +241,7 @@ class Names(Differentiable):
     def backward_weight(self, pending: Pending) -> None:
         self.chain.backward_weight(pending)
 
-    def backward(self, dy: object, saved: Saved) -> Any:
+    def backward(self, dy: Tree, saved: Saved) -> Tree:
         of_layers, handed = saved
         dx = self.chain.backward(self._begin(dy), of_layers)
         return self._with_gradients(dx, handed)
@@ -265,7 +265,7 @@ class Names(Differentiable):
         self.gradients = dict(skips)
         return main
 
-    def _with_gradients(self, dx: object, handed: dict[str, Tree]) -> Any:
+    def _with_gradients(self, dx: Tree, handed: dict[str, Tree]) -> Tree:
         """Return the gradient of the input with those of what was handed in.
 
         These are None where backwards end early.

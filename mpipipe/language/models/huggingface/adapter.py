@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Shape
@@ -28,6 +27,7 @@ from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
 from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_json
 from mpipipe.nn import LORA_A, LORA_B
+from mpipipe.options import Values
 from mpipipe.planning import declared
 from mpipipe.text import counted
 
@@ -107,7 +107,7 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and "." not in name
 
 
-def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]:
+def config_of(lora: nn.LoRA, family: Family, base: str | None) -> Values:
     """Return adapter_config.json."""
     return {
         "peft_type": "LORA",

@@ -13,6 +13,7 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import names
 from mpipipe.language.models.huggingface.options import REQUIRED, Options
+from mpipipe.options import Values
 
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 
@@ -29,8 +30,8 @@ class Family:
 
     name: str
     architecture: str
-    read: Callable[[Options], dict[str, Any]]
-    write: Callable[[GPT], dict[str, Any]]
+    read: Callable[[Options], Values]
+    write: Callable[[GPT], Values]
     prefix: str = "model."
     table: tuple[names.Tensor, ...] = names.LLAMA
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -57,17 +58,15 @@ GPT2_SIZES = {
 }
 
 
-def _sizes(
-    options: Options, table: Mapping[str, str], defaults: Mapping[str, int]
-) -> dict[str, Any]:
+def _sizes(options: Options, table: Mapping[str, str], defaults: Mapping[str, int]) -> Values:
     """Read the sizes in a table of names."""
-    fields: dict[str, Any] = {}
+    fields: Values = {}
     for theirs, ours in table.items():
         fields[ours] = options.count(theirs, defaults.get(theirs, REQUIRED))
     return fields
 
 
-def _decoder(options: Options, *required: str) -> dict[str, Any]:
+def _decoder(options: Options, *required: str) -> Values:
     """Read what all families but GPT-2 share; `required` options have no default here."""
     dim = options.count("hidden_size")
     heads = options.count("num_attention_heads")
@@ -84,9 +83,9 @@ def _decoder(options: Options, *required: str) -> dict[str, Any]:
     return fields
 
 
-def _decoder_options(model: GPT, **more: object) -> dict[str, Any]:
+def _decoder_options(model: GPT, **more: object) -> Values:
     """Return what all families but GPT-2 write, and more."""
-    options: dict[str, Any] = {}
+    options: Values = {}
     for theirs, ours in SIZES.items():
         options[theirs] = getattr(model, ours)
     scaling: Any = model.rope_scaling
@@ -108,14 +107,14 @@ def _decoder_options(model: GPT, **more: object) -> dict[str, Any]:
     }
 
 
-def _read_llama(options: Options) -> dict[str, Any]:
+def _read_llama(options: Options) -> Values:
     bias = options.flag("attention_bias", False)
     mlp_bias = options.flag("mlp_bias", False)
     options.only("sliding_window", None)
     return {**_decoder(options), "qkv_bias": bias, "out_bias": bias, "feed_forward_bias": mlp_bias}
 
 
-def _read_mistral(options: Options) -> dict[str, Any]:
+def _read_mistral(options: Options) -> Values:
     common = _decoder(options, "num_key_value_heads")
     window = _window(options)
     if window is not None:
@@ -123,7 +122,7 @@ def _read_mistral(options: Options) -> dict[str, Any]:
     return common
 
 
-def _read_qwen2(options: Options) -> dict[str, Any]:
+def _read_qwen2(options: Options) -> Values:
     options.only("use_mrope", False, None)
     common = _decoder(options, "num_key_value_heads")
     if common["head_dim"] * common["heads"] != common["dim"]:
@@ -133,14 +132,14 @@ def _read_qwen2(options: Options) -> dict[str, Any]:
     return {**common, "qkv_bias": True, "windows": read_layer_windows(options, common["layers"])}
 
 
-def _read_qwen3(options: Options) -> dict[str, Any]:
+def _read_qwen3(options: Options) -> Values:
     bias = options.flag("attention_bias", False)
     common = _decoder(options, "num_key_value_heads", "head_dim")
     windows = read_layer_windows(options, common["layers"])
     return {**common, "qk_norm": True, "qkv_bias": bias, "out_bias": bias, "windows": windows}
 
 
-def _read_gpt2(options: Options) -> dict[str, Any]:
+def _read_gpt2(options: Options) -> Values:
     options.only("activation_function", *TANH_GELU)
     options.only("scale_attn_weights", True)
     options.only("scale_attn_by_inverse_layer_idx", False)
@@ -160,7 +159,7 @@ def _read_gpt2(options: Options) -> dict[str, Any]:
     }
 
 
-def _write_gpt2(model: GPT) -> dict[str, Any]:
+def _write_gpt2(model: GPT) -> Values:
     return {
         **{theirs: getattr(model, ours) for theirs, ours in GPT2_SIZES.items()},
         "tie_word_embeddings": model.tied,
@@ -212,7 +211,7 @@ _ALL = (
 FAMILIES = {family.name: family for family in _ALL}
 
 
-def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str, Any]]:
+def expressed(model: GPT, first: Family | None = None) -> tuple[Family, Values]:
     """Return the family that can express a model, and its options; `first` where that one can.
 
     A family can where its options, read again, describe the same model; but for `seq`, a number
@@ -222,7 +221,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
     families = list(FAMILIES.values())
     if first is not None:
         families.insert(0, first)
-    of_training: dict[str, Any] = {"dropout": model.dropout, "head_slices": model.head_slices}
+    of_training: Values = {"dropout": model.dropout, "head_slices": model.head_slices}
     for family in families:
         try:
             options = family.write(model)
@@ -240,7 +239,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
     )
 
 
-def read_config(values: dict[str, object], path: Path) -> tuple[Family, dict[str, Any]]:
+def read_config(values: dict[str, object], path: Path) -> tuple[Family, Values]:
     """Return the family of a config.json, and the fields of models.GPT."""
     options = Options(values, path)
     name = options.take("model_type")
@@ -302,7 +301,7 @@ def read_rotary(options: Options, positions: int) -> tuple[float, Any]:
     return base or inside or BASE, _scaling(inner, positions)
 
 
-def _object(options: Options, key: str) -> dict[str, Any]:
+def _object(options: Options, key: str) -> Values:
     """Return an object, which is empty where it is null or missing."""
     value = options.take(key)
     if not isinstance(value, (dict, type(None))):
@@ -417,7 +416,7 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
     return tuple(window if slide else None for slide in slides)
 
 
-def layer_window_options(windows: Windows) -> dict[str, Any]:
+def layer_window_options(windows: Windows) -> Values:
     """Return the options that `read_layer_windows` reads."""
     widths = []
     for width in windows or ():

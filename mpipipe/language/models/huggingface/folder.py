@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from mpipipe.language.models.huggingface import families
 from mpipipe.language.models.huggingface.families import FAMILIES, Family, read_config
 from mpipipe.language.models.huggingface.names import parts_of
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
+from mpipipe.options import Values
 from mpipipe.text import counted
 
 SINGLE = "model.safetensors"
@@ -51,7 +51,7 @@ class Folder:
     """
 
     path: Path
-    config: Mapping[str, Any]
+    config: Values
     model: GPT
     places: Mapping[str, tuple[str, str]]
 
@@ -234,7 +234,7 @@ class Origin:
     """
 
     path: Path | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Values = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Path) -> Origin:
@@ -251,7 +251,7 @@ class Origin:
         return FAMILIES.get(str(self.config.get("model_type")))
 
     @property
-    def carried(self) -> dict[str, Any]:
+    def carried(self) -> Values:
         """The options that are written again as they were."""
         return {name: self.config[name] for name in families.CARRIED if name in self.config}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
+from mpipipe.options import Values
 
 CONFIG = "config.json"
 MOST_BYTES = 16 << 20  # bytes of a config.json
@@ -21,7 +22,7 @@ REMEDY = (
 )
 
 
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_json(path: Path, remedy: str) -> Values:
     """Read a JSON object; raise ConfigError, which names the file, where there is none."""
     try:
         with files.reading(f"{path.name} of a model folder", path, ConfigError, remedy=remedy):

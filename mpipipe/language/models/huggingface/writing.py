@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,16 +26,17 @@ from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import INDEX, Origin, count_not_finite
 from mpipipe.language.models.huggingface.names import Part, parts_of, shape_of, view
 from mpipipe.language.models.huggingface.options import CONFIG
+from mpipipe.options import Values
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 SHARD_BYTES = 5_000_000_000
 # Without these the library takes ids of its own.
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 METADATA = {"format": "pt"}  # without it `transformers` does not open a file
-ReadGroup: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, Array]]"
+ReadGroup: TypeAlias = "Callable[[Values], Mapping[str, Array]]"
 
 
-def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str, Any]]:
+def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, Values]:
     """Return the family that can express a model, and its config.json.
 
     `origin` has options without effect. Raises ConfigError where no family can.
@@ -54,7 +55,7 @@ def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str,
 def save(
     target: Path,
     model: GPT,
-    groups: Sequence[Mapping[str, object]],
+    groups: Sequence[Values],
     read: ReadGroup,
     *,
     dtype: str,
@@ -130,7 +131,7 @@ def explained(target: Path) -> AbstractContextManager[None]:
     )
 
 
-def write_json(path: Path, facts: Mapping[str, object]) -> None:
+def write_json(path: Path, facts: Values) -> None:
     """Write a JSON object. Raises OSError."""
     files.write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
 
