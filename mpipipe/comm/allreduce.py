@@ -61,12 +61,10 @@ class AllReduce:
         self, comm: Communicator, flat: Array, ranges: Sequence[Range] | None = None
     ) -> None:
         self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
-        operation = _Operation(comm.rank, ranges)
-        self.sum: _HostSum | _DeviceSum
+        kind: type[_HostSum | _DeviceSum] = _HostSum
         if arrays.is_device(flat):
-            self.sum = _DeviceSum(self.queue, flat, operation)
-        else:
-            self.sum = _HostSum(self.queue, flat, operation)
+            kind = _DeviceSum
+        self.sum = kind(self.queue, flat, _Operation(comm.rank, ranges))
         self.queue.add(self.sum)
 
     def Test(self) -> bool:

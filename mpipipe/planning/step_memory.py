@@ -410,9 +410,7 @@ def rank_bytes(
     wide = problem.wide
     ranks = []
     for rank in range(problem.ranks):
-        window = 0
-        if schedule.ranks > 1:
-            window = receive_window(timeline, rank)
+        window = receive_window(timeline, rank)
         peak = map(round, peak_of_step(schedule, rank, stages, inputs, window, shares))
         activations, messages, scratch = peak
         batch = [schedule.placement[0], schedule.placement[-1]].count(rank) * row
