@@ -60,7 +60,7 @@ class AllReduce:
     def __init__(
         self, comm: Communicator, flat: Array, ranges: Sequence[Range] | None = None
     ) -> None:
-        self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
+        self.queue = cached(comm, "sums", lambda: _Queue(comm))
         kind: type[_HostSum | _DeviceSum] = _HostSum
         if arrays.is_device(flat):
             kind = _DeviceSum

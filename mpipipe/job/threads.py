@@ -25,7 +25,7 @@ import numpy as np
 
 from mpipipe.errors import MpipipeError, PeerError
 from mpipipe.job.context import RankContext
-from mpipipe.job.types import Buffer
+from mpipipe.job.types import Buffer, Ranks
 
 ANY = -1
 PAUSE = 2e-5
@@ -63,7 +63,7 @@ class World:
         # has come
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
-        self.contexts = {rank: RankContext() for rank in range(ranks)}
+        self.contexts = [RankContext() for _ in range(ranks)]
         self.running = ranks
         self.all_ended = threading.Event()
         self.farewells = False  # whether a rank has told the others that it has left
@@ -80,7 +80,7 @@ class World:
         self.farewells = True
         for group in tuple(self.contexts[rank].groups):
             group.leave()
-        for context in self.contexts.values():
+        for context in self.contexts:
             context.left[rank] = f"the function of rank {rank} has returned"
 
     def progress(self, box: Box) -> None:
@@ -207,7 +207,7 @@ class ThreadCommunicator:
     `members` are world ranks.
     """
 
-    def __init__(self, world: World, context: Context, members: tuple[int, ...], rank: int) -> None:
+    def __init__(self, world: World, context: Context, members: Ranks, rank: int) -> None:
         self.world = world
         self.context = context
         self.members = members

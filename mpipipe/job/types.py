@@ -44,8 +44,12 @@ class ReplicaSum(Request, Advancing, Protocol):
 
 # What MPI reads or fills: an array, memory with its type, or its word for "in place".
 Buffer: TypeAlias = Any
-# The name of a group, or of a communicator that is made, and the number of a call of all its ranks.
-Meeting: TypeAlias = tuple[tuple[int, ...], int]
+# The ranks of a communicator in COMM_WORLD.
+Ranks: TypeAlias = tuple[int, ...]
+# Names a group, or a communicator that is made, alike on all its ranks.
+GroupName: TypeAlias = tuple[int, ...]
+# A group, and the number of a call of all its ranks.
+Meeting: TypeAlias = tuple[GroupName, int]
 
 
 @dataclass(eq=False)

@@ -394,11 +394,10 @@ def rank_bytes(
                 layers[place] = _with_slices(layers[place], counts, problem.dtype)
     stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
     inputs = [stage.input for stage in stages]
-    for skip in schedule.skips:
-        inputs[skip.target] += named[skip.name]
-    # A value that several stages take leaves its stage once.
     sources = {}
     for skip in schedule.skips:
+        inputs[skip.target] += named[skip.name]
+        # A value that several stages take leaves its stage once.
         sources[skip.name] = skip.source
     for name, source in sources.items():
         output = stages[source].output + named[name]
