@@ -96,9 +96,8 @@ _views = Packed(_pack_views)
 class _Walk(NamedTuple):
     """The order in which a kernel visits the elements of two arrays."""
 
-    numbers: tuple[
-        object, ...
-    ]  # extents but the first, strides of the source, strides of the target
+    # Extents but the first, strides of the source, strides of the target.
+    numbers: tuple[object, ...]
     index: Any  # numpy integer type that holds every offset
     divides: int  # a multiple of the width of a word; 0: words are single elements
 

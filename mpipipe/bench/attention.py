@@ -70,7 +70,9 @@ def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: in
         report(comm, what, measured, ratio, GOAL)
 
 
-def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
+def _local(
+    kernel: kernels.AttentionKernel, seq_len: int, heads: int, dim: int
+) -> tuple[Call, Call]:
     """Return forward and backward of a kernel, as attention.Local calls it."""
     q, k, v, dout = _random_arrays(seq_len, heads, dim)
     slices = attention.Layout("contiguous", 1, seq_len).needs(0, 0)

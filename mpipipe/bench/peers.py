@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def _gloo(comm: Communicator) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _check(comm: Communicator, ours: Any, theirs: Any) -> None:
+def _check(comm: Communicator, ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     """Raise on all ranks unless both modules have the same gradients."""
     apart = 0.0
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -153,7 +153,7 @@ def _same_modules(
     )
 
 
-def _llama_blocks(model: GPT, start: int, stop: int) -> Any:
+def _llama_blocks(model: GPT, start: int, stop: int) -> torch.nn.Module:
     """Return some blocks of a Llama as one module, (rows, seq, dim) -> the same."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaModel
@@ -172,7 +172,7 @@ def _llama_blocks(model: GPT, start: int, stop: int) -> Any:
             self.rotary = llama.rotary_emb
             self.blocks = llama.layers[start:stop]
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             angles = self.rotary(x, torch.arange(x.shape[1])[None])
             for block in self.blocks:
                 x = block(x, position_embeddings=angles)

@@ -60,13 +60,11 @@ class AllReduce:
     def __init__(
         self, comm: Communicator, flat: Array, ranges: Sequence[Range] | None = None
     ) -> None:
-        self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
-        operation = _Operation(comm.rank, ranges)
-        self.sum: _HostSum | _DeviceSum
+        self.queue = cached(comm, "sums", lambda: _Queue(comm))
+        kind: type[_HostSum | _DeviceSum] = _HostSum
         if arrays.is_device(flat):
-            self.sum = _DeviceSum(self.queue, flat, operation)
-        else:
-            self.sum = _HostSum(self.queue, flat, operation)
+            kind = _DeviceSum
+        self.sum = kind(self.queue, flat, _Operation(comm.rank, ranges))
         self.queue.add(self.sum)
 
     def Test(self) -> bool:

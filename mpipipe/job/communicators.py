@@ -20,7 +20,7 @@ from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
 from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
-from mpipipe.job.types import AnyCommunicator, Communicator, Meeting, Testable
+from mpipipe.job.types import AnyCommunicator, Communicator, Meeting, Ranks, Testable
 from mpipipe.job.wait import MakingWait, advancing_first
 
 Item = TypeVar("Item")
@@ -28,11 +28,7 @@ ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
 def wait_for_ranks(
-    request: Testable,
-    what: str,
-    members: tuple[int, ...],
-    grace: float = 0.0,
-    meeting: Meeting | None = None,
+    request: Testable, what: str, members: Ranks, grace: float = 0.0, meeting: Meeting | None = None
 ) -> None:
     """Wait, before there is a group, while the world ranks `members` make a communicator together.
 
@@ -75,16 +71,14 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
     return new
 
 
-def gather_rows(
-    comm: Communicator, row: np.ndarray, what: str, members: tuple[int, ...]
-) -> np.ndarray:
+def gather_rows(comm: Communicator, row: np.ndarray, what: str, members: Ranks) -> np.ndarray:
     """Return the rows of all ranks of a new communicator, before it has a group; collective."""
     table = np.empty((comm.size, row.size), row.dtype)
     wait_for_ranks(own(comm.Iallgather(row, table)), what, members, grace=ARRIVAL_SECONDS)
     return table
 
 
-def world_ranks(comm: Communicator) -> tuple[int, ...]:
+def world_ranks(comm: Communicator) -> Ranks:
     """Return the rank in COMM_WORLD of each rank of `comm`; -1 for what is no part of it."""
     if runtime.in_process(comm):
         return comm.members

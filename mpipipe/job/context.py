@@ -21,7 +21,7 @@ from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import settings
 from mpipipe.job.control import ControlKind, ControlMessage, ControlMessages
 from mpipipe.job.flight import Inspectable
-from mpipipe.job.types import Advancing, Communicator, RankWait, RankWatch
+from mpipipe.job.types import Advancing, Communicator, GroupName, Ranks, RankWait, RankWatch
 from mpipipe.trace import Recorder
 
 # Seconds for which a wait gives way to others before it sleeps: the time of a large message.
@@ -81,8 +81,8 @@ class RankContext:
         # By world ranks with which this one makes no communicator any more.
         self.withdrawn: dict[int, Failure] = {}
         # Communicators that this rank has begun to make, by the name of their ranks.
-        self.makings: dict[tuple[int, ...], int] = defaultdict(int)
-        self.passed: dict[tuple[int, ...], int] = {}  # the last calls of groups that are closed
+        self.makings: dict[GroupName, int] = defaultdict(int)
+        self.passed: dict[GroupName, int] = {}  # the last calls of groups that are closed
         self.pipelines = 0  # built so far
         self.groups_named = 0
         self.is_thread = False
@@ -250,7 +250,7 @@ class OpenGroup:
     `members` are the ranks of `comm` in COMM_WORLD. No method here waits.
     """
 
-    def __init__(self, comm: Communicator, members: tuple[int, ...], context: RankContext) -> None:
+    def __init__(self, comm: Communicator, members: Ranks, context: RankContext) -> None:
         self.comm = comm
         self.members = members
         self.context = context
@@ -258,7 +258,7 @@ class OpenGroup:
         self.size = comm.size
         self.world_rank = members[comm.rank]
         self.messages = ControlMessages(comm)
-        self.key: tuple[int, ...] = ()  # names this group on all its ranks alike
+        self.key: GroupName = ()  # names this group on all its ranks alike
         # Groups of the same object, whose failure is this one's too.
         self.related: Sequence[OpenGroup] = []
         # Says how far this rank has come, for peers that will miss it.

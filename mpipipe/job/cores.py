@@ -71,7 +71,8 @@ def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -
     on_host: dict[str, list[Place]] = {}
     for place in binding:
         on_host.setdefault(place["host"], []).append(place)
-    for host, places in sorted(on_host.items(), key=lambda entry: entry[0]):
+    for host in sorted(on_host):
+        places = on_host[host]
         sets = [parse_cores(place["cores"]) for place in places]
         for cores in {frozenset().union(*sets), *sets}:
             inside = []

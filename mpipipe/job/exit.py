@@ -71,7 +71,9 @@ def run_or_abort(main: Callable[[], object]) -> int:
         main()
         return 0
     try:
-        world = _world()
+        comm = runtime.world()
+        head = heading(comm.rank, comm.size)
+        world = JobRanks(group_of(comm), communicators.duplicate(comm), head)
     except MpipipeError as error:
         if settings.launcher_rank(os.environ) == 0:  # each of the lone processes finds the same
             write(describe_error(error, heading(0, 1)))
@@ -94,11 +96,6 @@ def run_or_abort(main: Callable[[], object]) -> int:
         write(text)
         os._exit(end.code)
     return leave_together(world, end)
-
-
-def _world() -> JobRanks:
-    comm = runtime.world()
-    return JobRanks(group_of(comm), communicators.duplicate(comm), heading(comm.rank, comm.size))
 
 
 def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:

@@ -125,7 +125,7 @@ class ThreadWatch:
     def limit(self) -> float:
         """Seconds without progress that are a hang."""
         limits = []
-        for context in self.world.contexts.values():
+        for context in self.world.contexts:
             if context.watch_limit is not None:
                 limits.append(context.watch_limit)
         return max(limits, default=settings.watchdog())
@@ -133,17 +133,17 @@ class ThreadWatch:
     def look(self) -> None:
         """Compare where the ranks are."""
         contexts = self.world.contexts
-        token = [context.progress_token() for context in contexts.values()]
+        token = [context.progress_token() for context in contexts]
         if token != self._token or self.world.broken:
             self._token = token
             self._since = time.monotonic()
             return
         quiet = time.monotonic() - self._since
-        waiting = any(context.long_waits for context in contexts.values())
+        waiting = any(context.long_waits for context in contexts)
         if quiet < min(self.limit, verdict.TELL_SECONDS) or not waiting:
             return
         dumps = {}
-        for rank, context in contexts.items():
+        for rank, context in enumerate(contexts):
             dumps[rank] = make_dump(context, rank, quiet, self.limit)
         self.error = verdict.mismatch(dumps)
         if self.error is None and quiet > self.limit:
@@ -153,5 +153,5 @@ class ThreadWatch:
                 remedy=verdict.REMEDY,
             )
         if self.error is not None:
-            for context in contexts.values():
+            for context in contexts:
                 context.add_failure(Failure(1, str(self.error)))

@@ -25,6 +25,7 @@ import numpy as np
 
 from mpipipe.errors import MpipipeError, PeerError
 from mpipipe.job.context import RankContext
+from mpipipe.job.types import Buffer, Ranks
 
 ANY = -1
 PAUSE = 2e-5
@@ -62,7 +63,7 @@ class World:
         # has come
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
-        self.contexts = {rank: RankContext() for rank in range(ranks)}
+        self.contexts = [RankContext() for _ in range(ranks)]
         self.running = ranks
         self.all_ended = threading.Event()
         self.farewells = False  # whether a rank has told the others that it has left
@@ -79,7 +80,7 @@ class World:
         self.farewells = True
         for group in tuple(self.contexts[rank].groups):
             group.leave()
-        for context in self.contexts.values():
+        for context in self.contexts:
             context.left[rank] = f"the function of rank {rank} has returned"
 
     def progress(self, box: Box) -> None:
@@ -206,7 +207,7 @@ class ThreadCommunicator:
     `members` are world ranks.
     """
 
-    def __init__(self, world: World, context: Context, members: tuple[int, ...], rank: int) -> None:
+    def __init__(self, world: World, context: Context, members: Ranks, rank: int) -> None:
         self.world = world
         self.context = context
         self.members = members
@@ -258,7 +259,7 @@ class ThreadCommunicator:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> MeetingRequest:
+    def Iallreduce(self, sendbuf: Buffer, recvbuf: np.ndarray) -> MeetingRequest:
         if sendbuf is IN_PLACE:
             sendbuf = recvbuf
 
@@ -277,13 +278,14 @@ class ThreadCommunicator:
         self, sendbuf: object, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
     ) -> MeetingRequest:
         whole, (counts, starts) = recvbuf  # this rank's part lies in place
-        ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
+        own_start = starts[self.rank]
+        own_part = whole[own_start : own_start + counts[self.rank]]
 
         def finish(parts: list[np.ndarray]) -> None:
-            for at, part in zip(ranges, parts):
-                whole[at] = part
+            for start, part in zip(starts, parts):
+                whole[start : start + len(part)] = part
 
-        return self._collective("Iallgatherv", whole[ranges[self.rank]].copy(), finish)
+        return self._collective("Iallgatherv", own_part.copy(), finish)
 
     def Ibcast(self, buf: np.ndarray, root: int = 0) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:

@@ -43,8 +43,14 @@ class ReplicaSum(Request, Advancing, Protocol):
     """A sum over replicas under way; `progress` lets the current stream wait for nothing."""
 
 
-# The name of a group, or of a communicator that is made, and the number of a call of all its ranks.
-Meeting: TypeAlias = tuple[tuple[int, ...], int]
+# What MPI reads or fills: an array, memory with its type, or its word for "in place".
+Buffer: TypeAlias = Any
+# The ranks of a communicator in COMM_WORLD.
+Ranks: TypeAlias = tuple[int, ...]
+# Names a group, or a communicator that is made, alike on all its ranks.
+GroupName: TypeAlias = tuple[int, ...]
+# A group, and the number of a call of all its ranks.
+Meeting: TypeAlias = tuple[GroupName, int]
 
 
 @dataclass(eq=False)

@@ -38,7 +38,7 @@ from mpipipe.job.context import (
     peer_error,
     whoami,
 )
-from mpipipe.job.types import Meeting, RankWait, Testable
+from mpipipe.job.types import Meeting, Ranks, RankWait, Testable
 
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
@@ -212,7 +212,7 @@ class MakingWait(LongWait):
         self,
         context: RankContext,
         what: object,
-        members: tuple[int, ...],
+        members: Ranks,
         meeting: Meeting | None,
         grace: float,
     ) -> None:

@@ -46,7 +46,8 @@ def measure_action(measured: MeasuredRanks) -> float:
 def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Link, ...]]:
     """Return the links of this rank's pipeline by size of micro-batch; collective."""
     pipe = group_of(measured.mesh.pipe)
-    own_links: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
+    sizes = measured.problem.space.sizes
+    own_links = {}
     for phase in _phases(pipe.size):
         # A rank without a neighbour in this phase is by itself.
         color = pipe.size + pipe.rank
@@ -55,19 +56,18 @@ def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Lin
                 color = link
         pair = pipe.split(color, int(pipe.rank != color), "plan: two neighbours")
         if color < pipe.size:
-            for size, links in own_links.items():
-                links[color] = _link(pair, _array(measured, size), action)
+            for size in sizes:
+                own_links[size, color] = _link(pair, _array(measured, size), action)
         pipe.agree("plan: these neighbours are measured")
         pair.Free()
-    everyone = pipe.gather("plan: the links", own_links)
+    links: dict[tuple[int, int], Link] = {}
+    for rank_links in pipe.gather("plan: the links", own_links):
+        links |= rank_links
     merged = {}
-    for size in own_links:
-        links = {}
-        for rank_links in everyone:
-            links |= rank_links[size]
+    for size in sizes:
         # The only rank has a link to itself; the last of two ranks has that of the first.
-        first = links.get(0, Link())
-        merged[size] = tuple([links.get(link, first) for link in range(pipe.size)])
+        first = links.get((size, 0), Link())
+        merged[size] = tuple([links.get((size, link), first) for link in range(pipe.size)])
     return merged
 
 

@@ -83,7 +83,7 @@ class LayerTimes:
     """Seconds of a rank's layers for one size of micro-batch, by place and action."""
 
     def __init__(self) -> None:
-        self.actions: dict[int, dict[str, list[float]]] = {}
+        self.actions: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.loss: list[float] = []
 
     def costs(self, kinds: Sequence[int]) -> RankCosts:
@@ -200,7 +200,7 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
             "plan: the seconds of a turn", perf_counter() - start
         )
         for place, timer in timers.items():
-            timer.actions = times.actions.setdefault(place, defaultdict(list))
+            timer.actions = times.actions[place]
         for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
             _turn(turns)
         times.loss += turns[-1].actions.pop("loss")
@@ -217,9 +217,7 @@ def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
         start = perf_counter()
         optim.scaled_step(optimizer, scaler, measured.clip, lr=optimizer.lr)
         seconds.append(perf_counter() - start)
-    count = 0
-    for stage in stages:
-        count += stage.gradients.flat.size
+    count = sum(stage.gradients.flat.size for stage in stages)
     return median(seconds[1:]) / max(1, count)
 
 

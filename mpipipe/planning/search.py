@@ -200,16 +200,15 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     if memory_limit is not None:
         most = memory_limit
     plans = []
-    expected = "a plan that exists"
-    least = math.inf
+    peaks = []
     for plan in _plans(profile, space, most):
-        peak = plan.prediction.peak
-        if peak <= most:
+        peaks.append(plan.prediction.peak)
+        if plan.prediction.peak <= most:
             plans.append(plan)
-        if peak < least:
-            least = peak
-            expected = f"at least {exact_bytes(peak)}"
     if not plans:
+        expected = "a plan that exists"
+        if peaks:
+            expected = f"at least {exact_bytes(min(peaks))}"
         raise ConfigError(
             "no plan keeps this memory limit",
             found=f"memory_limit {exact_bytes(memory_limit or 0)} on each rank",

@@ -394,11 +394,10 @@ def rank_bytes(
                 layers[place] = _with_slices(layers[place], counts, problem.dtype)
     stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
     inputs = [stage.input for stage in stages]
-    for skip in schedule.skips:
-        inputs[skip.target] += named[skip.name]
-    # A value that several stages take leaves its stage once.
     sources = {}
     for skip in schedule.skips:
+        inputs[skip.target] += named[skip.name]
+        # A value that several stages take leaves its stage once.
         sources[skip.name] = skip.source
     for name, source in sources.items():
         output = stages[source].output + named[name]
@@ -410,9 +409,7 @@ def rank_bytes(
     wide = problem.wide
     ranks = []
     for rank in range(problem.ranks):
-        window = 0
-        if schedule.ranks > 1:
-            window = receive_window(timeline, rank)
+        window = receive_window(timeline, rank)
         peak = map(round, peak_of_step(schedule, rank, stages, inputs, window, shares))
         activations, messages, scratch = peak
         batch = [schedule.placement[0], schedule.placement[-1]].count(rank) * row

@@ -90,9 +90,12 @@ def by_name(
         # PyTorch's classes are ScheduleGPipe, Schedule1F1B.
         word = str(name).lower().removeprefix("schedule")
         meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
-        every = [f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES)]
-        every += [f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES]
-        expected = " or ".join(meant) or "one of " + ", ".join(every)
+        calls = []
+        for known in (*ONE_STAGE, *TWO_STAGES):
+            calls.append(f"{known}(ranks, microbatches)")
+        for known in SEVERAL_STAGES:
+            calls.append(f"{known}(ranks, chunks, microbatches)")
+        expected = " or ".join(meant) or "one of " + ", ".join(calls)
         raise ArgumentError("unknown schedule", found=f"name={name!r}", expected=expected)
     number = 1
     needed = "one stage"

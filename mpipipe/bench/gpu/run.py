@@ -86,7 +86,7 @@ def run(
     select_device("cuda", comm)
     rows: list[Row] = []
     failed: list[str] = []
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "gpus": arrays.describe_gpus(),
         "versions": versions(),
         "mpi": with_mpi,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mpipipe.job.communicators import gather_rows
 from mpipipe.job.context import RankContext
 from mpipipe.job.flight import Snapshot
 from mpipipe.job.requests import own
-from mpipipe.job.types import Meeting, MpiCommunicator, RankWait, Request
+from mpipipe.job.types import GroupName, Meeting, MpiCommunicator, Ranks, RankWait, Request
 
 PLACE_BYTES = 64
 
@@ -47,9 +47,7 @@ class WatchChannel:
     `members` are their ranks in COMM_WORLD.
     """
 
-    def __init__(
-        self, comm: MpiCommunicator, members: tuple[int, ...], places: Sequence[RankPlace]
-    ) -> None:
+    def __init__(self, comm: MpiCommunicator, members: Ranks, places: Sequence[RankPlace]) -> None:
         self.comm = comm
         self.members = members
         self.places = places
@@ -95,7 +93,7 @@ def threads_allowed() -> bool:
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChannel:
+def open_channel(comm: MpiCommunicator, members: Ranks) -> WatchChannel:
     """Return the channel of the ranks of `comm`, on a duplicate; collective."""
     private = communicators.duplicate(comm)
     private.Set_name("mpipipe watchdog")
@@ -121,7 +119,7 @@ class Waits(NamedTuple):
 
     text: str  # the reason
     seconds: float  # how long
-    peers: tuple[int, ...]  # world ranks that must come, each of which may be the reason
+    peers: Ranks  # world ranks that must come, each of which may be the reason
     meeting: Meeting | None  # the call to which all of them must come
 
 
@@ -139,7 +137,10 @@ class Dump(NamedTuple):
     states: Mapping[int, str]  # world rank -> state of a process on this host
     # The number of the last call that it has begun, of all that it may come to by itself: none
     # where a thread waits and another goes on.
-    reached: Mapping[tuple[int, ...], int] | None = None
+    reached: Mapping[GroupName, int] | None = None
+
+
+Dumps: TypeAlias = Mapping[int, Dump]  # world rank -> what it says
 
 
 def make_dump(
@@ -153,7 +154,7 @@ def make_dump(
     """Describe a rank that has been quiet so long; with its stacks, if for `limit` seconds."""
     snapshots = _snapshots(context)
     frames = sys._current_frames()
-    names: dict[int | None, str] = {}
+    names = {}
     for thread in threading.enumerate():
         names[thread.ident] = thread.name
     rank_thread = context.thread

@@ -22,7 +22,7 @@ from mpipipe.job import rank_list
 from mpipipe.job.flight import Message
 from mpipipe.job.rank_list import named
 from mpipipe.job.report import heading, write
-from mpipipe.job.watch.channel import STATES, Dump, RankPlace
+from mpipipe.job.watch.channel import STATES, Dump, Dumps, RankPlace
 from mpipipe.text import counted
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
@@ -57,7 +57,7 @@ def _first(lines: list[str], what: str) -> list[str]:
 
 
 def judge(
-    dumps: Mapping[int, Dump], silent: Mapping[int, RankPlace] | None = None, quiet: float = 0.0
+    dumps: Dumps, silent: Mapping[int, RankPlace] | None = None, quiet: float = 0.0
 ) -> HangVerdict:
     """Compare the dumps of all ranks that have answered; keys are world ranks.
 
@@ -99,7 +99,7 @@ def judge(
     return HangVerdict(culprits, _waiting(dumps))
 
 
-def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
+def _blockers(dump: Dump, dumps: Dumps) -> set[int]:
     """Return the ranks that one rank waits for: of a meeting, those that have not come to it."""
     blocking: set[int] = set()
     for wait in dump.waits:
@@ -115,7 +115,7 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
 
 def circle(blockers: Mapping[int, Collection[int]]) -> list[int]:
     """Return ranks that wait for the next one, and the last for the first; [] if there are none."""
-    left = {rank: set(peers).intersection(blockers) for rank, peers in blockers.items()}
+    left = {rank: set(peers) for rank, peers in blockers.items()}
     while True:
         going_on = []
         for rank, peers in left.items():
@@ -136,7 +136,7 @@ def circle(blockers: Mapping[int, Collection[int]]) -> list[int]:
     return path[path.index(rank) :]
 
 
-def mismatch(dumps: Mapping[int, Dump]) -> MismatchError | None:
+def mismatch(dumps: Dumps) -> MismatchError | None:
     """Return the error of ranks that wait for each other in different calls, if there are any.
 
     One waits in a call for another that has not begun it, and waits itself. Where each of them has
@@ -175,7 +175,7 @@ def _named(dump: Dump) -> str:
     return f"rank {dump.rank} on {dump.host}"
 
 
-def _silence(rank: int, place: RankPlace, quiet: float, dumps: Mapping[int, Dump]) -> str:
+def _silence(rank: int, place: RankPlace, quiet: float, dumps: Dumps) -> str:
     if not place.host:
         return (
             f"rank {rank} does not answer: it has left, has not called mpipipe yet, or one "
@@ -195,7 +195,7 @@ def _silence(rank: int, place: RankPlace, quiet: float, dumps: Mapping[int, Dump
 
 
 def _compare_message(
-    dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culprit], lost: list[Culprit]
+    dump: Dump, dumps: Dumps, culprits: list[Culprit], lost: list[Culprit]
 ) -> None:
     """Look at the other end of each message that a rank waits for."""
     for snapshot in dump.snapshots:
@@ -250,7 +250,7 @@ def _occupation(dump: Dump, alone: bool) -> str:
     return f"{name} has been {what} for {dump.quiet:.0f} s{place}"
 
 
-def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
+def _waiting(dumps: Dumps) -> list[str]:
     """Say who waits for what, ranks with the same text in one line."""
     texts = []
     for rank, dump in sorted(dumps.items()):
@@ -282,7 +282,7 @@ REMEDY = (
 
 def publish(
     verdict: HangVerdict,
-    dumps: Mapping[int, Dump],
+    dumps: Dumps,
     stacks: Mapping[int, str],
     folder: Path | None,
     rank: int,
@@ -318,7 +318,7 @@ def publish(
     write("\n  ".join([heading(rank, size), *lines]) + "\n")
 
 
-def _states(dumps: Mapping[int, Dump]) -> list[str]:
+def _states(dumps: Dumps) -> list[str]:
     """Say where each rank is, what it waits for, and how far it has come in its plans."""
     lines = []
     for rank, dump in sorted(dumps.items()):

@@ -32,7 +32,7 @@ from mpipipe.job import runtime, settings
 from mpipipe.job.communicators import gather_rows
 from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.report import abort_job
-from mpipipe.job.types import Communicator, RankWait
+from mpipipe.job.types import Communicator, GroupName, Ranks, RankWait
 from mpipipe.job.watch import verdict
 from mpipipe.job.watch.channel import (
     GONE,
@@ -93,7 +93,7 @@ class Watchdog:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def covers(self, members: tuple[int, ...]) -> bool:
+    def covers(self, members: Ranks) -> bool:
         """True if one channel has all these ranks, or none can, for ranks of another job."""
         return -1 in members or self._channel_of(members) is not None
 
@@ -314,7 +314,7 @@ def watch(comm: Communicator) -> None:
             context.watchdog = Watchdog(context)
 
 
-def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
+def enrol(context: RankContext, comm: Communicator, members: Ranks) -> GroupName:
     """Name a new group on all its ranks alike, and give all of them one channel; collective."""
     context.groups_named += 1
     watchdog = context.watchdog
