@@ -38,7 +38,7 @@ class Tape(NamedTuple):
     `floating` says which of its arrays take gradients; the others are the same of the output.
     """
 
-    of_library: Any
+    of_library: nn.Saved
     structures: Structures
     floating: tuple[bool, ...]
     output: Structures
@@ -52,7 +52,7 @@ Forwarded: TypeAlias = "tuple[Leaves, Structures, Tape | None]"
 class Held(NamedTuple):
     """What a layer saved, and the bytes that PyTorch or JAX keep for it, by their address."""
 
-    saved: Any
+    saved: nn.Saved
     bytes: dict[int, int]
 
 
@@ -105,8 +105,8 @@ class ForeignLayer(nn.Layer):
     # It counts what the library keeps for the backward: bytes by their address.
     _counted: Callable[[Leaves, Structures], tuple[Forwarded, dict[int, int]]]
     # The last argument is True for a backward that is not divided: it leaves nothing pending.
-    _backward: Callable[[Leaves, Tape, bool], tuple[Leaves, Any]]
-    _backward_weight: Callable[[Any], None]
+    _backward: Callable[[Leaves, Tape, bool], tuple[Leaves, nn.Pending]]
+    _backward_weight: Callable[[nn.Pending], None]
     # It computes with the arrays that a pipeline has given to tied parameters.
     _follow_ties: Callable[[], None]
 

@@ -153,7 +153,7 @@ class Command:
     place: str = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Callable[..., int | None]:
         module, _, function = self.place.partition(":")
         return getattr(import_module(f"mpipipe.{module}"), function)
 
@@ -306,14 +306,14 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join(textwrap.fill(part, width) for part in parts)
 
 
-def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
+def parser_of(prog: str, command: Callable[..., object]) -> Parser:
     """Return the parser of a command."""
     parser = Parser(prog, description=inspect.getdoc(command))
     add_parameters(parser, command)
     return parser
 
 
-def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
+def add_parameters(parser: Parser, command: Callable[..., object]) -> None:
     """Give a parser the parameters of a command, and the flags that every command has."""
     parameters = parameters_of(command)
     parser.instead = getattr(command, "instead", {})
@@ -387,7 +387,7 @@ def _flag(entry: Argument, flag: Option) -> Values:
     return options | {"type": _converter(entry)}
 
 
-def _converter(entry: Argument) -> Callable[[str], Any]:
+def _converter(entry: Argument) -> Callable[[str], object]:
     """Return a function that reads a value, and refuses it in plain words."""
     flag = entry.flag
     # The words for a script are its own.
@@ -396,7 +396,7 @@ def _converter(entry: Argument) -> Callable[[str], Any]:
     else:
         empty = flag.rest
 
-    def read(text: str) -> Any:
+    def read(text: str) -> object:
         if not text and not empty and entry.kind not in NOUNS:
             raise argparse.ArgumentTypeError("it is empty")
         try:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # Where threads will not do: the end of a job, measurements of MPI itself.
-Buffer: TypeAlias = Any  # an array, or what else mpi4py sends from or receives into
+# What MPI reads or fills: an array, memory with its type, or its word for "in place".
+Buffer: TypeAlias = Any
 MpiCommunicator: TypeAlias = "MPI.Intracomm"
 AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")
 
@@ -43,8 +44,6 @@ class ReplicaSum(Request, Advancing, Protocol):
     """A sum over replicas under way; `progress` lets the current stream wait for nothing."""
 
 
-# What MPI reads or fills: an array, memory with its type, or its word for "in place".
-Buffer: TypeAlias = Any
 # The ranks of a communicator in COMM_WORLD.
 Ranks: TypeAlias = tuple[int, ...]
 # Names a group, or a communicator that is made, alike on all its ranks.

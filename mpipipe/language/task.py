@@ -344,7 +344,7 @@ class TextTask(Task):
         )
         return self._windows(source.validation, starts, shard)
 
-    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
+    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Pair:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
         pair = self._labelled(shard.part(inputs), shard.part(targets))
         if self.packing is None:
@@ -373,7 +373,9 @@ class TextTask(Task):
 
     # -- the model, on this rank -------------------------------------------------------------------
 
-    def loss(self, output: Any, target: object, factor: float = 1.0) -> tuple[Any, Any]:
+    def loss(
+        self, output: arrays.Array, target: arrays.Array, factor: float = 1.0
+    ) -> tuple[float | arrays.Array, arrays.Array]:
         return nn.softmax_cross_entropy(output, target, factor)
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:

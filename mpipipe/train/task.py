@@ -26,7 +26,6 @@ from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
 Described: TypeAlias = "Mapping[str, Parameter]"
-Facts: TypeAlias = "Values"
 Layers: TypeAlias = "list[Any]"
 Named: TypeAlias = "Mapping[str, float]"
 Numbers: TypeAlias = "Sequence[float]"
@@ -209,7 +208,7 @@ class Task:
         """
         return ""
 
-    def optimizer(self, stages: Stages, config: object) -> Any:
+    def optimizer(self, stages: Stages, config: Any) -> Any:
         """Return an optimizer of the stages of this rank; None for the one that options name.
 
         It has `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as
@@ -309,7 +308,7 @@ class Task:
         """
         raise NotImplementedError  # `batch` gives them
 
-    def begin(self, more: object) -> None:
+    def begin(self, more: Any) -> None:
         """Take what came with inputs and targets, before the call that it is for."""
 
     @property
@@ -340,15 +339,15 @@ class Task:
 
     # -- what is said and written
 
-    def sizes(self) -> Facts:
+    def sizes(self) -> Values:
         """Return what the model is, as plain values by name, for checkpoints."""
         return {}
 
-    def compared(self, sizes: Facts) -> Facts:
+    def compared(self, sizes: Values) -> Values:
         """Return the sizes that must be the same in a training and in its checkpoint."""
         return sizes
 
-    def resolve(self, keys: Facts) -> Facts:
+    def resolve(self, keys: Values) -> Values:
         """Return the options of a training with those of the task, and with absolute paths."""
         return keys
 
@@ -371,7 +370,7 @@ class Task:
         """Return where the weights come from at the begin; "" where they are drawn."""
         return ""
 
-    def derived(self, loss: float | None, validation: float | None) -> Facts:
+    def derived(self, loss: float | None, validation: float | None) -> Values:
         """Return further fields of a record, from the losses."""
         return {}
 

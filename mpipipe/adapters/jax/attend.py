@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -42,12 +42,12 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
         return call_back(host.forward, host.results(q, k, v)[0], q, k, v)
 
     @differentiable_once
-    def forward(q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[JaxArray, Any]:
+    def forward(q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[JaxArray, JaxArray]:
         out, *saved = call_back(host.forward_saving, host.results(q, k, v), q, k, v)
         return out, (q, k, v, out, *saved)
 
     @differentiable_once
-    def backward(saved: Any, dout: JaxArray) -> Any:
+    def backward(saved: JaxArray, dout: JaxArray) -> JaxArray:
         like = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in saved[:3])
         return call_back(host.backward, like, dout, *saved)
 
@@ -60,7 +60,7 @@ def differentiable_once(rule: Callable[..., object]) -> Callable[..., Any]:
     once = jax.custom_jvp(rule)
 
     @once.defjvp
-    def refuse(_primals: Any, _tangents: Any) -> Any:
+    def refuse(_primals: object, _tangents: object) -> NoReturn:
         raise ArgumentError(
             "the gradient of attention cannot be differentiated again",
             expected="first derivatives alone",
@@ -121,7 +121,7 @@ class HostAttend:
         # What forwards have saved besides arrays, by shapes, dtype and lengths.
         self._saved: dict[tuple, Any] = {}
 
-    def results(self, q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[Any, ...]:
+    def results(self, q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[JaxArray, ...]:
         """Return shapes and dtypes: out, its LSE, three numbers, room for a ring's last message."""
         # Arrays that take no memory.
         check_arrays(*(np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in (q, k, v)))
@@ -138,12 +138,12 @@ class HostAttend:
         )
 
     @called_back
-    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
+    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> JaxArray:
         """Return out."""
         return self.attend.forward(q, k, v)[0]
 
     @called_back
-    def forward_saving(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
+    def forward_saving(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> JaxArray:
         """Return what `results` says."""
         out, saved = self.attend.forward(q, k, v)
         lengths = saved.plan.layout.seq_len, sum(saved.plan.message.lengths)
@@ -155,7 +155,7 @@ class HostAttend:
         return out, saved.lse, np.array([saved.call, *lengths], np.int32), room
 
     @called_back
-    def backward(self, dout: np.ndarray, *arguments: np.ndarray) -> Any:
+    def backward(self, dout: np.ndarray, *arguments: np.ndarray) -> JaxArray:
         """Return the gradients of q, k and v."""
         q, k, v, *_, numbers, message = arguments
         call, *lengths = numbers.tolist()

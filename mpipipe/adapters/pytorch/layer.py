@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -57,7 +57,7 @@ from mpipipe.adapters.pytorch.tensors import (
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, Tree, array_of, tensor_of
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Layer, Parameter
+from mpipipe.nn import Layer, Parameter, Saved
 
 # Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
 BETWEEN_POLLS = 1e-3
@@ -381,10 +381,10 @@ class LossLayer(TorchLayer):
         self.loss.is_trained = True
         self.loss.seed = self.stage.seed
 
-    def forward(self, x: Tree) -> tuple[Tree, Any]:
+    def forward(self, x: Tree) -> tuple[Tree, Saved]:
         return x, None
 
-    def backward_input(self, dy: Tree, saved: object) -> tuple[Tree, Any]:
+    def backward_input(self, dy: Tree, saved: object) -> tuple[Tree, Saved]:
         return dy, None
 
     # The loss itself adds to its gradients.

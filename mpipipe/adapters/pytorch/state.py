@@ -108,8 +108,8 @@ class Entry(NamedTuple):
 
     holder: Holder
     key: str
-    value: Any
-    content: Any
+    value: object
+    content: object
 
 
 class ModuleSnapshot(NamedTuple):
@@ -120,8 +120,8 @@ class ModuleSnapshot(NamedTuple):
 
     holders: list[Holder]
     entries: dict[tuple[int, str], Entry]
-    python: Any
-    numpy: Any
+    python: tuple
+    numpy: dict
 
     @classmethod
     def of(cls, module: torch.nn.Module, latest: ModuleSnapshot | None) -> ModuleSnapshot:

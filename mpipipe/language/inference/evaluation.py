@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -69,9 +68,9 @@ class WindowLosses(nn.HeadCrossEntropy):
             super().__init__(stage)
         self.tokens = 0
         self.nats: list[float] = []  # sum for each micro-batch
-        self._noted: list[tuple[int, Any]] = []  # (tokens, mean loss), in order
+        self._noted: list[tuple[int, float | Array]] = []  # (tokens, mean loss), in order
 
-    def __call__(self, output: Array, target: Any, factor: float = 1.0) -> tuple[float, None]:
+    def __call__(self, output: Array, target: Array, factor: float = 1.0) -> tuple[float, None]:
         """Note the loss of a micro-batch. The 0 that is returned is no loss."""
         value, _ = self.mean_of(output, target)
         self._noted.append((target.size, value))
@@ -158,7 +157,9 @@ class Evaluator:
             bits = loss / math.log(2) / (tokens.nbytes / len(tokens))
         return Evaluation(sum(counts), loss, bits)
 
-    def _batch(self, tokens: Tokens, numbers: Sequence[int], length: int) -> tuple[Any, np.ndarray]:
+    def _batch(
+        self, tokens: Tokens, numbers: Sequence[int], length: int
+    ) -> tuple[Array, np.ndarray]:
         """Return inputs and targets of this rank: its positions of each window."""
         # A replica without windows takes one of zeros.
         read = np.zeros((max(1, len(numbers)), length + 1), np.int64)

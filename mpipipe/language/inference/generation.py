@@ -253,7 +253,7 @@ class DecodingStage:
         self.begins_head = begins_head
         self.rows = rows
 
-    def forward(self, x: Any) -> tuple[Any, None]:
+    def forward(self, x: arrays.Array) -> tuple[arrays.Array, None]:
         """Return hidden states, or what the head makes of the last one of each piece."""
         *body, last = self.inner_stages
         pieces = self.underway.parts[self.inner_stages[0].position.microbatch]

@@ -282,7 +282,7 @@ ORIGINAL = "original_max_position_embeddings"
 BASE = 10000.0  # default in all families
 
 
-def read_rotary(options: Options, positions: int) -> tuple[float, Any]:
+def read_rotary(options: Options, positions: int) -> tuple[float, nn.RopeScaling | None]:
     """Return base and scaling; `positions` is max_position_embeddings. Raises ConfigError."""
     options.only("partial_rotary_factor", None, 1.0, 1)
     options.only("rope_interleaved", False, None)
@@ -309,7 +309,7 @@ def _object(options: Options, key: str) -> Values:
     return value or {}
 
 
-def _scaling(options: Options, positions: int) -> Any:
+def _scaling(options: Options, positions: int) -> nn.RopeScaling | None:
     kinds = [options.take(name) for name in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
     if not isinstance(kind, str) or kind not in READERS:
@@ -331,7 +331,7 @@ def _scaling(options: Options, positions: int) -> Any:
     return scaling
 
 
-def _llama3(options: Options, positions: int) -> Any:
+def _llama3(options: Options, positions: int) -> nn.RopeScaling | None:
     return nn.Llama3Scaling(
         options.number("factor"),
         options.number("low_freq_factor"),
@@ -340,7 +340,7 @@ def _llama3(options: Options, positions: int) -> Any:
     )
 
 
-def _yarn(options: Options, positions: int) -> Any:
+def _yarn(options: Options, positions: int) -> nn.RopeScaling | None:
     options.only("truncate", True, None)
     factor = options.number("factor")
     attention = options.number("attention_factor", None)
@@ -364,7 +364,7 @@ def _growth(factor: float, scale: float) -> float:
     return 1.0
 
 
-READERS: dict[str, Callable[[Options, int], Any]] = {
+READERS: dict[str, Callable[[Options, int], nn.RopeScaling | None]] = {
     "default": lambda options, positions: None,
     "linear": lambda options, positions: nn.LinearScaling(options.number("factor")),
     "llama3": _llama3,
