@@ -344,7 +344,7 @@ class TextTask(Task):
         )
         return self._windows(source.validation, starts, shard)
 
-    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Pair:
+    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
         pair = self._labelled(shard.part(inputs), shard.part(targets))
         if self.packing is None:
