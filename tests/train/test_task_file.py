@@ -286,6 +286,13 @@ def test_a_plan_in_another_folder_names_the_file_from_there(waves, tmp_path, mon
     assert again.schedule == "gpipe" and load(again.task).file.path.samefile(waves)
 
 
+def test_a_folder_may_have_a_colon_in_its_name(tmp_path):
+    file = tmp_path / "run:3/waves.py"
+    file.parent.mkdir()
+    file.write_text(WAVES)
+    assert load(file).width == load(f"{file}:Waves").width == 4
+
+
 def test_attributes_are_set_in_their_types(waves):
     task = load(waves, "width=7", "late=true", "name=x=y")
     assert (task.width, task.late, task.name) == (7, True, "x=y")
