@@ -415,3 +415,26 @@ def test_a_subclass_of_nn_stage_may_have_more_arrays_in_checkpoints():
     assert {*stage.contents} == {"0.weight", "0.bias", "mean"}
     stage.set_contents(lambda name: np.ones(2) if name == "mean" else stage.parameters[name])
     assert stage.mean.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_method_that_somebody_puts_on_an_nn_stage_is_called_from_then_on(comm, method):
+    """Known shapes let actions pass by the methods of an `nn.Stage`, as long as they are its own."""
+    stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
+    schedule = schedules.one_f_one_b(comm.size, 4)
+    batch = np.ones((8, 3), np.float32)
+    ends = [batch if comm.rank == rank else None for rank in (0, comm.size - 1)]
+    calls = []
+
+    def counted(*arguments):
+        calls.append(method)
+        return getattr(nn.Stage, method)(stage, *arguments)
+
+    with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        for _ in range(3):
+            pipeline.step(*ends)
+        setattr(stage, method, counted)
+        pipeline.step(*ends)
+        delattr(stage, method)
+        pipeline.step(*ends)
+    assert calls == [method] * 4
