@@ -69,14 +69,11 @@ class TaskLoss:
         weight: float | None = None
         if len(result) == 3:
             weight = result[2]
+        outputs = [output]
+        targets = [target]
         if self.over_batch:
             outputs = output
-        else:
-            outputs = [output]
-        if self.over_batch:
             targets = target
-        else:
-            targets = [target]
         if self.samples and (self.sample is None or self.sample.weight == 0):
             # A stage may write the next output into the same memory.
             copies = [arrays.mapped(arrays.copied, tree) for tree in outputs]

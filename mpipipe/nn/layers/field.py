@@ -78,14 +78,11 @@ class Patches(Layer):
         points = math.prod(self.size)
         patches = math.prod(self.grid)
         batch = len(x)
+        channels = x.shape[-1]
+        shape = (batch, patches, points * channels)
         if back:
-            channels = x.shape[-1] // points
-        else:
-            channels = x.shape[-1]
-        if back:
+            channels //= points
             shape = (batch, *self.space, channels)
-        else:
-            shape = (batch, patches, points * channels)
         y = self._empty(shape, x.dtype)
         field, sequence = (y, x) if back else (x, y)
         *outer, last = self.size
