@@ -77,6 +77,7 @@ def test_an_adapter_is_written_by_all_ranks_and_is_what_the_merged_model_has_mor
     if comm.rank:
         return
     facts = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert facts["init_lora_weights"] is facts["inference_mode"] is True
     assert (facts["r"], facts["lora_alpha"], facts["target_modules"]) == (2, 6, sorted(TARGETS[family]))
     assert facts["fan_in_fan_out"] == (family == "gpt2") and facts["base_model_name_or_path"] == str(found.path)
     adapter = load_file(out / "adapter" / "adapter_model.safetensors")
