@@ -221,10 +221,11 @@ class Machine:
             return queue.issued
         with self.lock:
             self.number_issued += 1
-            queue.operations.append(Operation(name, run, after, self.number_issued, meets))
+            # The collector frees memory at any time. On a GPU that is no operation: no other stream waits for it.
+            queue.operations.append(Operation(name, run, after, self.number_issued, meets, begun=name == "free"))
             queue.issued += 1
             position = queue.issued
-            if self.background and self.random.random() < self.background:
+            if name != "free" and self.background and self.random.random() < self.background:
                 some = self.random.choice(self.all_queues)
                 self.advance(some, some.issued, self.random.randint(1, 4))
             return position
@@ -293,12 +294,12 @@ class Machine:
                     self._run(each)
                     break
             else:
-                waiting = [
-                    (each.operations[place].number, each, place)
-                    for each in self.all_queues
-                    for place in range(min(2, len(each.operations)))  # no iterator: a memory may be freed meanwhile
-                    if not each.operations[place].begun
-                ]
+                waiting = []
+                for each in self.all_queues:
+                    for place in range(len(each.operations)):  # no iterator: a memory may be freed meanwhile
+                        if not each.operations[place].begun:
+                            waiting.append((each.operations[place].number, each, place))
+                            break
                 if not waiting:
                     return
                 _, first, place = min(waiting, key=lambda one: one[0])

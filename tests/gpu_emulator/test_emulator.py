@@ -5,6 +5,7 @@ import pytest
 
 import gpu_emulator as emulator
 from gpu_emulator import CUDARuntimeError, HiddenAccess, now, poisoned
+from gpu_emulator.machine import Machine
 from mpipipe import arrays
 
 HOST = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -188,3 +189,15 @@ def test_a_recording_refuses_what_waits_and_is_lost_then(device):
         stream.end_capture()
     with pytest.raises(RuntimeError, match="legacy"):
         arrays.record_graph(lambda: None)
+
+
+def test_memory_that_the_collector_frees_keeps_no_other_stream_waiting_in_one_queue():
+    machine = Machine()
+    machine.one_queue, machine.background, machine.patience = True, 0, 1
+    one, other = machine.new_queue(), machine.new_queue()
+    arrived = []
+    machine.put(one, "meets a peer", meets=lambda: bool(arrived))
+    machine.put(one, "free", lambda: None)
+    machine.put(other, "tells the peer", lambda: arrived.append(True))
+    machine.advance(one, one.issued)
+    assert arrived

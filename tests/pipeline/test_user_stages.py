@@ -420,10 +420,8 @@ def test_a_subclass_of_nn_stage_may_have_more_arrays_in_checkpoints():
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_a_method_that_somebody_puts_on_an_nn_stage_is_called_from_then_on(comm, method):
     """Known shapes let actions pass by the methods of an `nn.Stage`, as long as they are its own."""
-    stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
-    schedule = schedules.one_f_one_b(comm.size, 4)
-    batch = np.ones((8, 3), np.float32)
-    ends = [batch if comm.rank == rank else None for rank in (0, comm.size - 1)]
+    stage, schedule = nn.Stage([nn.Linear(3, 3)], first=comm.rank), schedules.one_f_one_b(comm.size, 4)
+    ends = [np.ones((8, 3), np.float32) if comm.rank == rank else None for rank in (0, comm.size - 1)]
     calls = []
 
     def counted(*arguments):
