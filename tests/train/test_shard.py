@@ -5,7 +5,6 @@ import pytest
 from support.tolerance import close, largest
 
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.task import TextTask
 from mpipipe.nn.layers.head_slices import TILE_BYTES
@@ -53,9 +52,3 @@ def test_large_logits_are_made_in_tiles_with_the_same_loss(comm, monkeypatch, se
     value, _ = nn.softmax_cross_entropy(stage.forward(shard.part(x))[0], shard.part(target))
     close(loss(shard.part(x), shard.part(target))[0], value, 9 + target.size, 8)
     assert task.loss_for(nn.Stage([nn.Linear(5, 9)]), 3, shard) == nn.softmax_cross_entropy
-
-
-def test_a_shard_has_lengths_of_slices_only_where_sequences_come_in_slices():
-    shard = Shard(inprocess.run(1, lambda comm: comm)[0])
-    shard.attend(8, causal=True)
-    assert shard.slice_lengths is None
