@@ -266,6 +266,7 @@ def ring_cost(
     itemsize: int = 4,
     causal: bool = True,
     window: int | None = None,
+    latency: float = 0.0,
 ) -> tuple[RingCost, RingCost]:
     """Predict the forwards and backwards of `layers` layers of attention on a ring.
 
@@ -274,7 +275,10 @@ def ring_cost(
     layout, causal, window : Layout, bool, int
         As for `attention.Ring`.
     flops, bandwidth : float
-        As for `hiding_length_forward`.
+        As for `hiding_length_forward`. Where messages of a step share a network card, such as those
+        of several rings that leave a node over it, give its bandwidth divided by their number.
+    latency : float
+        Seconds from the end of a message until it is there.
     heads, head_dim, kv_heads, layers, batch, itemsize : int
         Sizes; by default each head of queries has its own of keys. Gradients travel in at least 4
         bytes each.
@@ -312,16 +316,16 @@ def ring_cost(
         computing = [0.0] * layout.ranks
         done = [0.0] * layout.ranks
         for step, rows in enumerate(zip(*tables)):
-            arrivals = []
+            sent_at = []
             for begin, size in zip(done, sizes):
-                arrivals.append(begin + size[step] / bandwidth)
+                sent_at.append(begin + size[step] / bandwidth)
             for rank, row in enumerate(rows):
                 seconds = attention_flops(batch * row.pairs, heads, head_dim) / rate
-                source = rank
+                arrival = 0.0
                 if row.receive_from is not None:
-                    source = row.receive_from
+                    arrival = sent_at[row.receive_from] + latency
                 computing[rank] += seconds
-                done[rank] = max(done[rank] + seconds, arrivals[rank], arrivals[source])
+                done[rank] = max(done[rank] + seconds, sent_at[rank], arrival)
         sent = layers * max(map(sum, sizes))
         seconds = layers * max(computing)
         costs.append(RingCost(sent, sent / bandwidth, seconds, layers * max(done)))

@@ -10,11 +10,21 @@ from typing import Annotated
 from mpipipe import files
 from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.output import on_ranks
-from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
+from mpipipe.cli.train import (
+    FIELDS,
+    Config,
+    Nic,
+    NicsPerNode,
+    TaskFile,
+    check_nics,
+    check_task_file,
+    load_config,
+    task_of,
+)
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.options import Option, Values
-from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, table
+from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, launch_line, table
 from mpipipe.train import (
     INSTEAD,
     PLANNED,
@@ -36,6 +46,8 @@ def plan(
     out: Annotated[
         str | None, Option("new file for the best plan, which train --config takes", metavar="FILE")
     ] = None,
+    nics_per_node: NicsPerNode = None,
+    nic: Nic = None,
     **flags: object,
 ) -> int:
     """Find the fastest schedule, cut and recomputation for a training.
@@ -53,15 +65,17 @@ def plan(
             chosen = load_config(task, config, **{**flags, "plan": "auto"})
             if isinstance(chosen, TaskFileConfig):
                 keys["task"] = chosen.task
+            check_nics(nics_per_node, nic)
             if comm.rank == 0:
                 check_output(out)
-        report, problem = make_plans(chosen, comm)
+        report, problem = make_plans(chosen, comm, nics_per_node, nic)
         with group_of(comm).raise_together("plan: the result"):
             if comm.rank == 0:
                 show(report)
                 if out is not None:
                     keys["pipe"] = problem.ranks
                     keys["seq"] = problem.seq
+                    keys["mesh_order"] = report.order
                     write(Path(out), keys, report.choice)
 
     return on_ranks(work)()
@@ -73,14 +87,17 @@ def check_output(path: str | None) -> None:
         files.check_new("the plan", Path(path))
 
 
-def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem]:
+def make_plans(
+    config: TaskConfig, comm: Communicator, nics_per_node: int | None = None, nic: str | None = None
+) -> tuple[PlanReport, PlanningProblem]:
     """Return the plans of a training on these ranks, and what is planned; collective."""
     config, task = task_of(config, comm)
-    with Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq) as mesh:
+    pipe = pipe_of(config, comm.size)
+    with Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order) as mesh:
         place = select_device(config.device, comm)
         task.find_data(group_of(comm))
         measured = measured_ranks(config, task, mesh)
-        return find_plan(measured, place), measured.problem
+        return find_plan(measured, place, nics_per_node, nic), measured.problem
 
 
 def show(report: PlanReport) -> None:
@@ -92,6 +109,8 @@ def show(report: PlanReport) -> None:
     ]
     if report.oversubscribed:
         lines.append(report.oversubscribed)
+    if report.links is not None:
+        lines.append(launch_line(report.order, report.links))
     lines += [
         "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",
         f"#SBATCH --ntasks-per-node={report.ranks_per_node}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated
 
@@ -24,7 +24,19 @@ from mpipipe.job import (
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
-from mpipipe.planning import RankBytes
+from mpipipe.planning import (
+    NIC,
+    NOTABLE,
+    ORDERS,
+    PAPER,
+    RankBytes,
+    launch_line,
+    paper_costs,
+    read_links,
+    seconds_of_orders,
+    shown_seconds,
+)
+from mpipipe.schedules import FORM, Links
 from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import (
     INSTEAD,
@@ -45,6 +57,13 @@ TaskFile = Annotated[
     str | None, Operand("file with a task of your own, and its class", metavar="FILE.py[:CLASS]")
 ]
 Config = Annotated[str | None, Option("TOML file with any of the keys below", metavar="FILE")]
+NicsPerNode = Annotated[
+    int | None,
+    Option("network cards that the ranks of a node share: count messages that wait", least=1),
+]
+Nic = Annotated[
+    str | None, Option(f"one of these, in s and bytes/s: {FORM}; default: {NIC}", metavar="NUMBERS")
+]
 
 
 def train(
@@ -56,6 +75,11 @@ def train(
     ranks: Annotated[
         int | None, Option("of a dry run in one process; default: those of one replica")
     ] = None,
+    nics_per_node: NicsPerNode = None,
+    nic: Nic = None,
+    flops: Annotated[
+        float, Option("of a dry run: operations that a rank makes in a second", above=0)
+    ] = 1e14,
     check: Annotated[
         bool,
         Option(
@@ -77,13 +101,14 @@ def train(
     def work() -> None:
         group = group_of()
         with group.raise_together("train: its options"):
-            if ranks is not None:
+            for name, value in (("ranks", ranks), ("nics-per-node", nics_per_node), ("nic", nic)):
+                if value is None:
+                    continue
                 raise ConfigError(
-                    "--ranks without --dry-run",
-                    found=f"--ranks {ranks}",
+                    f"--{name} without --dry-run",
+                    found=f"--{name} {value}",
                     remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run "
-                    "shows one on so many "
-                    "ranks",
+                    "shows one on others",
                 )
         chosen = group.from_one("train: the configuration", load)
         stop_signals.change(chosen.preempt_signals)
@@ -93,7 +118,7 @@ def train(
     if check:
         return print_check(load)
     if dry_run:
-        return print_estimate(load, ranks)
+        return print_estimate(load, ranks, partial(described, nics_per_node, nic, flops))
     return on_ranks(work)()
 
 
@@ -192,10 +217,22 @@ COLUMNS = (
 )
 
 
-def print_estimate(load: Callable[[], TaskConfig], ranks: int | None) -> int:
+def check_nics(nics_per_node: int | None, nic: str | None) -> None:
+    """Raise ConfigError for network cards without their number."""
+    if nic is not None and nics_per_node is None:
+        raise ConfigError(
+            "--nic without --nics-per-node",
+            found=f"--nic {nic}",
+            remedy="say how many of them a node has",
+        )
+
+
+def print_estimate(
+    load: Callable[[], TaskConfig], ranks: int | None, describe: Callable[[MemoryEstimate], str]
+) -> int:
     """Show what a training would be, on `ranks` ranks or on those of this job."""
     if launcher_size(os.environ) is not None:
-        return run_or_abort(lambda: _in_job(load, ranks))
+        return run_or_abort(lambda: _in_job(load, ranks, describe))
     with refusing():
         if ranks is not None and not 1 <= ranks <= MOST_RANKS:
             raise ConfigError(
@@ -204,11 +241,13 @@ def print_estimate(load: Callable[[], TaskConfig], ranks: int | None) -> int:
                 expected=f"at least 1, at most {MOST_RANKS:,}",
             )
         config = load()
-        _show(config, ranks or (config.pipe or 1) * config.seq)
+        _show(config, ranks or (config.pipe or 1) * config.seq, describe)
     return 0
 
 
-def _in_job(load: Callable[[], TaskConfig], ranks: int | None) -> None:
+def _in_job(
+    load: Callable[[], TaskConfig], ranks: int | None, describe: Callable[[MemoryEstimate], str]
+) -> None:
     group = group_of()
     with group.raise_together("train: the dry run"):
         if ranks not in (None, group.size):
@@ -220,16 +259,19 @@ def _in_job(load: Callable[[], TaskConfig], ranks: int | None) -> None:
             )
         config = load()
         if group.rank == 0:
-            _show(config, group.size)
+            _show(config, group.size, describe)
 
 
-def _show(config: TaskConfig, ranks: int) -> None:
+def _show(config: TaskConfig, ranks: int, describe: Callable[[MemoryEstimate], str]) -> None:
     processor.prepare_process()
-    show(f"{described(estimate_task(partial(task_of, config), ranks))}\n")
+    show(f"{describe(estimate_task(partial(task_of, config), ranks))}\n")
 
 
-def described(estimate: MemoryEstimate) -> str:
+def described(
+    nics_per_node: int | None, nic: str | None, flops: float, estimate: MemoryEstimate
+) -> str:
     """Return the plan of a training, and a table of the memory of each rank, as lines."""
+    check_nics(nics_per_node, nic)
     config = estimate.config
     plan = estimate.plan
     problem = estimate.problem
@@ -250,9 +292,11 @@ def described(estimate: MemoryEstimate) -> str:
         f"mpipipe: {estimate.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {size} on each rank",
         f"mpipipe: bubble {bubble:.3f} if a layer takes as long as its operations are many",
-        "",
-        "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory",
     ]
+    if nics_per_node is not None:
+        links = read_links(nics_per_node, nic or PAPER)
+        lines += sharing_lines(estimate, links, flops)
+    lines += ["", "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory"]
     cells = []
     for memory in estimate.ranks:
         cuts = [f"{start}-{stop - 1}" for start, stop in memory.stages.values()]
@@ -264,6 +308,31 @@ def described(estimate: MemoryEstimate) -> str:
         total = sum(memory.total for memory in estimate.ranks) * problem.replicas * problem.seq
         last += f"; all {count} ranks: {shown_bytes(total)}"
     return "\n".join([*lines, "", last])
+
+
+def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[str]:
+    """Say what a step takes with each order of the axes, where ranks share network cards."""
+    problem = estimate.problem
+    plan = estimate.plan
+    schedule = plan.schedule
+    if estimate.config.recompute:
+        schedule = schedules.before_backwards(schedule)
+    positions = plan.microbatch_rows * estimate.task.units / problem.seq
+    costs = paper_costs(problem, plan, estimate.inputs, flops / positions)
+    alone = seconds_of_orders(schedule, costs, replace(links, nic_ranks=1), problem)
+    shared = seconds_of_orders(schedule, costs, links, problem)
+    lines = [
+        f"mpipipe: {links.nic_ranks} of the {links.node_size} ranks of a node share a network card "
+        f"of {links.bandwidth:g} bytes/s;",
+        f"mpipipe: with {flops:g} operations a second on each rank, and without the optimizer,",
+    ]
+    for order, seconds in shared.items():
+        line = f"mpipipe: a step takes {shown_seconds(seconds)} with {ORDERS[order]} on a node"
+        if seconds > (1 + NOTABLE) * alone[order]:
+            line += f" ({shown_seconds(alone[order])} if no message waited)"
+        lines.append(line)
+    best = min(shared, key=shared.__getitem__)
+    return [*lines, f"mpipipe: {launch_line(best, links)}"]
 
 
 def _sizes(memory: RankBytes) -> list[str]:

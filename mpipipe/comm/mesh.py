@@ -26,8 +26,22 @@ class Coordinates(NamedTuple):
     seq: int
 
 
+ORDER = "pipe,data,seq"
+
+
+def rank_at(place: Coordinates, shape: Coordinates, order: str = ORDER) -> int:
+    """Return the rank at a place in a grid, whose last axis in `order` varies fastest."""
+    rank = 0
+    for axis in order.split(","):
+        rank = rank * getattr(shape, axis) + getattr(place, axis)
+    return rank
+
+
+#     order             ranks of a node of four, on 2 x 4 ranks          what stays within a node
+#     pipe,data,seq     stage 0 of replicas 0, 1, 2, 3                   sums of gradients
+#     data,pipe,seq     stages 0 and 1 of replicas 0 and 1               activations
 class Mesh:
-    """A grid of ranks in which seq varies fastest, then data, then pipe.
+    """A grid of ranks.
 
     A context manager; `close()` is collective, may be called twice, and is not called in `__del__`.
 
@@ -41,6 +55,9 @@ class Mesh:
         Ranks that share one sequence.
     data : int, optional
         Replicas; by default what the size of `comm` leaves.
+    order : str, optional
+        The axes with commas between, the one last in which neighbouring ranks are neighbours. Where
+        ranks lie in blocks on nodes, the last axes stay within a node.
 
     Attributes
     ----------
@@ -70,16 +87,27 @@ class Mesh:
     """
 
     def __init__(
-        self, comm: Communicator | None = None, pipe: int = 1, seq: int = 1, data: int | None = None
+        self,
+        comm: Communicator | None = None,
+        pipe: int = 1,
+        seq: int = 1,
+        data: int | None = None,
+        order: str = ORDER,
     ) -> None:
         self.group = group_of(comm)
         with self.group.raise_together("making a Mesh"):
             self.shape = _extents(self.group.size, pipe, seq, data)
+            if sorted(order.split(",")) != sorted(self.shape._fields):
+                raise ArgumentError(
+                    "no order of the axes of a mesh",
+                    found=f"order={order!r}",
+                    expected=f"pipe, data and seq, as in {ORDER!r}",
+                )
+        self.order = order
         message = "ranks were given different extents of a mesh"
         remedy = "give the same extents on all ranks"
-        self.group.agree(
-            "making a Mesh", tuple(self.shape._asdict().items()), message=message, remedy=remedy
-        )
+        extents = (*self.shape._asdict().items(), ("order", order))
+        self.group.agree("making a Mesh", extents, message=message, remedy=remedy)
         self.comm = communicators.duplicate(self.group.comm)
         self.comm.Set_name("mpipipe mesh")
         self.rank = self.comm.rank
@@ -88,14 +116,15 @@ class Mesh:
         self.pipe = self.group.split(d * self.shape.seq + s, self.rank, "pipe")
         self.data = self.group.split(p * self.shape.seq + s, self.rank, "data")
         self.seq = self.group.split(p * self.shape.data + d, self.rank, "seq")
-        self.replicas = self.group.split(p, self.rank, "replicas")
+        self.replicas = self.group.split(p, d * self.shape.seq + s, "replicas")
         self._closed = False
 
     def coords_of(self, rank: int) -> Coordinates:
         """Return the grid coordinates of a rank of the mesh."""
-        rest, seq = divmod(rank, self.shape.seq)
-        pipe, data = divmod(rest, self.shape.data)
-        return Coordinates(pipe, data, seq)
+        place = {}
+        for axis in reversed(self.order.split(",")):
+            rank, place[axis] = divmod(rank, getattr(self.shape, axis))
+        return Coordinates(**place)
 
     def rank_of(self, pipe: int, data: int, seq: int) -> int:
         """Return the rank of the mesh at these coordinates.
@@ -104,7 +133,7 @@ class Mesh:
         ----------
         pipe, data, seq : int
         """
-        return (pipe * self.shape.data + data) * self.shape.seq + seq
+        return rank_at(Coordinates(pipe, data, seq), self.shape, self.order)
 
     def close(self) -> None:
         """Free the communicators; collective over the mesh, may be called twice."""

@@ -1,9 +1,19 @@
 """Which plan of a training is the fastest: predictions from measured costs, and a search."""
 
 from mpipipe.planning.cutting import Cut, CutStage, cut
-from mpipipe.planning.find import PlanReport, find_plan, in_words, table
+from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds, table
 from mpipipe.planning.layer_plan import LayerPlan, name_ends
 from mpipipe.planning.memory import check_memory, peak, resident
+from mpipipe.planning.network import (
+    NIC,
+    NOTABLE,
+    ORDERS,
+    PAPER,
+    launch_line,
+    paper_costs,
+    read_links,
+    seconds_of_orders,
+)
 from mpipipe.planning.predict import Choice, Prediction, completed, predict
 from mpipipe.planning.problem import (
     MeasuredRanks,

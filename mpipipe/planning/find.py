@@ -12,11 +12,13 @@ from mpipipe import processor
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
+from mpipipe.planning.network import NIC, NOTABLE, ranked, read_links
 from mpipipe.planning.predict import Choice, predict
 from mpipipe.planning.probe import MeasuredLayers, measure_layers
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import Plan, find_plans
+from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
 
 
@@ -24,20 +26,27 @@ from mpipipe.text import counted, shown_bytes, text_table
 class PlanReport:
     """The plans of a training: all of them on rank 0, the fastest on every rank.
 
-    The last fields are the most ranks on a node, the most threads of a rank, and which ranks share
-    cores.
+    `links` are those whose network cards ranks share, if they were given. The last fields are the
+    most ranks on a node, the most threads of a rank, and which ranks share cores.
     """
 
     plans: Sequence[Plan]
     choice: Choice
+    order: str
+    links: Links | None
     profile: Profile
     ranks_per_node: int
     threads: int
     oversubscribed: str
 
 
-def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
-    """Find the plans of a training; collective. All ranks raise the same error."""
+def find_plan(
+    measured: MeasuredRanks, place: str, nics_per_node: int | None = None, nic: str | None = None
+) -> PlanReport:
+    """Find the plans of a training; collective. All ranks raise the same error.
+
+    With `nics_per_node` the best are ranked once more, by links that are read from `nic`.
+    """
     problem = measured.problem
     group = group_of(measured.mesh.comm)
     with group.raise_together("plan: what is asked for"):
@@ -51,6 +60,10 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
             )
         space = problem.space
     places = _places(group)
+    links = None
+    if nics_per_node is not None:
+        with group.raise_together("plan: the network cards"):
+            links = read_links(nics_per_node, nic or f"{NIC},{places[0]}")
     profile = measure(measured)
     plans: list[Plan] = []
     with group.raise_together("plan: the search"):
@@ -68,7 +81,13 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
     if group.rank == 0:
         profile = replace(profile, scale=median(scales))
         plans = [_scaled(plan, profile) for plan in plans]
-    return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), *places)
+        if links is not None:
+            plans = ranked(profile, problem, plans, links)
+    result = None
+    if plans:
+        result = plans[0].choice, plans[0].order, profile
+    choice, order, profile = group.broadcast("plan: the result", result)
+    return PlanReport(plans, choice, order, links, profile, *places)
 
 
 def _places(group: RankGroup) -> tuple[int, int, str]:
@@ -165,9 +184,11 @@ WIDEST = 32  # characters of a partition
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
     rows = []
+    shares = False
     for plan in plans[:SHOWN]:
         rows.append(_row(plan, plans[0]))
-    heads = (
+        shares = shares or plan.seconds > (1 + NOTABLE) * plan.prediction.seconds
+    heads = [
         "schedule",
         "chunks",
         "micro-batches",
@@ -177,7 +198,11 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
         "bubble",
         "memory",
         "slower",
-    )
+        "sharing NICs",
+    ]
+    if not shares:
+        heads.pop()
+        rows = [row[:-1] for row in rows]
     yield from text_table(heads, rows, left=(0, 3, 4))
 
 
@@ -219,5 +244,6 @@ def _row(plan: Plan, best: Plan) -> tuple[str, ...]:
         shown_seconds(prediction.seconds),
         f"{prediction.bubble:.1%}",
         shown_bytes(prediction.peak),
-        f"{prediction.seconds / best.prediction.seconds - 1:.1%}",
+        f"{plan.seconds / best.seconds - 1:.1%}",
+        shown_seconds(plan.seconds),
     )

@@ -26,12 +26,18 @@ class Prediction:
         Peak of the resident bytes of each rank.
     schedule : Schedule
         What runs.
+    costs : Costs
+        Of its stages.
+    update : float
+        Seconds of clipping and optimizer, which are part of `seconds`.
     """
 
     seconds: float
     bubble: float
     memory: tuple[int, ...]
     schedule: Schedule
+    costs: Costs
+    update: float
 
     @property
     def peak(self) -> int:
@@ -49,7 +55,8 @@ def predict(
     clipping and optimizer, and what `Profile.step` has besides. An action lasts as long as its
     layers, then `RankCosts.action`, and the time for which its messages keep the rank from
     computing. W and R have no messages. The slices of a sequence share what was measured of it as a
-    whole.
+    whole. Not counted: messages that wait for others on a network card (`schedules.simulate_flows`
+    counts them), and skips.
 
     Parameters
     ----------
@@ -76,7 +83,8 @@ def predict(
     """
     schedule = choice.build(profile.ranks, trained)
     plan = LayerRanges(schedule, choice.ranges, rows)
-    timeline = schedules.simulate(schedule, _costs(profile, plan))
+    costs = _costs(profile, plan)
+    timeline = schedules.simulate(schedule, costs)
     activations = _activations(profile, plan)
     more = profile.process + profile.sizes[plan.microbatch_rows].scratch
     summed = 0.0
@@ -96,6 +104,8 @@ def predict(
         bubble=timeline.bubble_fraction,
         memory=tuple(memory),
         schedule=schedule,
+        costs=costs,
+        update=updated,
     )
 
 

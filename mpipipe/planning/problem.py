@@ -128,6 +128,10 @@ class PlanningProblem:
             sizes.append(self.parameter_bytes(count, trained) + more)
         return tuple(sizes)
 
+    def gradient_bytes(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """Bytes of the gradients of stages, which have layers from a start to a stop."""
+        return [self.wide * sum(self.trained_counts[start:stop]) for start, stop in ranges]
+
     def parameter_bytes(self, count: int, trained: int) -> int:
         """Return the bytes of parameters in a training, with copies in a half dtype.
 

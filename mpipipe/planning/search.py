@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpipipe import schedules
+from mpipipe.comm import ORDER
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning.predict import Choice, Prediction, predict
 from mpipipe.planning.profile import Profile
@@ -32,10 +33,23 @@ class Plan:
         What is decided.
     prediction : Prediction
         Its time and memory.
+    order : str
+        Axes of the mesh, as `Mesh` takes them.
+    contended : float, optional
+        Seconds of a step where ranks share network cards.
     """
 
     choice: Choice
     prediction: Prediction
+    order: str = ORDER
+    contended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step by all that is known."""
+        if self.contended is None:
+            return self.prediction.seconds
+        return self.contended
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Costs:
         How the times of the slices of a sequence relate, all above 0: attention takes longer in
         later ones. Only their ratios count, as (1, 2, 3); messages are alike. By default all slices
         take the same time.
+    message_bytes : float or sequence of float, optional
+        Bytes of a message between stages l-1 and l, as for `transfer`. Only `simulate_flows` counts
+        them.
+    gradient_bytes : float or sequence of float, optional
+        Bytes of the gradients of a stage that replicas sum. Only `simulate_flows` counts them.
 
     Examples
     --------
@@ -66,6 +71,8 @@ class Costs:
     transfer: float | Sequence[float] = 0
     recompute: float | Sequence[float] | None = None
     slices: Sequence[float] | None = field(default=None, kw_only=True)
+    message_bytes: float | Sequence[float] = field(default=0, kw_only=True)
+    gradient_bytes: float | Sequence[float] = field(default=0, kw_only=True)
 
     def per_stage(self, name: str, stages: int) -> list[float]:
         """Give a cost, by its name, as one float for each stage.
@@ -418,6 +425,10 @@ class Links:
         its own.
     inside_latency, inside_bandwidth : float, optional
         The same within a node; by default a message takes no time there.
+    nic_ranks : int, optional
+        Ranks that share a network card (NIC), at most those of a node: r and s share one if
+        r // nic_ranks == s // nic_ranks. `bandwidth` is that of a NIC in one direction. Only
+        `simulate_flows` lets messages wait for each other. By default each rank has its own.
 
     Examples
     --------
@@ -432,9 +443,17 @@ class Links:
     node_size: int = 1
     inside_latency: float = 0.0
     inside_bandwidth: float = math.inf
+    nic_ranks: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         at_least_one("node_size", self.node_size)
+        at_least_one("nic_ranks", self.nic_ranks)
+        if self.node_size % self.nic_ranks:
+            raise ArgumentError(
+                "a node does not hold the ranks of whole NICs",
+                found=f"nic_ranks={self.nic_ranks}, node_size={self.node_size}",
+                expected="a divisor of node_size",
+            )
         for entry in fields(self):
             value = getattr(self, entry.name)
             is_number = isinstance(value, (int, float))
@@ -474,6 +493,15 @@ class Links:
                 "no model of links", found=repr(text), expected=f"{FORM}, as in 5e-6,25e9,8"
             ) from error
 
+    def inside(self, rank: int, other: int) -> bool:
+        """Return True if two ranks are on one node.
+
+        Parameters
+        ----------
+        rank, other : int
+        """
+        return rank // self.node_size == other // self.node_size
+
     def times(self, placement: Sequence[int], message_bytes: float) -> list[float]:
         """Return the seconds of a message over each hop, as `Costs.transfer` takes them.
 
@@ -501,7 +529,7 @@ class Links:
         inside = self.inside_latency + message_bytes / self.inside_bandwidth
         transfer = [0.0]
         for rank, next_rank in pairwise(placement):
-            if rank // self.node_size == next_rank // self.node_size:
+            if self.inside(rank, next_rank):
                 transfer.append(inside)
             else:
                 transfer.append(outside)

@@ -113,6 +113,12 @@ class ParallelOptions:
         "option that a plan leaves as it is, such as schedule; repeatable; those that are given "
         "stay anyway",
     )
+    mesh_order: str = option(
+        "pipe,data,seq",
+        "axes of the mesh; ranks that follow each other are neighbours on the last one, then on "
+        "that before it: data,pipe,seq keeps the stages of a pipeline on a node",
+        choices=("pipe,data,seq", "data,pipe,seq"),
+    )
     device: str = option(
         "auto",
         "cpu, cuda, or auto: a GPU for each rank where all of them see one",

@@ -74,7 +74,8 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
         config = with_order(config, comm)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
         pipe = pipe_of(config, comm.size)
-        with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
+        made = Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order)
+        with watching(config.watchdog, out), made as mesh:
             record = _train(mesh, task, config, out, trace)
         output_folder.finish(out, comm)
         return record

@@ -269,13 +269,17 @@ def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a training would be: its plan, and the memory of each rank of a pipeline."""
+    """What a training would be: its plan, and the memory of each rank of a pipeline.
+
+    `inputs` are the bytes of the input of each layer, for a micro-batch.
+    """
 
     config: TaskConfig
     task: Task
     problem: planning.PlanningProblem
     plan: planning.LayerPlan
     ranks: list[planning.RankBytes]
+    inputs: list[float]
 
     @property
     def parameters(self) -> int:
@@ -353,4 +357,5 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
         copied=task.copies,
         shares=shares,
     )
-    return MemoryEstimate(config, task, problem, plan, of_ranks)
+    sizes = [layer.input for layer in measured[0]]
+    return MemoryEstimate(config, task, problem, plan, of_ranks, sizes)

@@ -147,6 +147,16 @@ def test_bytes_of_the_first_systems_and_of_any_shards():
     assert backward.sent == max(cost.sent_backward(blocks, rank, None, gradients) for rank in range(5))
 
 
+def test_a_step_with_a_message_lasts_its_latency_longer_where_that_is_what_ranks_wait_for():
+    """Four ranks: three steps with messages forward, and four backward, where gradients come home in the last."""
+    alone, late = (costs("contiguous", 4, 1.0, flops=1e30, latency=latency) for latency in (0, 1e9))
+    for before, after, steps in zip(alone, late, (3, 4)):
+        close(after.seconds, before.seconds + steps * 1e9, 64)
+        assert after.sending == before.sending
+    hidden = costs("contiguous", 4, 1e30, latency=1e-9), costs("contiguous", 4, 1e30)
+    assert hidden[0] == hidden[1]
+
+
 def test_a_rank_waits_for_the_block_of_a_neighbour_that_is_late():
     """Shards of 2, 2 and 1 positions; a pair takes 1, and a position 3 on the wire. By hand: 6 6 6, 12 12 12, 16."""
     layout = Layout("contiguous", 3, 5)

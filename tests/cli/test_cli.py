@@ -40,6 +40,7 @@ def small(tmp_path):
 def test_every_field_of_the_configuration_is_a_flag():
     fields = [entry.name for entry in dataclasses.fields(TrainConfig)]
     first, of_tasks = ["config", "task", "dry_run", "ranks", "check"], ["init", "set", "changed_task"]
+    first += ["nics_per_node", "nic", "flops"]
     assert sorted(entry.name for entry in parameters_of(train)) == sorted([*first, *fields, *of_tasks])
 
 

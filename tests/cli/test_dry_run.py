@@ -20,7 +20,7 @@ WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 @pytest.mark.parametrize("keys", [{}, {"schedule": "interleaved_1f1b", "chunks": 2}, {"pipe": 1, "seq": 2}])
 def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
     found = estimate(TrainConfig(**SIZES, **keys), GPT, 2)
-    lines = described(found).splitlines()
+    lines = described(None, None, 1e14, found).splitlines()
     head = next(place for place, line in enumerate(lines) if line.startswith("rank  layers"))
     rows, layers = lines[head + 2 : head + 2 + found.problem.ranks], []
     for rank, row in enumerate(rows):

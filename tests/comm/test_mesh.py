@@ -20,12 +20,20 @@ def test_seq_varies_fastest_then_data_then_pipe():
     assert all(sizes == [2, 2, 2, 4] for _, *sizes in found)
 
 
-def test_rank_of_is_the_inverse_of_coords_of():
+@pytest.mark.parametrize("order", ["pipe,data,seq", "data,pipe,seq", "seq,data,pipe"])
+def test_rank_of_is_the_inverse_of_coords_of(order):
     def check(comm):
-        with Mesh(comm, pipe=3, seq=2) as mesh:
+        with Mesh(comm, pipe=3, seq=2, order=order) as mesh:
+            assert mesh.pipe.rank == mesh.coords.pipe and mesh.seq.rank == mesh.coords.seq
+            assert mesh.replicas.rank == mesh.coords.data * 2 + mesh.coords.seq
             return [mesh.rank_of(*mesh.coords_of(rank)) for rank in range(12)]
 
     assert inprocess.run(12, check)[0] == list(range(12))
+
+
+def test_neighbours_are_stages_of_a_pipeline_in_the_other_order():
+    found = inprocess.run(6, lambda comm: facts(comm, pipe=3, order="data,pipe,seq"))
+    assert [coords for coords, *_ in found] == [(p, d, 0) for d, p in product(range(2), range(3))]
 
 
 def test_mesh_on_real_ranks(comm):
@@ -39,6 +47,8 @@ def test_extents_are_counts_that_fill_the_communicator(comm):
     for extents in ({"pipe": 7}, {"pipe": 2, "data": 7}, {"seq": 9}):
         with pytest.raises(ArgumentError, match="does not fill"):
             Mesh(comm, **extents)
+    with pytest.raises(ArgumentError, match="no order of the axes"):
+        Mesh(comm, order="pipe,data")
     for extents in ({"pipe": 0}, {"seq": -1}, {"data": 0}, {"pipe": "2"}):
         with pytest.raises(ArgumentError, match="at least 1"):
             Mesh(comm, **extents)

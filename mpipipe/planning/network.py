@@ -1,0 +1,95 @@
+"""What a step takes where ranks share network cards (NICs), with each order of the mesh's axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mpipipe.comm import ORDER, Coordinates, rank_at
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.problem import PlanningProblem
+from mpipipe.planning.profile import Profile
+from mpipipe.planning.search import Plan
+from mpipipe.schedules import Costs, Links, Schedule, simulate_flows
+
+NIC = "5e-6,25e9"  # 200 Gbit/s
+PAPER = f"{NIC},8,2e-6,200e9"  # eight ranks on a node
+ORDERS = {ORDER: "replicas of a stage", "data,pipe,seq": "stages of a pipeline"}
+BEST = 20  # plans that are ranked once more
+NOTABLE = 0.02  # share of a time
+
+
+def read_links(nics_per_node: int, nic: str) -> Links:
+    """Return links of nodes with so many NICs, from a text as for `Links.read`.
+
+    Raises ArgumentError where ranks do not share the NICs evenly.
+    """
+    links = Links.read(nic)
+    return replace(links, nic_ranks=-(-links.node_size // nics_per_node))
+
+
+def seconds_of_orders(
+    schedule: Schedule, costs: Costs, links: Links, problem: PlanningProblem
+) -> dict[str, float]:
+    """Return what a step takes, for each order of the mesh's axes."""
+    shape = Coordinates(problem.ranks, problem.replicas, problem.seq)
+    seconds = {}
+    for order in ORDERS:
+        pipelines = []
+        for data in range(shape.data):
+            for seq in range(shape.seq):
+                places = [Coordinates(pipe, data, seq) for pipe in range(shape.pipe)]
+                pipelines.append([rank_at(place, shape, order) for place in places])
+        seconds[order] = simulate_flows(schedule, costs, links, pipelines)
+    return seconds
+
+
+def ranked(
+    profile: Profile, problem: PlanningProblem, plans: Sequence[Plan], links: Links
+) -> list[Plan]:
+    """Rank the best plans by their steps on these links, each with its best order of the axes."""
+    # What is measured within a node counts.
+    links = replace(links, inside_latency=0.0, inside_bandwidth=math.inf)
+    best = []
+    for plan in plans[:BEST]:
+        schedule = plan.prediction.schedule
+        size = -(-problem.rows // schedule.microbatches)
+        costs = replace(
+            plan.prediction.costs,
+            message_bytes=profile.sizes[size].message / schedule.slices,
+            gradient_bytes=problem.gradient_bytes(plan.choice.ranges),
+        )
+        seconds = seconds_of_orders(schedule, costs, links, problem)
+        order = min(seconds, key=seconds.__getitem__)
+        step = profile.step + profile.scale * (seconds[order] + plan.prediction.update)
+        best.append(replace(plan, order=order, contended=step))
+    best.sort(key=lambda plan: plan.seconds)
+    return [*best, *plans[BEST:]]
+
+
+def paper_costs(
+    problem: PlanningProblem, plan: LayerPlan, inputs: Sequence[float], flops: float
+) -> Costs:
+    """Return the costs of a plan by the operations of its layers.
+
+    `flops` are units of `problem.costs` that a rank makes in a second for each micro-batch, and
+    `inputs` bytes of the input of each layer, of a whole micro-batch.
+    """
+    slices = plan.schedule.slices
+    seconds = [sum(problem.costs[start:stop]) / flops / slices for start, stop in plan.layer_ranges]
+    return Costs(
+        seconds,
+        seconds,
+        seconds,
+        message_bytes=[inputs[start] / slices for start, _ in plan.layer_ranges],
+        gradient_bytes=problem.gradient_bytes(plan.layer_ranges),
+    )
+
+
+def launch_line(order: str, links: Links) -> str:
+    """Say how ranks are placed so that what this order keeps together is on one node."""
+    return (
+        f"place {ORDERS[order]} on a node: --mesh-order {order}; srun --distribution=block, "
+        f"or mpiexec --map-by ppr:{links.node_size}:node"
+    )
