@@ -319,8 +319,8 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
         schedule = schedules.before_backwards(schedule)
     positions = plan.microbatch_rows * estimate.task.units / problem.seq
     costs = paper_costs(problem, plan, estimate.inputs, flops / positions)
-    alone = seconds_of_orders(schedule, costs, replace(links, nic_ranks=1), problem)
-    shared = seconds_of_orders(schedule, costs, links, problem)
+    alone = seconds_of_orders(schedule, costs, replace(links, nic_ranks=1), problem.shape)
+    shared = seconds_of_orders(schedule, costs, links, problem.shape)
     lines = [
         f"mpipipe: {links.nic_ranks} of the {links.node_size} ranks of a node share a network card "
         f"of {links.bandwidth:g} bytes/s;",

@@ -152,20 +152,17 @@ def _seconds(measured: MeasuredLayers) -> float:
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:
     """Return the best plan, and the best with other micro-batches and another schedule."""
-    if not plans:
-        return []
-    best = plans[0].choice
-    tried = [best]
-    for plan in plans:
-        if plan.choice.microbatches != best.microbatches:
-            tried.append(plan.choice)
+    choices = [plan.choice for plan in plans]
+    tried = choices[:1]
+    for choice in choices:
+        if choice.microbatches != choices[0].microbatches:
+            tried.append(choice)
             break
-    for plan in plans:
-        form = plan.choice.schedule, plan.choice.chunks
-        if form != (best.schedule, best.chunks) and plan.choice not in tried:
-            tried.append(plan.choice)
+    for choice in choices:
+        if (choice.schedule, choice.chunks) != (choices[0].schedule, choices[0].chunks):
+            tried.append(choice)
             break
-    return tried
+    return list(dict.fromkeys(tried))
 
 
 def _scaled(plan: Plan, profile: Profile) -> Plan:
@@ -183,27 +180,15 @@ WIDEST = 32  # characters of a partition
 
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
+    best = plans[:SHOWN]
+    share = any(plan.seconds > (1 + NOTABLE) * plan.prediction.seconds for plan in best)
     rows = []
-    shares = False
-    for plan in plans[:SHOWN]:
-        rows.append(_row(plan, plans[0]))
-        shares = shares or plan.seconds > (1 + NOTABLE) * plan.prediction.seconds
-    heads = [
-        "schedule",
-        "chunks",
-        "micro-batches",
-        "layers of stages",
-        "run again",
-        "step",
-        "bubble",
-        "memory",
-        "slower",
-        "sharing NICs",
-    ]
-    if not shares:
-        heads.pop()
-        rows = [row[:-1] for row in rows]
-    yield from text_table(heads, rows, left=(0, 3, 4))
+    for plan in best:
+        row = _row(plan, plans[0])
+        if share:
+            row["sharing NICs"] = shown_seconds(plan.seconds)
+        rows.append(row)
+    yield from text_table(rows[0], [row.values() for row in rows], left=(0, 3, 4))
 
 
 def in_words(plan: Plan) -> str:
@@ -229,21 +214,20 @@ def shown_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.4g} ms"
 
 
-def _row(plan: Plan, best: Plan) -> tuple[str, ...]:
+def _row(plan: Plan, best: Plan) -> dict[str, str]:
     choice = plan.choice
     prediction = plan.prediction
     partition = ",".join(map(str, choice.partition))
     if len(partition) > WIDEST:
         partition = f"{partition[: WIDEST - 3]}..."
-    return (
-        choice.schedule,
-        str(choice.chunks),
-        str(choice.microbatches),
-        partition,
-        choice.recomputation,
-        shown_seconds(prediction.seconds),
-        f"{prediction.bubble:.1%}",
-        shown_bytes(prediction.peak),
-        f"{plan.seconds / best.seconds - 1:.1%}",
-        shown_seconds(plan.seconds),
-    )
+    return {
+        "schedule": choice.schedule,
+        "chunks": str(choice.chunks),
+        "micro-batches": str(choice.microbatches),
+        "layers of stages": partition,
+        "run again": choice.recomputation,
+        "step": shown_seconds(prediction.seconds),
+        "bubble": f"{prediction.bubble:.1%}",
+        "memory": shown_bytes(prediction.peak),
+        "slower": f"{plan.seconds / best.seconds - 1:.1%}",
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from mpipipe.comm import ORDER, Coordinates, rank_at
 from mpipipe.planning.layer_plan import LayerPlan
@@ -30,17 +31,15 @@ def read_links(nics_per_node: int, nic: str) -> Links:
 
 
 def seconds_of_orders(
-    schedule: Schedule, costs: Costs, links: Links, problem: PlanningProblem
+    schedule: Schedule, costs: Costs, links: Links, shape: Coordinates
 ) -> dict[str, float]:
-    """Return what a step takes, for each order of the mesh's axes."""
-    shape = Coordinates(problem.ranks, problem.replicas, problem.seq)
+    """Return what a step takes, for each order of the axes of a mesh of this shape."""
     seconds = {}
     for order in ORDERS:
         pipelines = []
-        for data in range(shape.data):
-            for seq in range(shape.seq):
-                places = [Coordinates(pipe, data, seq) for pipe in range(shape.pipe)]
-                pipelines.append([rank_at(place, shape, order) for place in places])
+        for data, seq in product(range(shape.data), range(shape.seq)):
+            places = [Coordinates(pipe, data, seq) for pipe in range(shape.pipe)]
+            pipelines.append([rank_at(place, shape, order) for place in places])
         seconds[order] = simulate_flows(schedule, costs, links, pipelines)
     return seconds
 
@@ -48,19 +47,22 @@ def seconds_of_orders(
 def ranked(
     profile: Profile, problem: PlanningProblem, plans: Sequence[Plan], links: Links
 ) -> list[Plan]:
-    """Rank the best plans by their steps on these links, each with its best order of the axes."""
-    # What is measured within a node counts.
-    links = replace(links, inside_latency=0.0, inside_bandwidth=math.inf)
+    """Rank the best plans by their steps on these links, each with its best order of the axes.
+
+    A message within a node takes as long as on the fastest link that was measured.
+    """
     best = []
     for plan in plans[:BEST]:
         schedule = plan.prediction.schedule
         size = -(-problem.rows // schedule.microbatches)
+        inside = min(link.transfer for link in profile.links[size]) / schedule.slices
+        links = replace(links, inside_latency=inside, inside_bandwidth=math.inf)
         costs = replace(
             plan.prediction.costs,
             message_bytes=profile.sizes[size].message / schedule.slices,
             gradient_bytes=problem.gradient_bytes(plan.choice.ranges),
         )
-        seconds = seconds_of_orders(schedule, costs, links, problem)
+        seconds = seconds_of_orders(schedule, costs, links, problem.shape)
         order = min(seconds, key=seconds.__getitem__)
         step = profile.step + profile.scale * (seconds[order] + plan.prediction.update)
         best.append(replace(plan, order=order, contended=step))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays, nn, optim
-from mpipipe.comm import Mesh
+from mpipipe.comm import Coordinates, Mesh
 from mpipipe.nn import Parameter
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Choice
@@ -64,6 +64,11 @@ class PlanningProblem:
     memory_limit: int | None = None
     inputs: Sequence[str] = ()
     shards: int = 1
+
+    @property
+    def shape(self) -> Coordinates:
+        """Shape of the mesh."""
+        return Coordinates(self.ranks, self.replicas, self.seq)
 
     @property
     def rows(self) -> int:

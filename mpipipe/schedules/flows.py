@@ -10,13 +10,12 @@ A message passes the NIC of the rank that sends it and that of the rank that rec
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
+from sched import Event, scheduler
 
-from mpipipe.schedules.action import FORWARD, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import FORWARD, RECOMPUTE, WEIGHT_GRAD
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule
@@ -43,8 +42,7 @@ def simulate_flows(
     schedule : Schedule
         It is checked first, as by `simulate`.
     costs : Costs
-        In seconds and bytes. Within a node the seconds of `transfer` are added to those of the
-        links.
+        In seconds and bytes; in place of `transfer` the links count.
     links : Links
         Where `nic_ranks` is 1, messages do not share, as in `simulate`.
     pipelines : sequence of sequence of int, optional
@@ -66,75 +64,69 @@ def simulate_flows(
     network = Network(links, pipelines or [range(schedule.ranks)])
     seconds = action_times(costs, stages)
     shares = costs.per_slice(schedule.slices)
-    transfer = costs.per_stage("transfer", stages)
     message_bytes = costs.per_stage("message_bytes", stages)
     gradient_bytes = costs.per_stage("gradient_bytes", stages)
-    orders = [deque(order) for order in schedule.orders]
-    # Outputs by stage, unit and whether that of a forward; and the ranks that wait for one.
-    arrived = set()
-    sleepers = {}
+    arrived: set[Output] = set()
+    sleepers: dict[Output, Iterator[float | Output]] = {}
 
-    def go_on(rank: int) -> None:
-        order = orders[rank]
-        if not order:
-            network.sum(rank, sum(gradient_bytes[stage] for stage in schedule.stages_of(rank)))
-            return
-        stage, op, unit = order[0]
-        awaited = source(stage, op, stages)
-        output = awaited, unit, op == FORWARD
-        if awaited is not None and output not in arrived:
-            sleepers[output] = rank
-            return
-        duration = seconds[op][stage] * shares[unit % len(shares)]
-        network.after(duration, partial(end, rank, order.popleft()))
+    def work(rank: int) -> Iterator[float | Output]:
+        """Yield what a rank waits for: seconds of an action, or the output of another rank."""
+        for stage, op, unit in schedule.orders[rank]:
+            is_forward = op == FORWARD
+            awaited = source(stage, op, stages)
+            if awaited is not None and (awaited, unit, is_forward) not in arrived:
+                yield awaited, unit, is_forward
+            yield seconds[op][stage] * shares[unit % len(shares)]
+            target = stage + 1 if is_forward else stage - 1
+            sends = target < stages and (is_forward or stage > first_trained(schedule))
+            if sends and op not in (RECOMPUTE, WEIGHT_GRAD):
+                edge = rank, schedule.placement[target]
+                output = stage, unit, is_forward
+                network.send(edge, message_bytes[max(stage, target)], partial(wake, output))
+        network.sum(rank, sum(gradient_bytes[stage] for stage in schedule.stages_of(rank)))
 
-    def end(rank: int, action: Action) -> None:
-        stage, op, unit = action
-        target = stage - 1
-        if op == FORWARD:
-            target = stage + 1
-        sends = target < stages and (op == FORWARD or stage > first_trained(schedule))
-        if sends and op not in (RECOMPUTE, WEIGHT_GRAD):
-            hop = max(stage, target)
-            arrive = partial(wake, (stage, unit, op == FORWARD))
-            pair = rank, schedule.placement[target]
-            network.send(pair, message_bytes[hop], transfer[hop], arrive)
-        go_on(rank)
+    def go_on(rank_work: Iterator[float | Output]) -> None:
+        wait = next(rank_work, None)
+        if isinstance(wait, tuple):
+            sleepers[wait] = rank_work
+        elif wait is not None:
+            network.events.enter(wait, 0, go_on, (rank_work,))
 
-    def wake(output: tuple[int, int, bool]) -> None:
+    def wake(output: Output) -> None:
         arrived.add(output)
         if output in sleepers:
             go_on(sleepers.pop(output))
 
     for rank in range(schedule.ranks):
-        go_on(rank)
-    return network.run()
+        go_on(work(rank))
+    network.events.run()
+    return network.now
 
 
-Event = Callable[[], object]
-Port = tuple[str, int]  # "out" or "in", and the number of a NIC
+Output = tuple[int, int, bool]  # stage, unit, whether that of a forward
+Edge = tuple[int, int]  # a rank that sends, and one that receives
+Port = tuple[bool, int]  # whether of what comes in, and the number of a NIC
 
 
 @dataclass(eq=False)
 class Pair:
-    """A rank that sends and one that receives, and the messages that wait, each with what follows.
+    """A rank that sends and one that receives, and the messages that wait.
 
-    is_inside : whether both are on one node
+    messages : for each its seconds alone, and what happens so many seconds after it was sent
     ports : those that it shares, each with the number of replicas that do the same there
     left, since, speed : seconds that the first message would still take alone at a time, and what
         part of the bandwidth it has had from then on
-    end : number of the event at which it is there
+    end : the event at which it has been sent
     """
 
-    is_inside: bool
     latency: float
     bandwidth: float
-    ports: dict[Port, int] = field(default_factory=dict)
-    messages: deque[tuple[float, Event]] = field(default_factory=deque)
+    ports: dict[Port, int]
+    messages: deque[tuple[float, float, Callable[[], object]]]
     left: float = 0.0
     since: float = 0.0
     speed: float = 0.0
-    end: int = -1
+    end: Event | None = None
 
 
 class Network:
@@ -144,71 +136,57 @@ class Network:
         self.links = links
         self.pipelines = pipelines
         self.now = 0.0
-        self.events: list[tuple[float, int, Event]] = []
-        self.numbers = count()
-        self.canceled: set[int] = set()
-        self.pairs: dict[tuple[int, int], Pair] = {}
+        self.events = scheduler(lambda: self.now, self.wait)
+        self.pairs: dict[Edge, Pair] = {}
         self.users: dict[Port, list[Pair]] = defaultdict(list)  # pairs with a message under way
 
-    def after(self, seconds: float, event: Event) -> int:
-        """Let something happen, and return the number by which that can be canceled."""
-        number = next(self.numbers)
-        heappush(self.events, (self.now + seconds, number, event))
-        return number
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
-    def run(self) -> float:
-        """Let everything happen, and return the time at which all is done."""
-        while self.events:
-            time, number, event = heappop(self.events)
-            if number not in self.canceled:
-                self.now = time
-                event()
-        return self.now
-
-    def send(self, pair: tuple[int, int], size: float, seconds: float, arrive: Event) -> None:
-        """Send a message in each replica, for which `seconds` are added within a node."""
-        source, target = pair
-        if source == target:
+    def send(self, edge: Edge, size: float, arrive: Callable[[], object]) -> None:
+        """Send a message in each replica, after those before it."""
+        sender, receiver = edge
+        if sender == receiver:
             arrive()
             return
-        if pair not in self.pairs:
-            edges = [(ranks[source], ranks[target]) for ranks in self.pipelines]
-            self.pairs[pair] = self.pair(edges)
-        link = self.pairs[pair]
-        self.flow(link, size, link.latency + seconds * link.is_inside, arrive)
+        if edge not in self.pairs:
+            edges = [(ranks[sender], ranks[receiver]) for ranks in self.pipelines]
+            self.pairs[edge] = self.pair(edges)
+        pair = self.pairs[edge]
+        self.flow(pair, size, pair.latency, arrive)
 
     def sum(self, rank: int, size: float) -> None:
         """Let the replicas of a rank, as a ring, pass on 1 / R of its gradients in each step."""
         ranks = [pipeline[rank] for pipeline in self.pipelines]
         steps = 2 * (len(ranks) - 1)
-        link = self.pair([*zip(ranks, ranks[1:] + ranks[:1])])
-        self.flow(link, steps * size / len(ranks), steps * link.latency, bool)
+        pair = self.pair([*zip(ranks, ranks[1:] + ranks[:1])])
+        self.flow(pair, steps * size / len(ranks), steps * pair.latency, bool)
 
-    def pair(self, edges: Sequence[tuple[int, int]]) -> Pair:
+    def pair(self, edges: Sequence[Edge]) -> Pair:
         """Make the pair that stands for these, one in each replica."""
         links = self.links
         outside = [edge for edge in edges if not links.inside(*edge)]
         if not outside:
-            return Pair(True, links.inside_latency, links.inside_bandwidth)
-        made = Pair(False, links.latency, links.bandwidth)
+            return Pair(links.inside_latency, links.inside_bandwidth, {}, deque())
+        ports = {}
         if links.nic_ranks > 1:
-            for way, rank, ranks in zip(("out", "in"), edges[0], zip(*outside)):
-                nics = [other // links.nic_ranks for other in ranks]
-                made.ports[way, rank // links.nic_ranks] = nics.count(rank // links.nic_ranks)
-        return made
+            for comes_in in (False, True):
+                nics = [edge[comes_in] // links.nic_ranks for edge in (edges[0], *outside)]
+                ports[comes_in, nics[0]] = nics.count(nics[0]) - 1
+        return Pair(links.latency, links.bandwidth, ports, deque())
 
-    def flow(self, pair: Pair, size: float, latency: float, arrive: Event) -> None:
+    def flow(self, pair: Pair, size: float, latency: float, arrive: Callable[[], object]) -> None:
         seconds = size / pair.bandwidth
         if not pair.ports:
-            self.after(seconds + latency, arrive)
+            self.events.enter(seconds + latency, 0, arrive)
             return
-        pair.messages.append((seconds, partial(self.after, latency, arrive)))
+        pair.messages.append((seconds, latency, arrive))
         if len(pair.messages) == 1:
             self.begin(pair)
 
     def begin(self, pair: Pair) -> None:
         """Begin the first message of a pair."""
-        pair.left, _ = pair.messages[0]
+        pair.left = pair.messages[0][0]
         pair.since = self.now
         for port in pair.ports:
             self.users[port].append(pair)
@@ -216,8 +194,9 @@ class Network:
 
     def end(self, pair: Pair) -> None:
         """End the first message of a pair."""
-        _, arrive = pair.messages.popleft()
-        arrive()
+        _, latency, arrive = pair.messages.popleft()
+        self.events.enter(latency, 0, arrive)
+        pair.end = None
         for port in pair.ports:
             self.users[port].remove(pair)
         self.share(pair)
@@ -234,6 +213,7 @@ class Network:
                 pair.left -= (self.now - pair.since) * pair.speed
                 pair.since = self.now
                 pair.speed = 1 / max(loads)
-                self.canceled.add(pair.end)
-                seconds = max(0.0, pair.left) / pair.speed
-                pair.end = self.after(seconds, partial(self.end, pair))
+                if pair.end is not None:
+                    self.events.cancel(pair.end)
+                left = max(0.0, pair.left) / pair.speed
+                pair.end = self.events.enter(left, 0, self.end, (pair,))
