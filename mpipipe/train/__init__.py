@@ -10,8 +10,7 @@ The room trains any model, and knows nothing of tokens:
     rehearsal       one batch before the first step, or for `--check`
     config          what a user sets; one description of an option in mpipipe/options.py
     setup           from a task and a configuration to a trainer that runs
-    trainer         the loop
-    progress        the state of a training
+    trainer         the state of a training, and the loop
     resume          where it begins
     report          what people and programs see; screen, metrics: where it is written
     output_folder   the run folder

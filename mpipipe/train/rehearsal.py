@@ -18,7 +18,6 @@ from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer
 from mpipipe.arrays import Array, Tree
 from mpipipe.attention import Local
-from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
 from mpipipe.exchange import AllToAll, HaloExchange
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
@@ -313,11 +312,11 @@ def _twice(output: Tree, target: Tree, axis: int) -> Pair | None:
 # -- A rehearsal -----------------------------------------------------------------------------------
 
 
-def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: TaskLoss) -> None:
+def rehearse(reader: Reader, pipeline: Pipeline, step: int, loss: TaskLoss) -> None:
     """Run the first batches forward, before anything is written, and judge the loss; collective."""
     task = reader.task
-    group = group_of(mesh.comm)
-    pipe = group_of(mesh.pipe)
+    group = group_of(reader.mesh.comm)
+    pipe = group_of(reader.mesh.pipe)
     for method, number in (("batch", step), ("validation", 0)):
         with group.raise_together(f"train: the first {method}"):
             pair = reader.pair(method, number)

@@ -86,6 +86,11 @@ class Record:
         return {**measured, **self.metrics}
 
 
+def finite(facts: Facts) -> Facts:
+    """Return the facts that are neither infinite nor NaN."""
+    return {name: value for name, value in facts.items() if math.isfinite(value)}
+
+
 FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
 
 
@@ -203,11 +208,8 @@ class Reporter:
         """Append a record to the metrics, and show it as a line or two."""
         facts = {**record.facts(), **self.pace.stamp()}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
-        finite = {}
-        for name, value in facts.items():
-            if math.isfinite(value):
-                finite[name] = value
-        self.metrics.append(json.dumps({**dict.fromkeys(facts), **finite}, allow_nan=False))
+        known = {**dict.fromkeys(facts), **finite(facts)}
+        self.metrics.append(json.dumps(known, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
         timing = ""

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays, checkpoint, environment, files, nn, optim
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import check_replicas, released_at_end
+from mpipipe.checkpoint import released_at_end
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, PlanningProblem, check_training
+from mpipipe.planning import check_training
 from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
-from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import rehearse
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
-from mpipipe.train.task_loss import TaskLoss
+from mpipipe.train.task_loss import loss_of
 from mpipipe.train.trainer import Tracing, Trainer, trace_folder
 from mpipipe.train.training_plan import (
     best_plan,
@@ -82,31 +78,37 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
 
 def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:
     device = select_device(config.device, mesh.comm)
+    group = group_of(mesh.comm)
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
-        task.find_data(group_of(mesh.comm))
+        task.find_data(group)
         shard, layers, problem = make_shard(config, task, mesh)
         chosen = ""
         if config.plan == "auto":
             config, chosen = best_plan(config, task, mesh, device)
-        plan = _plan(mesh, task, config, device, problem)
+        with group.raise_together("train: the plan"):
+            plan = plan_layers(config, task, problem)
+            sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
+            check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
+            task.check(plan, mesh)
+        task.open_data(plan, mesh)
         start = resume.find_start(config, task, mesh, out)
         reader = Reader(task, shard, plan, mesh, config.steps)
-        progress, loss, norm = _progress(stack, config, reader, mesh, device, layers)
-        _begin(config, reader, progress, loss, start)
-        reporter = _reporter(config, reader, mesh, device, out, start)
+        trainer = _trainer(stack, config, reader, device, layers, out)
+        trainer.begin(start)
+        reporter = _reporter(config, reader, device, out, start)
         stack.enter_context(reporter)
-        preemption = Preemption(
+        trainer.reporter = reporter
+        trainer.preemption = Preemption(
             mesh.comm,
             signals=config.preempt_signals,
             time_limit=config.time_limit,
             grace=config.preempt_grace,
             say=reporter.say,
         )
-        stack.enter_context(preemption)
-        tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
-        trainer = Trainer(config, progress, reader, loss, norm, reporter, preemption, tracing, out)
-        preemption.whereabouts = trainer.whereabouts
+        stack.enter_context(trainer.preemption)
+        trainer.preemption.whereabouts = trainer.whereabouts
+        trainer.tracing = Tracing(trace, trainer.pipeline, mesh.comm, reporter.say)
         if chosen:
             reporter.say(chosen)
         stack.enter_context(trainer.saver)
@@ -118,37 +120,23 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
             raise
 
 
-def _plan(
-    mesh: Mesh, task: Task, config: TaskConfig, device: str, problem: PlanningProblem
-) -> LayerPlan:
-    """Plan the layers of each rank, check that they fit into memory, and open the data."""
-    with group_of(mesh.comm).raise_together("train: the plan"):
-        plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
-        sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
-        check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
-        task.check(plan, mesh)
-    task.open_data(plan, mesh)
-    return plan
-
-
-def _progress(
+def _trainer(
     stack: ExitStack,
     config: TaskConfig,
     reader: Reader,
-    mesh: Mesh,
     device: str,
     layers: list[object],
-) -> tuple[Progress, Callable[..., Any], optim.GlobalNorm]:
+    out: Path,
+) -> Trainer:
     """Make the stages of this rank, the loss, the pipeline and the optimizer, on the `stack`."""
-    group = group_of(mesh.comm)
+    mesh = reader.mesh
     task = reader.task
     plan = reader.plan
-    with group.raise_together("train: the stages"):
+    with group_of(mesh.comm).raise_together("train: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
         layers.clear()  # they may hold whole models
-        loss = task.loss_for(stages[-1], plan.microbatch_rows, reader.shard)
-        loss = loss or TaskLoss(task, config.slices > 1)
+        loss = loss_of(task, stages[-1], plan.microbatch_rows, reader.shard)
     pipeline = Pipeline(
         stages,
         plan.schedule,
@@ -161,49 +149,23 @@ def _progress(
     )
     stack.enter_context(pipeline)
     norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
-    with group.raise_together("train: the optimizer"):
-        return Progress(config, pipeline, mesh, task), loss, norm
-
-
-def _begin(
-    config: TaskConfig,
-    reader: Reader,
-    progress: Progress,
-    loss: Callable[..., object],
-    start: checkpoint.Checkpoint | None,
-) -> None:
-    """Take the state of a checkpoint or a new one, and rehearse the first batches."""
-    mesh = progress.mesh
-    pipeline = progress.pipeline
-    if start is not None:
-        progress.load(start)
-    else:
-        with progress.whole_parameters():
-            resume.begin(config, reader.task, mesh, pipeline.stages)
-    if isinstance(loss, TaskLoss):
-        # Values may have been drawn without the seed.
-        check_replicas(mesh, pipeline.stages)
-        rehearse(reader, pipeline, mesh, progress.step, loss)
+    return Trainer(config, reader, pipeline, loss, norm, out)
 
 
 def _reporter(
-    config: TaskConfig,
-    reader: Reader,
-    mesh: Mesh,
-    device: str,
-    out: Path,
-    start: checkpoint.Checkpoint | None,
+    config: TaskConfig, reader: Reader, device: str, out: Path, start: checkpoint.Checkpoint | None
 ) -> Reporter | NullReporter:
     """Make the run folder, say in it where the numbers come from, and make the reporter."""
     task = reader.task
+    mesh = reader.mesh
     output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    step = 0
-    if start is not None:
-        step = start.step
     with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:
             return NullReporter()
+        step = 0
+        if start is not None:
+            step = start.step
         with output_folder.using(out):
             renamed = resume.leave_behind(start, out)
             metrics.cut(out, step)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
@@ -31,7 +31,8 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
-from mpipipe.job import RankGroup, ThreadTask, wait_locally
+from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
+from mpipipe.options import Values
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.shard import Shard
@@ -156,6 +157,62 @@ def rate_of(task: Task, step: int, config: TaskConfig) -> float:
             expected="a finite number from 0 on",
         )
     return rate
+
+
+# Attributes that an optimizer has.
+OPTIMIZER = "stages", "steps", "lr", "step", "named_state"
+
+
+def make_optimizer(
+    task: Task, stages: Sequence[nn.Stage], config: TaskConfig, mesh: Mesh | None
+) -> Any:
+    """Return the optimizer of the task, or the one that options name; collective over a mesh."""
+    together: AbstractContextManager[None] = nullcontext()
+    replicas = None
+    if mesh is not None:
+        together = group_of(mesh.comm).raise_together("train: the optimizer of the task")
+        if config.shard_optimizer:
+            replicas = mesh.replicas
+    with together:
+        optimizer = call(task, "optimizer", stages, config)
+        if optimizer is not None:
+            _check_optimizer(optimizer, config, task)
+            return optimizer
+    common: Values = {
+        "weight_decay": config.weight_decay,
+        "groups": task.groups,
+        "replicas": replicas,
+    }
+    if config.optimizer == "adamw":
+        return optim.AdamW(stages, config.lr, **common)
+    return optim.SGD(stages, config.lr, momentum=config.momentum, **common)
+
+
+def _check_optimizer(optimizer: object, config: TaskConfig, task: Task) -> None:
+    lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]
+    if lacking:
+        raise ConfigError(
+            f"{place_of(task, 'optimizer')} returns no optimizer",
+            found=f"{type(optimizer).__name__} without {', '.join(lacking)}",
+            expected="one with " + ", ".join(OPTIMIZER),
+        )
+    if config.shard_optimizer:
+        raise ConfigError(
+            "shard_optimizer, and a task with an optimizer of its own",
+            found=f"{type(task).__name__}.optimizer returns {type(optimizer).__name__}",
+            expected="None there: the optimizer that the options name is sharded",
+            remedy="leave out shard_optimizer, or let the task return None",
+        )
+
+
+def make_scaler(config: TaskConfig) -> optim.LossScaler:
+    """Return the scaler of the loss; a dynamic one changes it as the gradients allow."""
+    scale = config.loss_scale
+    if scale is None:
+        scale = float(config.dtype != "float16")
+    if scale == 0:
+        return optim.LossScaler()
+    return optim.LossScaler(scale, dynamic=False)
 
 
 # -- The layers, on paper and in fact --------------------------------------------------------------
@@ -382,7 +439,7 @@ class Reader:
         self.shard = shard
         self.plan = plan
         self.steps = steps
-        self.rank = mesh.rank
+        self.mesh = mesh
         self.waited = 0.0
         begin = mesh.data.rank * plan.rows
         self.rows = range(begin, begin + plan.rows)
@@ -428,7 +485,7 @@ class Reader:
             return read_all(self.task, method, number, self.rows, microbatches, self.shard)
         except MpipipeError as error:
             if error.rank is None:
-                error.rank = self.rank
+                error.rank = self.mesh.rank
             raise
 
     def _begun(self, reading: Reading) -> Pair:

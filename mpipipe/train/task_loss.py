@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup
 from mpipipe.pipeline import Loss
 from mpipipe.train.report import FIELDS
+from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import call, place_of
 
@@ -31,6 +32,11 @@ class Sample(NamedTuple):
     target: Any
     keywords: Mapping[str, object]
     weight: float | None
+
+
+def loss_of(task: Task, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
+    """Return the loss after the last stage, for this many rows in a micro-batch."""
+    return task.loss_for(stage, rows, shard) or TaskLoss(task, shard.cut is not None)
 
 
 class TaskLoss:

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, optim, schedules
+from mpipipe import arrays, checkpoint, nn, optim, schedules
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import check_owned
-from mpipipe.comm import Mesh
+from mpipipe.checkpoint import Checkpoint
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
-from mpipipe.nn import announce_write
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline, StepResult
 from mpipipe.text import counted
 from mpipipe.tracing import Recording, check_new
 from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import seq_warning
-from mpipipe.train.report import NullReporter, Record, Reporter, summary
-from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, call, rate_of, read
+from mpipipe.train.rehearsal import rehearse, seq_warning
+from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
+from mpipipe.train.task import Loss, Task
+from mpipipe.train.task_calls import Reader, call, make_optimizer, make_scaler, rate_of, read
 from mpipipe.train.task_loss import TaskLoss
 
 
@@ -41,59 +38,81 @@ class Made(NamedTuple):
     norm: float | optim.NormOfStep | None
 
 
-@dataclass
 class Trainer:
-    """One training under way on this rank.
+    """One training under way on this rank: its state, and the loop.
 
-    `progress` has the pipeline and the optimizer, `preemption` says when the job has to leave, and
-    `norm` over which stages and ranks gradients are clipped. `reporter` is a Reporter on rank 0,
-    and a NullReporter elsewhere.
+    `norm` says over which stages and ranks gradients are clipped. Set before `run`: `reporter`, a
+    NullReporter but on rank 0, `preemption`, which says when the job has to leave, and `tracing`.
+
+    Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the
+    sample from the seed. So these numbers are the position in the data and the state of all random
+    numbers.
     """
 
-    config: TaskConfig
-    progress: Progress
-    reader: Reader
-    loss: Callable[..., Any]
-    norm: optim.GlobalNorm
     reporter: Reporter | NullReporter
     preemption: Preemption
     tracing: Tracing
-    out: Path
 
-    def __post_init__(self) -> None:
-        self.task = self.reader.task
-        self.mesh = self.progress.mesh
+    def __init__(
+        self,
+        config: TaskConfig,
+        reader: Reader,
+        pipeline: Pipeline,
+        loss: Loss,
+        norm: optim.GlobalNorm,
+        out: Path,
+    ) -> None:
+        self.config = config
+        self.reader = reader
+        self.task = reader.task
+        self.mesh = reader.mesh
         self.group = group_of(self.mesh.comm)
-        pipeline = self.progress.pipeline
+        self.pipeline = pipeline
+        self.loss = loss
+        self.norm = norm
+        self.out = out
+        with self.group.raise_together("train: the optimizer"):
+            self.optimizer = make_optimizer(self.task, pipeline.stages, config, self.mesh)
+        self.scaler = make_scaler(config)
         # Its end finishes what is in flight.
         self.saver = checkpoint.Saver(
-            resume.checkpoints_of(self.out),
-            self.mesh,
-            pipeline.stages,
-            self.progress.optimizer,
-            keep=self.config.keep,
+            resume.checkpoints_of(out), self.mesh, pipeline.stages, self.optimizer, keep=config.keep
         )
-        self.facts = resume.facts_of(self.config, self.task)
-        for stage in pipeline.stages:
-            # No other code than the optimizer changes parameters here.
-            stage.optimizer_writes_compute()
+        # Number of steps made, and the last record.
+        self.done = 0
+        self.record = Record(0)
         # Since the last record and in all: steps, and seconds in them by the host's clock, busy
         # and elapsed as the pipeline measured.
         self.times = np.zeros((2, 4))
         # Busy and elapsed seconds of the pipeline that are in these times.
         self.measured = np.zeros(2)
 
+    def begin(self, start: Checkpoint | None) -> None:
+        """Take the state of a checkpoint or a new one, and rehearse the first batches."""
+        stages = self.pipeline.stages
+        if start is not None:
+            self._load(start)
+        else:
+            with self._whole_parameters():
+                resume.begin(self.config, self.task, self.mesh, stages)
+        if isinstance(self.loss, TaskLoss):
+            # Values may have been drawn without the seed.
+            checkpoint.check_replicas(self.mesh, stages)
+            rehearse(self.reader, self.pipeline, self.done, self.loss)
+        for stage in stages:
+            # No other code than the optimizer changes parameters here.
+            stage.optimizer_writes_compute()
+
     def run(self) -> Record:
         """Train, validate, show a sample, and return the last record."""
         config = self.config
-        progress = self.progress
-        if progress.step < config.steps and self.preemption.asked():
+        if self.done < config.steps and self.preemption.asked():
             self._leave()
         self._introduce()
-        for step in range(progress.step, config.steps):
+        for step in range(self.done, config.steps):
             try:
                 made = self.step(step)
-                progress.step = step + 1
+                self.done = step + 1
                 self.tracing.end_step()
                 self._after_step(made)
             except MpipipeError as error:
@@ -108,7 +127,7 @@ class Trainer:
         say = self.reporter.say
         schedule = self.reader.plan.schedule
         place = "GPUs"
-        if self.progress.pipeline.stages[0].device == "cpu":
+        if self.pipeline.stages[0].device == "cpu":
             place = "CPUs"
         say(
             f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
@@ -117,8 +136,8 @@ class Trainer:
             f"mpipipe: {task.description(place)}\n"
             f"mpipipe: metrics in {self.out}"
         )
-        if self.progress.step:
-            say(f"mpipipe: goes on after step {self.progress.step}")
+        if self.done:
+            say(f"mpipipe: goes on after step {self.done}")
             return
         beginning = task.beginning()
         init = getattr(self.config, "init", None)
@@ -134,10 +153,9 @@ class Trainer:
     def _after_step(self, made: Made) -> None:
         """Compare replicas, validate, report, save and leave, where it is time for that."""
         config = self.config
-        progress = self.progress
-        done = progress.step
+        done = self.done
         if config.check_weights and done % config.check_weights == 0:
-            checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
+            checkpoint.check_replicas(self.mesh, self.pipeline.stages, self.optimizer)
         ends = done == config.steps
         validates = ends or done % config.eval_every == 0
         if validates or done == 1 or done % config.log_every == 0:
@@ -150,9 +168,9 @@ class Trainer:
         # No checkpoint is of a training that has failed.
         self._read(made)
         self._note(self.saver.wait())
-        self.saver.save(done, progress.state(self.facts), beforehand=self.reporter.sync)
+        self.saver.save(done, self._state(), beforehand=self.reporter.sync)
         if leaves:
-            self._note(self.saver.wait())
+            self.saver.wait()
             self.tracing.finish()
             self._leave()
 
@@ -169,8 +187,10 @@ class Trainer:
             message="ranks make steps with different learning rates",
             remedy="let rate_at depend on the step and the configuration alone",
         )
-        facts = self.speed(self.times[0]) | self.progress.scaling()
-        record = Record(self.progress.step, loss, lr=made.lr, grad_norm=norm, **facts)
+        facts = self.speed(self.times[0])
+        if self.scaler.dynamic:
+            facts |= {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
+        record = Record(self.done, loss, lr=made.lr, grad_norm=norm, **facts)
         if validates:
             record = self._validated(record)
         else:
@@ -184,23 +204,23 @@ class Trainer:
     def _report(self, record: Record) -> None:
         with self.group.raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
-                check_owned(self.out)
-        self.progress.record = record
+                checkpoint.check_owned(self.out)
+        self.record = record
         self.reporter.record(record)
 
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
         task = self.task
-        pipeline = self.progress.pipeline
+        pipeline = self.pipeline
         self.tracing.finish()
         self.saver.wait()
-        record = self.progress.record
+        record = self.record
         if record.validation is None:
             # A training that was resumed at its end, which was no end before.
-            record = self._validated(replace(record, step=self.progress.step))
-        with self.progress.whole_parameters():
+            record = self._validated(replace(record, step=self.done))
+        with self._whole_parameters():
             plan = self.reader.plan
-            task.save(self.out, plan, pipeline.stages, self.mesh, self.progress.step)
+            task.save(self.out, plan, pipeline.stages, self.mesh, self.done)
             sample = task.sample(plan, pipeline, self.mesh, self.reader.shard) or self._shown()
         if sample:
             self.reporter.say(sample)
@@ -209,9 +229,53 @@ class Trainer:
         self.reporter.say(f"mpipipe: ok {line}")
         return record
 
+    def _whole_parameters(self) -> AbstractContextManager[None]:
+        """Within this context the parameters of the stages can be read and set; collective."""
+        # An optimizer of a task need not have it.
+        return getattr(self.optimizer, "whole_parameters", nullcontext)()
+
+    def _state(self) -> Values:
+        """Return what a checkpoint remembers besides arrays."""
+        scaler = self.scaler
+        return {
+            **resume.facts_of(self.config, self.task),
+            "record": finite(self.record.facts()),
+            "random": {"steps_taken": self.pipeline.steps_taken},
+            "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
+        }
+
+    def _load(self, start: Checkpoint) -> None:
+        """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
+        checkpoint.load(start.path, self.mesh, self.pipeline.stages, self.optimizer)
+        with self.group.raise_together("train: the state in the checkpoint"):
+            try:
+                self._restore(start)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ArgumentError(
+                    f"the state in the checkpoint is wrong: {type(error).__name__}: {error}",
+                    found=str(start.path),
+                    remedy="resume another checkpoint",
+                ) from error
+
+    def _restore(self, start: Checkpoint) -> None:
+        facts = dict(start.state["record"])
+        if not all(type(value) in (int, float) for value in facts.values()):
+            raise ValueError("the record has something else than numbers")
+        scale = start.state["loss_scale"]
+        counts = scale["good"], scale["skipped"], start.state["random"]["steps_taken"]
+        for count in counts:
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{count!r:.40} is no count")
+        # Raises where it is out of range.
+        optim.LossScaler(initial=scale["scale"])
+        self.done = start.step
+        self.record = Record.of(facts)
+        self.scaler.scale = float(scale["scale"])
+        self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = counts
+
     def whereabouts(self) -> str:
         """Return after which step this is, and in a second line how to go on."""
-        done = self.progress.step
+        done = self.done
         steps = self.config.steps
         out = self.out
         saved = checkpoint.newest(resume.checkpoints_of(out))
@@ -231,12 +295,12 @@ class Trainer:
         with self.tracing.part("reading"):
             batch = self.reader.batch(step)
         lr = rate_of(self.task, step, config)
-        scaler = self.progress.scaler
-        result = self.progress.pipeline.step(*batch, scale=scaler.scale)
+        scaler = self.scaler
+        result = self.pipeline.step(*batch, scale=scaler.scale)
         with self.tracing.part("optimizer"):
-            optimizer = self.progress.optimizer
+            optimizer = self.optimizer
             # An optimizer of the task's own does not wait for a save that still reads.
-            announce_write(optimizer, *optimizer.stages)
+            nn.announce_write(optimizer, *optimizer.stages)
             with self._as_replicas():
                 norm = optim.scaled_step(optimizer, scaler, config.clip, lr=lr, over=self.norm)
         self.times += 1, perf_counter() - start, 0, self.reader.waited
@@ -252,11 +316,11 @@ class Trainer:
         start = perf_counter()
         loss = made.result.loss
         with self._as_replicas():
-            self.progress.scaler.read_norms(wait=True)
+            self.scaler.read_norms(wait=True)
         norm = None
         if made.norm is not None:
             norm = float(made.norm)
-        measured = np.array(self.progress.pipeline.training_seconds)
+        measured = np.array(self.pipeline.training_seconds)
         self.times[:, 2:] += measured - self.measured
         self.measured = measured
         self.times[:, 1] += perf_counter() - start
@@ -279,7 +343,7 @@ class Trainer:
         if isinstance(self.loss, TaskLoss) and self.loss.has_metrics:
             scores = self.loss
             scores.sums = {}
-        evaluate = self.progress.pipeline.weighed_evaluation
+        evaluate = self.pipeline.weighed_evaluation
         total = 0.0
         weights = 0.0
         for index in range(self.config.eval_batches):
@@ -309,7 +373,7 @@ class Trainer:
             if shard.reads_inputs or shard.reads_targets:
                 rows = self.reader.rows[: self.reader.plan.microbatch_rows]
                 inputs, targets, _ = read(task, "validation", 0, rows, shard)
-        output = self.progress.pipeline.forward(inputs)
+        output = self.pipeline.forward(inputs)
         text = ""
         with group.raise_together("train: what the task shows"):
             if shard.reads_targets and self.mesh.data.rank == 0:
@@ -329,7 +393,7 @@ class Trainer:
         """Return samples per second, bubble and predicted bubble of some steps; collective."""
         if times[0] == 0:
             return {}
-        pipeline = self.progress.pipeline
+        pipeline = self.pipeline
         costs = pipeline.durations()
         of_ranks = self.group.gather("train: the time of all ranks", times.tolist())
         steps, seconds, busy, elapsed = zip(*of_ranks)
@@ -383,11 +447,15 @@ class Tracing:
     """Records some steps of a training into a folder, if there is one, and shows their time."""
 
     def __init__(
-        self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]
+        self,
+        folder: Path | None,
+        pipeline: Pipeline,
+        comm: Communicator,
+        say: Callable[[str], None],
     ) -> None:
         self.folder = folder
         self.pipeline = pipeline
-        self.mesh = mesh
+        self.comm = comm
         self.say = say
         self.recording: Recording | None = None
         self.made = 0
@@ -395,7 +463,7 @@ class Tracing:
     def begin_step(self, left: int) -> None:
         """Record from this step on if it is the second one, or the last; collective."""
         if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
-            self.recording = Recording(self.pipeline, self.mesh.comm)
+            self.recording = Recording(self.pipeline, self.comm)
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Mark a part of the step: the "optimizer", or "reading", the wait for its batch."""

@@ -17,7 +17,6 @@ from mpipipe.options import Values
 from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
-from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import (
@@ -27,10 +26,12 @@ from mpipipe.train.task_calls import (
     costs_of,
     example,
     layers_of,
+    make_optimizer,
+    make_scaler,
     outline,
     shapes_of,
 )
-from mpipipe.train.task_loss import TaskLoss
+from mpipipe.train.task_loss import loss_of
 
 
 def pipe_of(config: TaskConfig, ranks: int) -> int:
@@ -40,27 +41,17 @@ def pipe_of(config: TaskConfig, ranks: int) -> int:
     return config.pipe
 
 
-def rows_of(config: TaskConfig, replicas: int) -> int:
-    """Return the samples of a step in each replica. ConfigError where the batch does not divide."""
-    rows, rest = divmod(config.batch, replicas)
-    if rest:
-        raise ConfigError(
-            "the batch does not divide among the replicas",
-            found=f"batch {config.batch}, {counted(replicas, 'replica')}",
-            expected=f"a multiple of {replicas}",
-            remedy=f"for example batch = {(rows + 1) * replicas}",
-        )
-    return rows
-
-
-def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> planning.LayerPlan:
-    """Plan a training on `replicas` pipelines of `pipe` ranks.
+def plan_layers(
+    config: TaskConfig, task: Task, problem: planning.PlanningProblem
+) -> planning.LayerPlan:
+    """Plan a training on this mesh.
 
     Stages in which nothing is trained have no weight gradients in the schedule, and no backward if
     nothing before them is trained either. Raises ConfigError or ArgumentError if the configuration
     does not fit these numbers; for a schedule that nobody can mean before anything is built.
     """
-    rows = rows_of(config, replicas)
+    rows = problem.rows
+    pipe = problem.ranks
     microbatches = config.microbatches
     order = None
     if is_table(config.schedule):
@@ -69,9 +60,10 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     if microbatches is None:
         microbatches = min(rows, schedules.PER_RANK * pipe)
     if rows < microbatches:
+        replicas = counted(problem.replicas, "replica")
         raise ConfigError(
             "fewer sequences than micro-batches",
-            found=f"{counted(rows, 'sequence')} in each of {counted(replicas, 'replica')}",
+            found=f"{counted(rows, 'sequence')} in each of {replicas}",
             expected=f"at least {microbatches}, the number of micro-batches",
             remedy="raise batch, or lower microbatches",
         )
@@ -84,15 +76,13 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     )
     if all(action.op == "F" for action in schedule.orders[0]):
         raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
-    costs = costs_of(task)
     task.check_stages(schedule.stages)
-    ranges = schedules.partition(costs, schedule.stages)
+    ranges = schedules.partition(problem.costs, schedule.stages)
     if config.partition is not None:
-        _check_partition(config.partition, len(costs), schedule.stages)
+        _check_partition(config.partition, len(problem.layers), schedule.stages)
         ranges = list(pairwise(accumulate(config.partition, initial=0)))
-    trained = planning.layers_with(task.trained())
-    schedule = planning.completed(schedule, ranges, trained, config.recompute_limit)
-    return planning.LayerPlan(schedule, ranges, rows).with_names(task.outline)
+    schedule = planning.completed(schedule, ranges, problem.trained_layers, config.recompute_limit)
+    return planning.LayerPlan(schedule, ranges, rows).with_names(problem.layers)
 
 
 def _check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
@@ -159,7 +149,14 @@ def problem_of(
     config: TaskConfig, task: Task, pipe: int, replicas: int
 ) -> planning.PlanningProblem:
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
-    rows_of(config, replicas)
+    rows, rest = divmod(config.batch, replicas)
+    if rest:
+        raise ConfigError(
+            "the batch does not divide among the replicas",
+            found=f"batch {config.batch}, {counted(replicas, 'replica')}",
+            expected=f"a multiple of {replicas}",
+            remedy=f"for example batch = {(rows + 1) * replicas}",
+        )
     fixed: Values = {}
     for name in config.fixed:
         value = getattr(config, name)
@@ -212,7 +209,6 @@ def make_shard(
         task.pipe = mesh.pipe.size
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
-    with group.raise_together("train: the layers on paper"):
         problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
     agree_on_layers(task, problem, group)
     return shard, layers, problem
@@ -228,10 +224,10 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.Measu
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         mesh=mesh,
         layers=lambda: layers_of(task, whole, config.seed),
-        loss_for=lambda stage, rows: task.loss_for(stage, rows, whole) or TaskLoss(task),
+        loss_for=lambda stage, rows: loss_of(task, stage, rows, whole),
         example=lambda rows, microbatches: example(task, rows, microbatches, whole, config.batch),
         message_shape=lambda rows: task.message_shape(rows, whole) or (rows, largest),
-        optimizer=lambda stages, mesh: make_optimizer(config, stages, task, mesh),
+        optimizer=lambda stages, mesh: make_optimizer(task, stages, config, mesh),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
         clip=config.clip,
@@ -333,16 +329,12 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
     outline(task, shard, config.seed)
     inputs = tuple(map(shapes_of, inputs_of(config, task, shard)))
     problem = replace(problem_of(config, task, pipe, replicas), inputs=inputs)
-    plan = plan_layers(config, task, pipe, replicas)
+    plan = plan_layers(config, task, problem)
     rows = plan.microbatch_rows
     sample = example(task, rows, 1, shard)
     layers = layers_of(task, shard, config.seed)
     measured = planning.layer_bytes(
-        problem,
-        layers,
-        lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task),
-        sample,
-        task.freeze,
+        problem, layers, lambda stage: loss_of(task, stage, rows, shard), sample, task.freeze
     )
     of_ranks = planning.rank_bytes(
         problem,
