@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -216,12 +217,12 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    config = _config_of(run)
+    config = replace(_config_of(run), seq=1)
 
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
         task.find_data(group_of(comm))
-        layers = layers_of(task, shard_of(config, task, comm, 1), config.seed)
+        layers = layers_of(task, shard_of(config, task, comm), config.seed)
         stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
         with Mesh(comm) as mesh:
             checkpoint.load(resume.newest_state(Path(run)).path, mesh, [stage])

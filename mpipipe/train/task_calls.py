@@ -250,8 +250,13 @@ def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
     return entries
 
 
-def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree]]:
-    """Yield each layer, bound, and an input of it; collective. ConfigError where they misfit."""
+def chain(
+    task: Task, shard: Shard, seed: int, rows: int = 1
+) -> Iterator[tuple[nn.Stage, Tree, Tree]]:
+    """Yield each layer, bound, an input of it and its output; collective.
+
+    ConfigError where they misfit.
+    """
     x = example(task, rows, 1, shard)[0]
     values: dict[str, Tree] = {}
     for place, layer in enumerate(layers_of(task, shard, seed)):
@@ -259,15 +264,16 @@ def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[
         # Also what a layer further on in the same entry takes.
         stage.hand_on(stage.gives)
         x = nn.handed(x, values, stage.takes)
-        yield stage, x
         try:
-            x = stage.forward(x, nn.Position(training=False))[0]
+            y = stage.forward(x, nn.Position(training=False))[0]
         except Exception as error:
             raise ConfigError(
                 f"layers[{place}] from {place_of(task, 'layers')} does not take what comes to it: "
                 f"{type(error).__name__}: {error}",
                 found=f"{type(layer).__name__} after {shapes_of(x)}",
             ) from error
+        yield stage, x, y
+        x = y
 
 
 def shapes_of(tree: Tree) -> str:

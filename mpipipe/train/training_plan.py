@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpipipe import arrays, planning, schedules
 from mpipipe.arrays import Tree
@@ -32,6 +32,9 @@ from mpipipe.train.task_calls import (
     shapes_of,
 )
 from mpipipe.train.task_loss import loss_of
+
+# Ranks of a pipeline, and number of pipelines.
+Sizes: TypeAlias = "tuple[int, int]"
 
 
 def pipe_of(config: TaskConfig, ranks: int) -> int:
@@ -185,11 +188,9 @@ def problem_of(
     )
 
 
-def shard_of(
-    config: TaskConfig, task: Task, comm: Communicator, size: int, sliced: bool = False
-) -> Shard:
+def shard_of(config: TaskConfig, task: Task, comm: Communicator, sliced: bool = False) -> Shard:
     """Return this rank's share of samples, `sliced` as the configuration says or whole."""
-    shard = task.shard(comm, size)
+    shard = task.shard(comm, config.seq)
     shard.dtype = arrays.dtype(config.dtype)
     if sliced and config.slices > 1:
         shard.cut = lambda length: call(task, "slice_lengths", length, config.slices)
@@ -197,28 +198,35 @@ def shard_of(
 
 
 def make_shard(
-    config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True
+    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Sizes | None = None, sliced: bool = True
 ) -> tuple[Shard, list[Any], planning.PlanningProblem]:
     """Return the share of samples, `sliced` or whole, the layers and the problem.
 
-    The outline of the task is set.
+    The outline of the task is set. `on_paper` are the ranks and the number of pipelines of a
+    training on other ranks than those of the mesh.
     """
+    pipe, replicas = on_paper or (mesh.pipe.size, mesh.data.size)
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard = shard_of(config, task, mesh.seq, mesh.seq.size, sliced)
-        task.pipe = mesh.pipe.size
+        shard = shard_of(config, task, mesh.seq, sliced)
+        task.pipe = pipe
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
-        problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
+        problem = problem_of(config, task, pipe, replicas)
     agree_on_layers(task, problem, group)
     return shard, layers, problem
 
 
-def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.MeasuredRanks:
+def measured_ranks(
+    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Sizes | None = None
+) -> planning.MeasuredRanks:
     """Return the ranks of a job, to measure a training on them; collective."""
-    whole, _, problem = make_shard(config, task, mesh, sliced=False)
+    whole, _, problem = make_shard(config, task, mesh, on_paper, sliced=False)
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
-        inputs = inputs_of(config, task, whole)
+        inputs: list[Tree] = []
+        # Else the task says how large they are.
+        if not task.message_shape(1, whole):
+            inputs = [x for _, x, _ in chain(task, whole, config.seed)]
     largest = max(map(elements, inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
@@ -239,13 +247,6 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.Measu
 def elements(tree: Tree) -> int:
     """Count the numbers in the arrays of a tree."""
     return sum(leaf.size for leaf in arrays.flatten(tree)[0])
-
-
-def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
-    """Return an input of each layer, unless the task says how large they are; collective."""
-    if task.message_shape(1, shard):
-        return []
-    return [x for _, x in chain(task, shard, config.seed)]
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
@@ -317,32 +318,18 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
             found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
             expected=f"a multiple of {pipe * config.seq}",
         )
-    task.pipe = pipe
     shares = [1.0]
     if config.slices > 1:
-        sliced = shard_of(config, task, comm, config.seq, sliced=True)
+        task.pipe = pipe
+        sliced = shard_of(config, task, comm, sliced=True)
         # Raises where the layers attend in another way.
         outline(task, sliced, config.seed)
         lengths = sliced.slice_lengths or [1] * config.slices
         shares = [length / sum(lengths) for length in lengths]
-    shard = shard_of(config, task, comm, config.seq)
-    outline(task, shard, config.seed)
-    inputs = tuple(map(shapes_of, inputs_of(config, task, shard)))
-    problem = replace(problem_of(config, task, pipe, replicas), inputs=inputs)
-    plan = plan_layers(config, task, problem)
-    rows = plan.microbatch_rows
-    sample = example(task, rows, 1, shard)
-    layers = layers_of(task, shard, config.seed)
-    measured = planning.layer_bytes(
-        problem, layers, lambda stage: loss_of(task, stage, rows, shard), sample, task.freeze
-    )
-    of_ranks = planning.rank_bytes(
-        problem,
-        plan,
-        measured,
-        sample,
-        recompute=config.recompute,
-        copied=task.copies,
-        shares=shares,
-    )
-    return MemoryEstimate(config, task, problem, plan, of_ranks)
+    with Mesh(comm) as mesh:
+        measured = measured_ranks(config, task, mesh, (pipe, replicas))
+        plan = plan_layers(config, task, measured.problem)
+        of_ranks = planning.rank_bytes(
+            measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
+        )
+    return MemoryEstimate(config, task, measured.problem, plan, of_ranks)
