@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.checkpoint import Owner, is_owner_file, restore_folder, take_folder
+from mpipipe.checkpoint import is_owner_file, restore_folder
 from mpipipe.errors import ConfigError, StorageError
-from mpipipe.job import Communicator, group_of
+from mpipipe.job import Communicator, RankGroup, group_of
 from mpipipe.options import Values, written
 from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
@@ -58,29 +58,17 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     return group_of(comm).from_one("the path of a folder", find)
 
 
-def claim(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
-    """Make the output folder this job's, and mend what a killed job has left there; collective.
+def mend(out: Path, group: RankGroup, replaced: Sequence[str]) -> None:
+    """Mend what a killed job has left in the folder; collective.
 
-    `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
-
-    Raises what `take_folder` raises; ConfigError for a folder that cannot be used.
+    `replaced` are folders in it that are replaced as a whole.
     """
-    group = group_of(comm)
-    out = Path(shared_path(comm, path))
-    owner = take_folder(out, group, using)
-    if path is None:
-        owner.made = True
-    try:
-        with group.raise_together("train: what a killed job has left"), using(out):
-            if comm.rank == 0:
-                for name in replaced:
-                    restore_folder(out / name)
-                for marker in out.glob(f"{MARKER}-*"):
-                    marker.unlink()
-    except BaseException:
-        owner.release()
-        raise
-    return owner
+    with group.raise_together("train: what a killed job has left"), using(out):
+        if group.rank == 0:
+            for name in replaced:
+                restore_folder(out / name)
+            for marker in out.glob(f"{MARKER}-*"):
+                marker.unlink()
 
 
 def names_in(out: Path) -> set[str]:

@@ -131,11 +131,7 @@ def numbers(leaf: object) -> Array:
 
 
 def difference(
-    whole: Tree,
-    parts: Sequence[Tree],
-    near: float,
-    shares: Sequence[float] | None = None,
-    axis: int = 0,
+    whole: Tree, parts: Sequence[Tree], near: float, shares: Sequence[float], axis: int = 0
 ) -> str:
     """Return norms of arrays and of their parts, each times its share, where they differ, else "".
 
@@ -145,8 +141,7 @@ def difference(
     for leaf, *pieces in zip(*(arrays.flatten(tree)[0] for tree in trees)):
         if leaf is None or not arrays.is_floating(leaf.dtype):
             continue
-        scales = shares or [1.0] * len(pieces)
-        scaled = [scale * numbers(piece) for scale, piece in zip(scales, pieces)]
+        scaled = [share * numbers(piece) for share, piece in zip(shares, pieces)]
         joined = np.concatenate(scaled, axis)
         values = numbers(leaf)
         least = ROUNDING
@@ -239,7 +234,7 @@ def check_sample(loss: TaskLoss, sample: Sample) -> None:
     """Raise ConfigError for a loss that is no mean: with each row twice a mean stays."""
     output, target, keywords, weight = sample
     if weight != 0:
-        gradient = loss.evaluate(output, target, **keywords)[1]
+        gradient = loss.evaluate(output, target, **keywords)[0][1]
         Loss.scaled(gradient, 1.0, output)
     if loss.over_batch:
         twice: Pair | None = (output * 2, target * 2)
@@ -301,14 +296,14 @@ def rehearse(reader: Reader, pipeline: Pipeline, step: int, loss: TaskLoss) -> N
     group = group_of(reader.mesh.comm)
     pipe = group_of(reader.mesh.pipe)
     for method, number in (("batch", step), ("validation", 0)):
-        alone: list[Fingerprints] = []
+        alone: Fingerprints | None = None
         with group.raise_together(f"train: the first {method}"):
             pair = reader.pair(method, number)
             if reader.reads and pipe.size > 1:
-                alone.append(row_alone(task, method, number, 0, reader.shard))
-        of_ranks = pipe.gather("train: the first row", alone)
+                alone = row_alone(task, method, number, 0, reader.shard)
+        alike = list(filter(None, pipe.gather("train: the first row", alone)))
         with group.raise_together("train: the first row on all ranks"):
-            check_rows(task, method, 0, sum(of_ranks, []))
+            check_rows(task, method, 0, alike)
         loss.samples = True
         loss.sample = None
         call(task, "layers", *pair, when=f" in the {method}", by=pipeline.evaluate)
@@ -378,7 +373,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         for row, values in enumerate(names):
             alone[row] = nn.handed(alone[row], values, stage.takes)
             alone[row] = call(task, "layers", alone[row], still, by=stage.forward)[0]
-        if right and not mixing and difference(output, alone, NEAR):
+        if right and not mixing and difference(output, alone, NEAR, [1.0] * rows):
             mixing = name
     if mixing:
         line = (
@@ -432,7 +427,7 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
     fine = True
     tied = []
     for entries in ties.values():
-        fine = fine and len({shape for _, shape in entries}) == 1
+        fine = fine and len(set(dict(entries).values())) == 1
         tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries))
     end = "; tied parameters have one shape"
     if fine:

@@ -212,11 +212,8 @@ class Reporter:
         self.metrics.append(json.dumps(known, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
-        timing = ""
-        if self.pace.done:
-            timing = self.pace.timing()
-        lines = lines_of(record, self.steps, self.unit, timing)
-        if record.bubble is not None and record.predicted is not None:
+        lines = lines_of(record, self.steps, self.unit, self.pace.timing())
+        if record.bubble is not None:
             self.bubbles += 1
             # The first record includes the step that allocates memory.
             if self.bubbles == 2:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,12 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
 
     def find() -> Checkpoint | None:
         newest = checkpoint.newest(checkpoints_of(out))
-        start = None
+        path: Path | str | None = config.resume
         if config.resume == "auto":
-            start = None
-            if newest is not None:
-                start = checkpoint.read(newest)
-        elif config.resume != "no":
-            start = checkpoint.read(config.resume)
-        if start is not None:
+            path = newest
+        start = None
+        if path not in (None, "no"):
+            start = checkpoint.read(path)
             _check_same(start, config, task)
         if config.resume == "no" or (start is not None and not _is_in(start, out)):
             output_folder.check_vacant(out, resumable=newest is not None)
@@ -109,17 +108,13 @@ def _is_in(start: Checkpoint, out: Path) -> bool:
 
 def _check_unfinished(out: Path, task: Task) -> None:
     """Raise ConfigError for a folder with more than a training leaves before a checkpoint."""
-    known = set()
+    known: set[str] = set()
     if task.file is not None:
-        for name in task.file.copies:
-            known.add(name.partition("/")[0])
+        known.update(name.partition("/")[0] for name in task.file.copies)
     # Their description is written last: without it they are not whole.
     if not any(out.glob("weights/**/*.json")):
         known.add("weights")
-    others = []
-    for n in output_folder.names_in(out) - known:
-        if not UNFINISHED.fullmatch(n):
-            others.append(n)
+    others = set(filterfalse(UNFINISHED.fullmatch, output_folder.names_in(out) - known))
     if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",
@@ -133,10 +128,7 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
     place = str(start.path)
     now = facts_of(config, task)
-    others = []
-    for entry in fields(config):
-        if not option_of(entry).decides:
-            others.append(entry.name)
+    others = [entry.name for entry in fields(config) if not option_of(entry).decides]
     try:
         before = _fixed(start.state, config, task, others)
         fingerprint = start.state["fingerprint"]
@@ -147,10 +139,7 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
             remedy="load it with mpipipe.checkpoint",
         ) from error
     after = _fixed(now, config, task, others)
-    different = []
-    for key in after:
-        if before.get(key) != after[key]:
-            different.append(key)
+    different = [key for key in after if before.get(key) != after[key]]
     if different:
         then = ", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different)
         raise ConfigError(

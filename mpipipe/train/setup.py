@@ -12,7 +12,7 @@ import numpy as np
 from mpipipe import arrays, checkpoint, environment, files, nn, optim
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import released_at_end
+from mpipipe.checkpoint import released_at_end, take_folder
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
@@ -25,7 +25,7 @@ from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.task_loss import loss_of
-from mpipipe.train.trainer import Tracing, Trainer, trace_folder
+from mpipipe.train.trainer import Trainer, trace_folder
 from mpipipe.train.training_plan import (
     best_plan,
     make_shard,
@@ -65,9 +65,11 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     check_same_config(group, config)
     if config.tensorboard:
         group.from_one("train: where metrics go", metrics.check_tensorboard)
-    owner = output_folder.claim(comm, config.out, task.folders)
-    out = owner.folder
+    out = Path(output_folder.shared_path(comm, config.out))
+    owner = take_folder(out, group, output_folder.using)
+    owner.made = owner.made or config.out is None
     with released_at_end(owner, group):
+        output_folder.mend(out, group, task.folders)
         config = with_order(config, comm)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
         pipe = pipe_of(config, comm.size)
@@ -95,7 +97,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         task.open_data(plan, mesh)
         start = resume.find_start(config, task, mesh, out)
         reader = Reader(task, shard, plan, mesh, config.steps)
-        trainer = _trainer(stack, config, reader, device, layers, out)
+        trainer = _trainer(stack, config, reader, device, layers, out, trace)
         trainer.begin(start)
         reporter = _reporter(config, reader, device, out, start)
         stack.enter_context(reporter)
@@ -109,7 +111,6 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         )
         stack.enter_context(trainer.preemption)
         trainer.preemption.whereabouts = trainer.whereabouts
-        trainer.tracing = Tracing(trace, trainer.pipeline, mesh.comm, reporter.say)
         if chosen:
             reporter.say(chosen)
         stack.enter_context(trainer.saver)
@@ -128,6 +129,7 @@ def _trainer(
     device: str,
     layers: list[object],
     out: Path,
+    trace: Path | None,
 ) -> Trainer:
     """Make the stages of this rank, the loss, the pipeline and the optimizer, on the `stack`."""
     mesh = reader.mesh
@@ -150,7 +152,7 @@ def _trainer(
     )
     stack.enter_context(pipeline)
     norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
-    return Trainer(config, reader, pipeline, loss, norm, out)
+    return Trainer(config, reader, pipeline, loss, norm, out, trace)
 
 
 def _reporter(

@@ -31,9 +31,9 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
-from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
+from mpipipe.job import ThreadTask, group_of, wait_locally
 from mpipipe.options import Values
-from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
+from mpipipe.planning import LayerPlan, name_ends
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
@@ -113,24 +113,14 @@ PER_SECOND = "samples_per_second", "tokens_per_second"
 LAYOUTS = "contiguous", "zigzag", "striped"
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "loss": ("a function of output and target", _is_function),
-    "layout": (" or ".join(LAYOUTS), lambda value: value in LAYOUTS),
+    "layout": (" or ".join(LAYOUTS), LAYOUTS.__contains__),
     "unit": ("a word", lambda value: isinstance(value, str) and value.isprintable()),
     "units": ("a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
-    "per_second": (" or ".join(PER_SECOND), lambda value: value in PER_SECOND),
+    "per_second": (" or ".join(PER_SECOND), PER_SECOND.__contains__),
     "freeze": ("patterns in a tuple", partial(_is_list_of, str)),
     "groups": ("optim.Group objects in a tuple", partial(_is_list_of, optim.Group)),
     "folders": ("names in a tuple", partial(_is_list_of, str)),
 }
-
-
-def check_attributes(task: Task) -> None:
-    """Raise ConfigError for an attribute of a task that cannot be meant."""
-    for name, (expected, is_right) in ATTRIBUTES.items():
-        value = getattr(task, name)
-        if not is_right(value):
-            raise ConfigError(
-                f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
-            )
 
 
 def costs_of(task: Task) -> list[float]:
@@ -176,7 +166,20 @@ def make_optimizer(
     with together:
         optimizer = call(task, "optimizer", stages, config)
         if optimizer is not None:
-            _check_optimizer(optimizer, config, task)
+            lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]
+            if lacking:
+                raise ConfigError(
+                    f"{place_of(task, 'optimizer')} returns no optimizer",
+                    found=f"{type(optimizer).__name__} without {', '.join(lacking)}",
+                    expected="one with " + ", ".join(OPTIMIZER),
+                )
+            if config.shard_optimizer:
+                raise ConfigError(
+                    "shard_optimizer, and a task with an optimizer of its own",
+                    found=f"{type(task).__name__}.optimizer returns {type(optimizer).__name__}",
+                    expected="None there: the optimizer that the options name is sharded",
+                    remedy="leave out shard_optimizer, or let the task return None",
+                )
             return optimizer
     common: Values = {
         "weight_decay": config.weight_decay,
@@ -186,23 +189,6 @@ def make_optimizer(
     if config.optimizer == "adamw":
         return optim.AdamW(stages, config.lr, **common)
     return optim.SGD(stages, config.lr, momentum=config.momentum, **common)
-
-
-def _check_optimizer(optimizer: object, config: TaskConfig, task: Task) -> None:
-    lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]
-    if lacking:
-        raise ConfigError(
-            f"{place_of(task, 'optimizer')} returns no optimizer",
-            found=f"{type(optimizer).__name__} without {', '.join(lacking)}",
-            expected="one with " + ", ".join(OPTIMIZER),
-        )
-    if config.shard_optimizer:
-        raise ConfigError(
-            "shard_optimizer, and a task with an optimizer of its own",
-            found=f"{type(task).__name__}.optimizer returns {type(optimizer).__name__}",
-            expected="None there: the optimizer that the options name is sharded",
-            remedy="leave out shard_optimizer, or let the task return None",
-        )
 
 
 def make_scaler(config: TaskConfig) -> optim.LossScaler:
@@ -220,7 +206,12 @@ def make_scaler(config: TaskConfig) -> optim.LossScaler:
 
 def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
     """Return the list of layers of a task; collective over the ranks of the shard."""
-    check_attributes(task)
+    for name, (expected, is_right) in ATTRIBUTES.items():
+        value = getattr(task, name)
+        if not is_right(value):
+            raise ConfigError(
+                f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
+            )
     with seeded(seed, -1, waits=shard.comm.size > 1):
         entries = call(task, "layers", shard)
     if not isinstance(entries, (list, tuple)) or not entries:
@@ -285,19 +276,6 @@ def shapes_of(tree: Tree) -> str:
     return f"{structure}: {shapes}"
 
 
-def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> None:
-    """Raise MismatchError on all ranks where they have different layers; collective."""
-    facts: list[tuple[str, object]] = [("layers", len(problem.layers))]
-    facts += [(f"layer {number}", text) for number, text in enumerate(problem.signatures)]
-    group.agree(
-        "train: the layers",
-        tuple(facts),
-        message=f"the ranks have different layers from {place_of(task, 'layers')}",
-        remedy="make the list of layers of what is the same on all ranks; a layer may use "
-        "shard.rank, not its shapes",
-    )
-
-
 # -- Batches ---------------------------------------------------------------------------------------
 
 
@@ -324,7 +302,8 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> Rea
             raise DataError(
                 f"{place} returns no inputs and targets", found=kind, expected="(inputs, targets)"
             )
-        make = partial(as_batch, rows=rows, shard=shard, any_shapes=task.per_microbatch)
+        counted_rows = None if task.per_microbatch else rows
+        make = partial(as_batch, dtype=shard.dtype, rows=counted_rows)
         inputs, targets, *more = result
         if shard.reads_inputs:
             inputs = make(inputs, f"the inputs of {place}")
@@ -343,10 +322,9 @@ def read_all(
     """Read the rows of all micro-batches; lists where the task gives these one by one."""
     if not task.per_microbatch:
         return read(task, method, number, rows, shard)
-    parts = []
+    readings = []
     for part in even_split(len(rows), microbatches):
-        parts.append(rows[part.start : part.stop])
-    readings = [read(task, method, number, part, shard) for part in parts]
+        readings.append(read(task, method, number, rows[part.start : part.stop], shard))
     columns = [None if column[0] is None else [*column] for column in zip(*readings)]
     inputs, targets, more = columns
     return inputs, targets, more
@@ -370,11 +348,11 @@ def example(
     return inputs, targets
 
 
-def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool = False) -> Tree:
+def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree:
     """Copy a batch into the dtype of the training: the task may fill the same arrays again.
 
-    Raises DataError for another number of rows, unless it has `any_shapes`, and for what is not
-    finite.
+    Raises DataError for another number of rows, unless it may have any shapes, without `rows`, and
+    for what is not finite.
     """
     try:
         leaves, structure = arrays.flatten(tree)
@@ -382,7 +360,7 @@ def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool 
         raise DataError(
             f"{what} are no arrays", found=type(tree).__name__, expected="numpy arrays"
         ) from error
-    if any_shapes and (not leaves or 0 in leaves[0].shape[:1]):
+    if rows is None and (not leaves or 0 in leaves[0].shape[:1]):
         raise DataError(
             f"{what} are empty",
             found=", ".join(f"shape {leaf.shape}" for leaf in leaves) or "no arrays",
@@ -392,23 +370,22 @@ def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool 
         )
     copies = []
     for leaf in leaves:
-        if not any_shapes and (leaf.ndim == 0 or len(leaf) != len(rows)):
+        if rows is not None and (leaf.ndim == 0 or len(leaf) != len(rows)):
             raise DataError(
                 f"{what} have another number of rows than was asked for",
                 found=f"shape {leaf.shape}",
                 expected=f"{len(rows)} along the first axis",
                 remedy="return as many rows as `rows` has; a source that ends early has fewer",
             )
-        if leaf.dtype.kind == "f":
-            dtype = shard.dtype
-        else:
-            dtype = leaf.dtype
+        kind = leaf.dtype
+        if kind.kind == "f":
+            kind = dtype
         if arrays.is_device(leaf):
-            copies.append(arrays.copied(leaf, dtype))
+            copies.append(arrays.copied(leaf, kind))
             continue
         if arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
-            _check_finite(leaf, what, None if any_shapes else rows)
-        copies.append(leaf.astype(dtype, "C"))
+            _check_finite(leaf, what, rows)
+        copies.append(leaf.astype(kind, "C"))
     return arrays.unflatten(copies, structure)
 
 

@@ -90,10 +90,7 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
             module = imported(place, code)
             modules = neighbours(place.parent)
         kind = task_class(module, place, chosen)
-        lacking = []
-        for method in NEEDED:
-            if getattr(kind, method) is getattr(Task, method):
-                lacking.append(method)
+        lacking = [name for name in NEEDED if getattr(kind, name) is getattr(Task, name)]
         if lacking:
             raise ConfigError(
                 f"{kind.__name__} in {place.name} lacks {' and '.join(lacking)}",
@@ -127,10 +124,7 @@ def imported(path: Path, code: bytes) -> ModuleType:
         exec(compile(code, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = []
-        for frame in frames:
-            if frame.filename == str(path):
-                lines.append(frame.lineno)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
         remedy = f"`python {path.name}` shows the same"
@@ -203,13 +197,8 @@ def task_class(module: ModuleType, path: Path, name: str) -> type[Task]:
 
 def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
     """Make the task with attributes as NAME=VALUE sets them, which keep their types."""
-    names = set()
-    for name in dir(kind):
-        if not name.startswith("_") and name not in vars(Task):
-            names.add(name)
-    is_record = dataclasses.is_dataclass(kind)
-    if dataclasses.is_dataclass(kind):
-        names.update(entry.name for entry in dataclasses.fields(kind))
+    public = {name for name in dir(kind) if not name.startswith("_")}
+    names = public.difference(vars(Task)).union(getattr(kind, "__dataclass_fields__", ()))
     texts = dict(value.partition("=")[::2] for value in values)
     for name, text in texts.items():
         if name not in names:
@@ -221,10 +210,8 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
             )
     try:
         task = kind()
-        parsed = {}
-        for name, text in texts.items():
-            parsed[name] = _parsed(name, text, getattr(task, name))
-        if is_record:
+        parsed = {name: _parsed(name, text, getattr(task, name)) for name, text in texts.items()}
+        if dataclasses.is_dataclass(kind):
             return kind(**parsed)
         for name, value in parsed.items():
             setattr(task, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
@@ -23,6 +24,11 @@ from mpipipe.train.task_calls import call, place_of
 # Records, and the last line, have these names already.
 RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}
 NAME = re.compile(r"[^\s=]+")
+
+
+def new_sums() -> dict[str, Array]:
+    """Return a dict in which sums of two numbers begin with zeros."""
+    return defaultdict(partial(np.zeros, 2))
 
 
 class Sample(NamedTuple):
@@ -71,10 +77,7 @@ class TaskLoss:
             value, gradients, *more = self([output], [target], **keywords)
             return value, gradients[0], *more
         by = partial(self.evaluate, **keywords)
-        result: tuple[Any, ...] = call(self.task, "loss", output, target, by=by)
-        weight: float | None = None
-        if len(result) == 3:
-            weight = result[2]
+        result, weight = call(self.task, "loss", output, target, by=by)
         outputs = [output]
         targets = [target]
         if self.over_batch:
@@ -95,16 +98,21 @@ class TaskLoss:
             if share:
                 metrics = self.metrics(y, goal)
             for name, mean in metrics.items():
-                self.sums.setdefault(name, np.zeros(2))[:] += mean * share, share
+                self.sums[name] += mean * share, share
         return result
 
-    def evaluate(self, output: Any, target: object, **keywords: object) -> tuple[Any, ...]:
-        """Call the loss of the task. Raises for a result that no pipeline takes."""
+    def evaluate(
+        self, output: Any, target: object, **keywords: object
+    ) -> tuple[tuple[Any, ...], float | None]:
+        """Return what the loss of the task returns, and the weight in it, if there is one.
+
+        Raises for a result that no pipeline takes.
+        """
         result: tuple[Any, ...] = self.task.loss(output, target, **keywords)
         weight = self.plain.checked(result)[2]
         if weight is not None and self.declared is not None:
             raise self.weight_error("mean_over_entries, too")
-        return result
+        return result, weight
 
     def weight_error(self, found: str) -> ConfigError:
         """Return the error for a third value that is no weight."""
@@ -139,9 +147,9 @@ class TaskLoss:
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of the `sums` over all ranks, which end here; collective."""
-        totals: dict[str, Array] = {}
+        totals = new_sums()
         for sums in group.gather("train: the metrics", self.sums):
             for name, both in sums.items():
-                totals.setdefault(name, np.zeros(2))[:] += both
+                totals[name] += both
         self.sums = None
         return {name: float(value / weight) for name, (value, weight) in totals.items()}

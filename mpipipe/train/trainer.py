@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from mpipipe.train.rehearsal import rehearse, seq_warning
 from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
 from mpipipe.train.task import Loss, Task
 from mpipipe.train.task_calls import Reader, call, make_optimizer, make_scaler, rate_of, read
-from mpipipe.train.task_loss import TaskLoss
+from mpipipe.train.task_loss import TaskLoss, new_sums
 
 
 class Made(NamedTuple):
@@ -42,7 +42,7 @@ class Trainer:
     """One training under way on this rank: its state, and the loop.
 
     `norm` says over which stages and ranks gradients are clipped. Set before `run`: `reporter`, a
-    NullReporter but on rank 0, `preemption`, which says when the job has to leave, and `tracing`.
+    NullReporter but on rank 0, and `preemption`, which says when the job has to leave.
 
     Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the
     sample from the seed. So these numbers are the position in the data and the state of all random
@@ -51,7 +51,6 @@ class Trainer:
 
     reporter: Reporter | NullReporter
     preemption: Preemption
-    tracing: Tracing
 
     def __init__(
         self,
@@ -61,6 +60,7 @@ class Trainer:
         loss: Loss,
         norm: optim.GlobalNorm,
         out: Path,
+        trace: Path | None,
     ) -> None:
         self.config = config
         self.reader = reader
@@ -71,6 +71,9 @@ class Trainer:
         self.loss = loss
         self.norm = norm
         self.out = out
+        # Where a trace of some steps will be written, and those recorded so far.
+        self.trace = trace
+        self.recording: Recording | None = None
         with self.group.raise_together("train: the optimizer"):
             self.optimizer = make_optimizer(self.task, pipeline.stages, config, self.mesh)
         self.scaler = make_scaler(config)
@@ -113,7 +116,8 @@ class Trainer:
             try:
                 made = self.step(step)
                 self.done = step + 1
-                self.tracing.end_step()
+                if self.recording is not None and self.recording.steps >= RECORDED:
+                    self._write_trace()
                 self._after_step(made)
             except MpipipeError as error:
                 error.message = f"step {step + 1} of {config.steps}: {error.message}"
@@ -171,7 +175,7 @@ class Trainer:
         self.saver.save(done, self._state(), beforehand=self.reporter.sync)
         if leaves:
             self.saver.wait()
-            self.tracing.finish()
+            self._write_trace()
             self._leave()
 
     def _note(self, saved: Path | None) -> None:
@@ -212,7 +216,7 @@ class Trainer:
         """Leave the weights, a sample, and the last line."""
         task = self.task
         pipeline = self.pipeline
-        self.tracing.finish()
+        self._write_trace()
         self.saver.wait()
         record = self.record
         if record.validation is None:
@@ -249,28 +253,24 @@ class Trainer:
         checkpoint.load(start.path, self.mesh, self.pipeline.stages, self.optimizer)
         with self.group.raise_together("train: the state in the checkpoint"):
             try:
-                self._restore(start)
+                facts = dict(start.state["record"])
+                if not all(type(value) in (int, float) for value in facts.values()):
+                    raise ValueError("the record has something else than numbers")
+                scale = start.state["loss_scale"]
+                counts = scale["good"], scale["skipped"], start.state["random"]["steps_taken"]
+                for count in counts:
+                    if type(count) is not int or count < 0:
+                        raise ValueError(f"{count!r:.40} is no count")
+                # Raises where it is out of range.
+                self.scaler.scale = optim.LossScaler(initial=scale["scale"]).scale
             except (KeyError, TypeError, ValueError) as error:
                 raise ArgumentError(
                     f"the state in the checkpoint is wrong: {type(error).__name__}: {error}",
                     found=str(start.path),
                     remedy="resume another checkpoint",
                 ) from error
-
-    def _restore(self, start: Checkpoint) -> None:
-        facts = dict(start.state["record"])
-        if not all(type(value) in (int, float) for value in facts.values()):
-            raise ValueError("the record has something else than numbers")
-        scale = start.state["loss_scale"]
-        counts = scale["good"], scale["skipped"], start.state["random"]["steps_taken"]
-        for count in counts:
-            if type(count) is not int or count < 0:
-                raise ValueError(f"{count!r:.40} is no count")
-        # Raises where it is out of range.
-        optim.LossScaler(initial=scale["scale"])
         self.done = start.step
         self.record = Record.of(facts)
-        self.scaler.scale = float(scale["scale"])
         self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = counts
 
     def whereabouts(self) -> str:
@@ -291,13 +291,15 @@ class Trainer:
         """Make one step. On a GPU with the whole model it is under way when this returns."""
         config = self.config
         start = perf_counter()
-        self.tracing.begin_step(config.steps - step)
-        with self.tracing.part("reading"):
+        made = self.times[1, 0]
+        if self.trace is not None and (made == 1 or (made == 0 and step + 1 == config.steps)):
+            self.recording = Recording(self.pipeline, self.mesh.comm)
+        with self._part("reading"):
             batch = self.reader.batch(step)
         lr = rate_of(self.task, step, config)
         scaler = self.scaler
         result = self.pipeline.step(*batch, scale=scaler.scale)
-        with self.tracing.part("optimizer"):
+        with self._part("optimizer"):
             optimizer = self.optimizer
             # An optimizer of the task's own does not wait for a save that still reads.
             nn.announce_write(optimizer, *optimizer.stages)
@@ -306,6 +308,32 @@ class Trainer:
         self.times += 1, perf_counter() - start, 0, self.reader.waited
         self.reporter.advance()
         return Made(result, lr, norm)
+
+    def _part(self, name: str) -> AbstractContextManager[None]:
+        """Mark a part of the step in the trace."""
+        if self.recording is None:
+            return nullcontext()
+        return getattr(self.recording, name)()
+
+    def _write_trace(self) -> None:
+        """Write the trace of the steps recorded so far, if there are any; collective."""
+        recording = self.recording
+        self.recording = None
+        if recording is None:
+            return
+        recording.end()
+        trace = recording.trace
+        if trace is None or self.trace is None:
+            return
+        say = self.reporter.say
+        steps = counted(len(trace.records[0].steps), "step")
+        say(f"mpipipe: where the time of {steps} went\n{trace.table()}")
+        try:
+            trace.write(self.trace)
+            say(f"mpipipe: the trace is in {self.trace}")
+        except (OSError, ArgumentError) as error:
+            # No reason to lose a training.
+            say(f"mpipipe: the trace cannot be written: {error}")
 
     def _read(self, made: Made) -> tuple[float, float | None]:
         """Return loss and norm (None if skipped) of a step on every rank; waits for a GPU.
@@ -342,7 +370,7 @@ class Trainer:
         scores = None
         if isinstance(self.loss, TaskLoss) and self.loss.has_metrics:
             scores = self.loss
-            scores.sums = {}
+            scores.sums = new_sums()
         evaluate = self.pipeline.weighed_evaluation
         total = 0.0
         weights = 0.0
@@ -441,57 +469,3 @@ def trace_folder(
     if group_of(comm).from_one("train: the folder of the trace", exists):
         return None
     return folder
-
-
-class Tracing:
-    """Records some steps of a training into a folder, if there is one, and shows their time."""
-
-    def __init__(
-        self,
-        folder: Path | None,
-        pipeline: Pipeline,
-        comm: Communicator,
-        say: Callable[[str], None],
-    ) -> None:
-        self.folder = folder
-        self.pipeline = pipeline
-        self.comm = comm
-        self.say = say
-        self.recording: Recording | None = None
-        self.made = 0
-
-    def begin_step(self, left: int) -> None:
-        """Record from this step on if it is the second one, or the last; collective."""
-        if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
-            self.recording = Recording(self.pipeline, self.comm)
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Mark a part of the step: the "optimizer", or "reading", the wait for its batch."""
-        if self.recording is None:
-            return nullcontext()
-        return getattr(self.recording, name)()
-
-    def end_step(self) -> None:
-        """Write the trace once enough steps are recorded; collective."""
-        self.made += 1
-        if self.recording is not None and self.recording.steps >= RECORDED:
-            self.finish()
-
-    def finish(self) -> None:
-        """Write the trace of the steps recorded so far, if there are any; collective."""
-        recording = self.recording
-        self.recording = None
-        if recording is None:
-            return
-        recording.end()
-        trace = recording.trace
-        if trace is None or self.folder is None:
-            return
-        steps = counted(len(trace.records[0].steps), "step")
-        self.say(f"mpipipe: where the time of {steps} went\n{trace.table()}")
-        try:
-            trace.write(self.folder)
-            self.say(f"mpipipe: the trace is in {self.folder}")
-        except (OSError, ArgumentError) as error:
-            # No reason to lose a training.
-            self.say(f"mpipipe: the trace cannot be written: {error}")

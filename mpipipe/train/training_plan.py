@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -20,7 +20,6 @@ from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import (
-    agree_on_layers,
     call,
     chain,
     costs_of,
@@ -29,6 +28,7 @@ from mpipipe.train.task_calls import (
     make_optimizer,
     make_scaler,
     outline,
+    place_of,
     shapes_of,
 )
 from mpipipe.train.task_loss import loss_of
@@ -81,23 +81,21 @@ def plan_layers(
         raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
     task.check_stages(schedule.stages)
     ranges = schedules.partition(problem.costs, schedule.stages)
-    if config.partition is not None:
-        _check_partition(config.partition, len(problem.layers), schedule.stages)
-        ranges = list(pairwise(accumulate(config.partition, initial=0)))
+    counts = config.partition
+    if counts is not None:
+        layers = len(problem.layers)
+        if len(counts) != schedule.stages or sum(counts) != layers:
+            raise ConfigError(
+                "the partition does not fit",
+                found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in "
+                f"{in_one_text(counts)}",
+                expected=f"{counted(schedule.stages, 'stage')} with {counted(layers, 'layer')}",
+                remedy="count embedding, attention, feed-forward and head as a layer each, or "
+                "leave partition out",
+            )
+        ranges = list(pairwise(accumulate(counts, initial=0)))
     schedule = planning.completed(schedule, ranges, problem.trained_layers, config.recompute_limit)
     return planning.LayerPlan(schedule, ranges, rows).with_names(problem.layers)
-
-
-def _check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
-    if len(counts) != stages or sum(counts) != layers:
-        raise ConfigError(
-            "the partition does not fit",
-            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in "
-            f"{in_one_text(counts)}",
-            expected=f"{counted(stages, 'stage')} with {counted(layers, 'layer')}",
-            remedy="count embedding, attention, feed-forward and head as a layer each, or leave "
-            "partition out",
-        )
 
 
 # -- A schedule that a configuration gives as a table of actions, not by its name ------------------
@@ -213,7 +211,14 @@ def make_shard(
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
         problem = problem_of(config, task, pipe, replicas)
-    agree_on_layers(task, problem, group)
+    signatures = [(f"layer {place}", text) for place, text in enumerate(problem.signatures)]
+    group.agree(
+        "train: the layers",
+        (("layers", len(layers)), *signatures),
+        message=f"the ranks have different layers from {place_of(task, 'layers')}",
+        remedy="make the list of layers of what is the same on all ranks; a layer may use "
+        "shard.rank, not its shapes",
+    )
     return shard, layers, problem
 
 
