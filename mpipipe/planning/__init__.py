@@ -9,6 +9,7 @@ from mpipipe.planning.problem import (
     MeasuredRanks,
     PlanningProblem,
     attentions,
+    count_once,
     declared,
     layers_with,
     parameters_of,

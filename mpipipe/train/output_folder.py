@@ -20,7 +20,7 @@ from pathlib import Path
 from mpipipe import files
 from mpipipe.checkpoint import is_owner_file, restore_folder
 from mpipipe.errors import ConfigError, StorageError
-from mpipipe.job import Communicator, RankGroup, group_of
+from mpipipe.job import Communicator, group_of
 from mpipipe.options import Values, written
 from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
@@ -58,17 +58,13 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     return group_of(comm).from_one("the path of a folder", find)
 
 
-def mend(out: Path, group: RankGroup, replaced: Sequence[str]) -> None:
-    """Mend what a killed job has left in the folder; collective.
-
-    `replaced` are folders in it that are replaced as a whole.
-    """
-    with group.raise_together("train: what a killed job has left"), using(out):
-        if group.rank == 0:
-            for name in replaced:
-                restore_folder(out / name)
-            for marker in out.glob(f"{MARKER}-*"):
-                marker.unlink()
+def mend(out: Path, replaced: Sequence[str]) -> None:
+    """Mend what a killed job has left in the folder, of which some are replaced as a whole."""
+    with using(out):
+        for name in replaced:
+            restore_folder(out / name)
+        for marker in out.glob(f"{MARKER}-*"):
+            marker.unlink()
 
 
 def names_in(out: Path) -> set[str]:

@@ -213,7 +213,7 @@ class Reporter:
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
         lines = lines_of(record, self.steps, self.unit, self.pace.timing())
-        if record.bubble is not None:
+        if record.bubble is not None and record.predicted is not None:
             self.bubbles += 1
             # The first record includes the step that allocates memory.
             if self.bubbles == 2:
@@ -226,7 +226,6 @@ class Reporter:
         self.metrics.sync()
 
     def __enter__(self) -> Reporter:
-        self.pace.begin()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -258,9 +257,6 @@ class Pace:
         self.steps = steps
         self.before = done
         self.done = done
-        self.begin()
-
-    def begin(self) -> None:
         self.start = self.last = time.monotonic()
 
     def timing(self) -> str:

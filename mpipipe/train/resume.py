@@ -33,11 +33,12 @@ def checkpoints_of(out: Path) -> Path:
 
 def facts_of(config: TaskConfig, task: Task) -> Values:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
-    return {
-        "configuration": plain(written(config)),
-        "model": plain(task.sizes()),
+    facts = {
+        "configuration": written(config),
+        "model": task.sizes(),
         "fingerprint": task.fingerprint,
     }
+    return plain(facts)
 
 
 def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:
@@ -173,9 +174,8 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
 
 def _fixed(facts: Values, config: TaskConfig, task: Task, others: Sequence[str]) -> Values:
     """Return what must stay the same: sizes are those of the model, where options leave them."""
-    values = plain(written(type(config)()))
-    values.update(facts["configuration"])
-    values.update(plain(task.compared(facts["model"])))
+    sizes = plain(task.compared(facts["model"]))
+    values = {**plain(written(type(config)())), **facts["configuration"], **sizes}
     return {key: value for key, value in values.items() if key not in others}
 
 

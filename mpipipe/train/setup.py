@@ -69,7 +69,8 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     owner = take_folder(out, group, output_folder.using)
     owner.made = owner.made or config.out is None
     with released_at_end(owner, group):
-        output_folder.mend(out, group, task.folders)
+        mend = partial(output_folder.mend, out, task.folders)
+        group.from_one("train: what a killed job has left", mend)
         config = with_order(config, comm)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
         pipe = pipe_of(config, comm.size)

@@ -53,9 +53,7 @@ class Shard:
         self.comm = comm
         self.rank = comm.rank
         self.kind = layout
-        self.size = comm.size
-        if size is not None:
-            self.size = size
+        self.size = size or comm.size
         self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
         # True once `attend` was called.

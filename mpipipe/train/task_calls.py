@@ -281,14 +281,24 @@ def shapes_of(tree: Tree) -> str:
 
 def where(method: str, number: int, rows: range) -> str:
     """Return the arguments of `batch` or `validation` in words."""
-    name = "index"
-    if method == "batch":
-        name = "step"
+    name = {"batch": "step", "validation": "index"}[method]
     return f"({name}={number}, rows={rows.start}..{rows.stop - 1})"
 
 
-def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> Reading:
-    """Return inputs, targets, and what comes with them; checks what this rank needs of them."""
+def read(
+    task: Task, method: str, number: int, rows: range, shard: Shard, microbatches: int | None = None
+) -> Reading:
+    """Return inputs, targets, and what comes with them; checks what this rank needs of them.
+
+    With `microbatches` they are lists where the task gives these one by one.
+    """
+    if task.per_microbatch and microbatches is not None:
+        readings = []
+        for part in even_split(len(rows), microbatches):
+            readings.append(read(task, method, number, rows[part.start : part.stop], shard))
+        columns: list[Any] = [None if column[0] is None else [*column] for column in zip(*readings)]
+        inputs, targets, more = columns
+        return inputs, targets, more
     when = where(method, number, rows)
     place = f"{place_of(task, method)}{when}"
     # The lock is held until all is copied: another method of the task may fill the same arrays
@@ -304,30 +314,13 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> Rea
             )
         counted_rows = None if task.per_microbatch else rows
         make = partial(as_batch, dtype=shard.dtype, rows=counted_rows)
-        inputs, targets, *more = result
+        inputs = None
+        targets = None
         if shard.reads_inputs:
-            inputs = make(inputs, f"the inputs of {place}")
-        else:
-            inputs = None
+            inputs = make(result[0], f"the inputs of {place}")
         if shard.reads_targets:
-            targets = make(targets, f"the targets of {place}")
-        else:
-            targets = None
-    return inputs, targets, more[0] if more else None
-
-
-def read_all(
-    task: Task, method: str, number: int, rows: range, microbatches: int, shard: Shard
-) -> Reading:
-    """Read the rows of all micro-batches; lists where the task gives these one by one."""
-    if not task.per_microbatch:
-        return read(task, method, number, rows, shard)
-    readings = []
-    for part in even_split(len(rows), microbatches):
-        readings.append(read(task, method, number, rows[part.start : part.stop], shard))
-    columns = [None if column[0] is None else [*column] for column in zip(*readings)]
-    inputs, targets, more = columns
-    return inputs, targets, more
+            targets = make(result[1], f"the targets of {place}")
+    return inputs, targets, (*result, None)[2]
 
 
 def example(
@@ -338,10 +331,10 @@ def example(
     if type(task).example is not Task.example:
         return task.example(rows, microbatches, shard)
     if task.per_microbatch and microbatches > 1:
-        return read_all(task, "batch", 0, range(rows), microbatches, shard)[:2]
+        return read(task, "batch", 0, range(rows), shard, microbatches)[:2]
     first = range(min(rows, most or rows))
     inputs, targets, _ = read(task, "batch", 0, first, shard)
-    if len(first) < rows and not task.per_microbatch:
+    if not task.per_microbatch:
         places = np.arange(rows) % len(first)
         inputs = arrays.mapped(lambda leaf: leaf[places], inputs)
         targets = arrays.mapped(lambda leaf: leaf[places], targets)
@@ -465,7 +458,7 @@ class Reader:
         """Return what the task gives of all rows of this rank."""
         try:
             microbatches = self.plan.schedule.microbatches
-            return read_all(self.task, method, number, self.rows, microbatches, self.shard)
+            return read(self.task, method, number, self.rows, self.shard, microbatches)
         except MpipipeError as error:
             if error.rank is None:
                 error.rank = self.mesh.rank

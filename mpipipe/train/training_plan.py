@@ -278,19 +278,9 @@ class MemoryEstimate:
     problem: planning.PlanningProblem
     plan: planning.LayerPlan
     ranks: list[planning.RankBytes]
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, each tied one once."""
-        sizes = {}
-        for name, entry in planning.declared(self.problem.layers).items():
-            sizes[entry.tie or name] = entry.size
-        return sum(sizes.values())
-
-    @property
-    def count(self) -> int:
-        """Number of all ranks."""
-        return self.problem.ranks * self.problem.replicas * self.problem.seq
+    # Of all ranks, and of parameters, each tied one once.
+    count: int
+    parameters: int
 
 
 def estimate_task(
@@ -337,4 +327,6 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
         of_ranks = planning.rank_bytes(
             measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
         )
-    return MemoryEstimate(config, task, measured.problem, plan, of_ranks)
+    problem = measured.problem
+    parameters = planning.count_once(planning.declared(problem.layers))
+    return MemoryEstimate(config, task, problem, plan, of_ranks, ranks, parameters)
