@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, environment, files, nn, optim
+from mpipipe import arrays, checkpoint, environment, files, nn
 from mpipipe.arrays import Array
-from mpipipe.attention import kernels
 from mpipipe.checkpoint import released_at_end, take_folder
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
-from mpipipe.pipeline import Pipeline
 from mpipipe.planning import check_training
 from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
@@ -24,7 +22,6 @@ from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
-from mpipipe.train.task_loss import loss_of
 from mpipipe.train.trainer import Trainer, trace_folder
 from mpipipe.train.training_plan import (
     best_plan,
@@ -98,7 +95,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         task.open_data(plan, mesh)
         start = resume.find_start(config, task, mesh, out)
         reader = Reader(task, shard, plan, mesh, config.steps)
-        trainer = _trainer(stack, config, reader, device, layers, out, trace)
+        trainer = Trainer(stack, config, reader, device, layers, out, trace)
         trainer.begin(start)
         reporter = _reporter(config, reader, device, out, start)
         stack.enter_context(reporter)
@@ -121,39 +118,6 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
             # The report of the end of the job has it.
             error.args = error.args or (trainer.whereabouts(),)
             raise
-
-
-def _trainer(
-    stack: ExitStack,
-    config: TaskConfig,
-    reader: Reader,
-    device: str,
-    layers: list[object],
-    out: Path,
-    trace: Path | None,
-) -> Trainer:
-    """Make the stages of this rank, the loss, the pipeline and the optimizer, on the `stack`."""
-    mesh = reader.mesh
-    task = reader.task
-    plan = reader.plan
-    with group_of(mesh.comm).raise_together("train: the stages"):
-        kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-        layers.clear()  # they may hold whole models
-        loss = loss_of(task, stages[-1], plan.microbatch_rows, reader.shard)
-    pipeline = Pipeline(
-        stages,
-        plan.schedule,
-        mesh.pipe,
-        loss,
-        config.recompute,
-        mesh.replicas,
-        input_grads=False,
-        slice_lengths=reader.shard.slice_lengths,
-    )
-    stack.enter_context(pipeline)
-    norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
-    return Trainer(config, reader, pipeline, loss, norm, out, trace)
 
 
 def _reporter(

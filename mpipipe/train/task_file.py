@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import ClassVar
 from mpipipe import files
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
-from mpipipe.options import option
+from mpipipe.options import NOUNS, option
 from mpipipe.text import near
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import NEEDED, Task, TaskSource
@@ -226,20 +226,14 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
     return task
 
 
-# How a text becomes a value of a type, and how an error names that type.
-PARSERS: dict[type, tuple[Callable[[str], object], str]] = {
-    bool: (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
-    int: (int, "an integer"),
-    float: (float, "a number"),
-    str: (str, "a text"),
-}
-
-
 def _parsed(name: str, text: str, now: object) -> object:
     """Return a text in the type that the attribute has now."""
+    kind = type(now)
     expected = "an attribute that is a number, a text, true or false"
-    if type(now) in PARSERS:
-        parse, expected = PARSERS[type(now)]
+    if kind in (bool, int, float, str):
+        expected = NOUNS[kind]
         with suppress(ValueError, KeyError):
-            return parse(text)
+            if kind is bool:
+                return {"true": True, "false": False}[text.lower()]
+            return kind(text)
     raise ConfigError(f"--set {name}", found=repr(text), expected=expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -13,6 +13,7 @@ import numpy as np
 
 from mpipipe import arrays, checkpoint, nn, optim, schedules
 from mpipipe.arrays import Array
+from mpipipe.attention import kernels
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
@@ -24,9 +25,9 @@ from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.rehearsal import rehearse, seq_warning
 from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
-from mpipipe.train.task import Loss, Task
+from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, make_optimizer, make_scaler, rate_of, read
-from mpipipe.train.task_loss import TaskLoss, new_sums
+from mpipipe.train.task_loss import TaskLoss, loss_of, new_sums
 
 
 class Made(NamedTuple):
@@ -41,7 +42,8 @@ class Made(NamedTuple):
 class Trainer:
     """One training under way on this rank: its state, and the loop.
 
-    `norm` says over which stages and ranks gradients are clipped. Set before `run`: `reporter`, a
+    Stages, pipeline and norm are made on the `stack`, and `layers` are taken out of their list. Set
+    before `run`: `reporter`, a
     NullReporter but on rank 0, and `preemption`, which says when the job has to leave.
 
     Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the
@@ -54,32 +56,51 @@ class Trainer:
 
     def __init__(
         self,
+        stack: ExitStack,
         config: TaskConfig,
         reader: Reader,
-        pipeline: Pipeline,
-        loss: Loss,
-        norm: optim.GlobalNorm,
+        device: str,
+        layers: list[object],
         out: Path,
         trace: Path | None,
     ) -> None:
         self.config = config
         self.reader = reader
-        self.task = reader.task
-        self.mesh = reader.mesh
-        self.group = group_of(self.mesh.comm)
-        self.pipeline = pipeline
-        self.loss = loss
-        self.norm = norm
+        self.task = task = reader.task
+        self.mesh = mesh = reader.mesh
+        self.group = group_of(mesh.comm)
         self.out = out
         # Where a trace of some steps will be written, and those recorded so far.
         self.trace = trace
         self.recording: Recording | None = None
+        plan = reader.plan
+        with self.group.raise_together("train: the stages"):
+            kernels.check_choice(device)
+            stages = plan.stages(
+                mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze
+            )
+            # They may hold whole models.
+            layers.clear()
+            self.loss = loss_of(task, stages[-1], plan.microbatch_rows, reader.shard)
+        self.pipeline = Pipeline(
+            stages,
+            plan.schedule,
+            mesh.pipe,
+            self.loss,
+            config.recompute,
+            mesh.replicas,
+            input_grads=False,
+            slice_lengths=reader.shard.slice_lengths,
+        )
+        stack.enter_context(self.pipeline)
+        norm = optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas)
+        self.norm = stack.enter_context(norm)
         with self.group.raise_together("train: the optimizer"):
-            self.optimizer = make_optimizer(self.task, pipeline.stages, config, self.mesh)
+            self.optimizer = make_optimizer(task, self.pipeline.stages, config, mesh)
         self.scaler = make_scaler(config)
         # Its end finishes what is in flight.
         self.saver = checkpoint.Saver(
-            resume.checkpoints_of(out), self.mesh, pipeline.stages, self.optimizer, keep=config.keep
+            resume.checkpoints_of(out), mesh, self.pipeline.stages, self.optimizer, keep=config.keep
         )
         # Number of steps made, and the last record.
         self.done = 0
