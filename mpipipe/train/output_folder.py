@@ -5,21 +5,20 @@ In it config.toml and environment.json say where the numbers come from.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
 import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
+from itertools import filterfalse
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.checkpoint import is_owner_file, restore_folder
-from mpipipe.errors import ConfigError, StorageError
+from mpipipe.checkpoint import check_owned, is_owner_file, restore_folder
+from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import Communicator, group_of
 from mpipipe.options import Values, written
 from mpipipe.planning import LayerPlan
@@ -29,7 +28,6 @@ from mpipipe.train.task import Task
 # Seconds in which a network file system shows one host what another one wrote.
 PATIENCE = 10.0
 PAUSE = 0.1
-MARKER = ".mpipipe-marker"
 # Left once all ranks have ended well; batch scripts look at it.
 FINISHED = "finished"
 
@@ -63,17 +61,12 @@ def mend(out: Path, replaced: Sequence[str]) -> None:
     with using(out):
         for name in replaced:
             restore_folder(out / name)
-        for marker in out.glob(f"{MARKER}-*"):
-            marker.unlink()
 
 
 def names_in(out: Path) -> set[str]:
     """Return what is in an output folder besides what any job has there from its start."""
     with using(out):
-        names = set()
-        if out.exists():
-            names = set(os.listdir(out))
-    return {name for name in names if not is_owner_file(name) and not name.startswith(MARKER)}
+        return set(filterfalse(is_owner_file, os.listdir(out)))
 
 
 def check_vacant(out: Path, resumable: bool) -> None:
@@ -107,48 +100,29 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     scattered.
     """
     group = group_of(comm)
-    token = None
-    if comm.rank == 0:
-        token = secrets.token_hex(16)
-    token = group.broadcast("the marker of the output folder", token)
-    marker = out / f"{MARKER}-{token}"
     with group.raise_together("making the output folder"), using(out):
         if comm.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             # A training that goes on is not finished any more.
             (out / FINISHED).unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(marker, flags, 0o644), "w") as file:
-                file.write(token)
-    try:
-        with group.raise_together("looking at the output folder"):
-            if writes and not _sees(marker, token):
-                raise ConfigError(
-                    "the output folder of rank 0 is not there on this rank",
-                    found=f"no such {out} on {socket.gethostname()}",
-                    expected="one folder that all ranks which write weights see and may write to",
-                    remedy="choose one on a file system that all hosts share, with --out",
-                )
-    finally:
-        if comm.rank == 0:
-            with suppress(OSError):
-                marker.unlink()
+    with group.raise_together("looking at the output folder"):
+        if writes and not _sees(out):
+            raise ConfigError(
+                "the output folder of rank 0 is not there on this rank",
+                found=f"no such {out} on {socket.gethostname()}",
+                expected="one folder that all ranks which write weights see and may write to",
+                remedy="choose one on a file system that all hosts share, with --out",
+            )
 
 
-def _sees(marker: Path, token: str) -> bool:
-    """True if this rank reads the token in the marker, and may write next to the marker."""
+def _sees(out: Path) -> bool:
+    """True if this rank finds the file of this job's owner in the folder, and may write there."""
     stop = time.monotonic() + PATIENCE
     while time.monotonic() < stop:
-        try:
-            if files.read_text(marker, len(token)) == token and os.access(marker.parent, os.W_OK):
+        with suppress(OwnerError):
+            check_owned(out)
+            if os.access(out, os.W_OK):
                 return True
-        except UnicodeDecodeError:
-            return False
-        except OSError as error:
-            # This process has too many open files: the folder is not to blame.
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                with using(marker.parent):
-                    raise
         time.sleep(PAUSE)
     return False
 
