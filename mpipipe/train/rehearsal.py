@@ -25,8 +25,18 @@ from mpipipe.job import Communicator, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge, rows_of_any
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, shapes_of, where
-from mpipipe.train.task_loss import Sample, TaskLoss
+from mpipipe.train.task_calls import (
+    Reader,
+    Sample,
+    TaskLoss,
+    call,
+    chain,
+    example,
+    place_of,
+    read,
+    shapes_of,
+    where,
+)
 
 # Relative differences of the same numbers: made among other rows in float64, made in the precision
 # of a training, and read again on another processor.
@@ -177,15 +187,12 @@ def mean_error(
         results = list(map(loss.plain.checked, losses))
         series.append([_number(value) for value, _, _ in results])
     (_, gradient, weight), *of_parts = results
-    if not np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True):
-        return None
-    if loss.over_batch and weight is None:
-        return None
     weights = []
     for (_, _, part_weight), (_, target) in zip(of_parts, parts):
         weights.append(rows_of_any(target) if part_weight is None else part_weight)
     total = sum(weights)
-    if not total:
+    stays = np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True)
+    if not stays or not total or (loss.over_batch and weight is None):
         return None
     if weight is not None and not math.isclose(weight, total, rel_tol=COARSE):
         return loss.weight_error(f"{weights[0]}, and {weight} {how}")
@@ -193,11 +200,8 @@ def mean_error(
         return None
     what = ("row", "position")[loss.axis]
     of_whole, *values = series[0]
-    mean = 0.0
-    for share, value in zip(weights, values):
-        # What counts nothing may have the value NaN.
-        if share:
-            mean += share * value / total
+    # What counts nothing may have the value NaN.
+    mean = np.dot(weights, np.nan_to_num(values)) / total
     if not np.isclose(of_whole, mean, rtol=near, atol=1e-7):
         return ConfigError(
             f"{place_of(loss.task, 'loss')} returns a value that is no mean over the {what}s",

@@ -20,7 +20,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import group_of
 from mpipipe.nn import Stage
 from mpipipe.options import Values, option_of, written
-from mpipipe.train import metrics, output_folder
+from mpipipe.train import output_folder, report
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import Task
 from mpipipe.train.task_file import TaskFileConfig
@@ -50,7 +50,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
     """
 
     def find() -> Checkpoint | None:
-        newest = checkpoint.newest(checkpoints_of(out))
+        newest = checkpoint.newest(out)
         path: Path | str | None = config.resume
         if config.resume == "auto":
             path = newest
@@ -62,7 +62,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
             output_folder.check_vacant(out, resumable=newest is not None)
             return start
         # Raises where they are no metrics.
-        metrics.records_until(out, 0 if start is None else start.step)
+        report.records_until(out, 0 if start is None else start.step)
         if start is None:
             _check_unfinished(out, task)
         return start
@@ -72,7 +72,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
 
 def newest_state(run: Path) -> Checkpoint:
     """Return the weights of a run folder or its newest checkpoint, whichever was written last."""
-    states = [checkpoint.newest(run / "weights"), checkpoint.newest(checkpoints_of(run))]
+    states = [checkpoint.newest(run / "weights"), checkpoint.newest(run)]
     paths = list(filter(None, states))
     if not paths:
         raise ConfigError(

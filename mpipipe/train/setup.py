@@ -16,7 +16,7 @@ from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.planning import check_training
-from mpipipe.train import metrics, output_folder, resume
+from mpipipe.train import output_folder, report, resume
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.task import Task
@@ -61,7 +61,7 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     group = group_of(comm)
     check_same_config(group, config)
     if config.tensorboard:
-        group.from_one("train: where metrics go", metrics.check_tensorboard)
+        group.from_one("train: where metrics go", report.check_tensorboard)
     out = Path(output_folder.shared_path(comm, config.out))
     owner = take_folder(out, group, output_folder.using)
     owner.made = owner.made or config.out is None
@@ -136,7 +136,7 @@ def _reporter(
             step = start.step
         with output_folder.using(out):
             renamed = resume.leave_behind(start, out)
-            metrics.cut(out, step)
+            report.cut(out, step)
             reporter = Reporter(
                 config.steps,
                 out,

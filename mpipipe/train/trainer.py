@@ -26,8 +26,17 @@ from mpipipe.train.config import TaskConfig
 from mpipipe.train.rehearsal import rehearse, seq_warning
 from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, call, make_optimizer, make_scaler, rate_of, read
-from mpipipe.train.task_loss import TaskLoss, loss_of, new_sums
+from mpipipe.train.task_calls import (
+    Reader,
+    TaskLoss,
+    call,
+    loss_of,
+    make_optimizer,
+    make_scaler,
+    new_sums,
+    rate_of,
+    read,
+)
 
 
 class Made(NamedTuple):
@@ -299,7 +308,7 @@ class Trainer:
         done = self.done
         steps = self.config.steps
         out = self.out
-        saved = checkpoint.newest(resume.checkpoints_of(out))
+        saved = checkpoint.newest(out)
         place = f"after step {done} of {steps}"
         if saved is not None:
             return f"{place}\n--resume auto --out {out} goes on from {saved.name}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from mpipipe import arrays, planning, schedules
 from mpipipe.arrays import Tree
@@ -18,23 +18,20 @@ from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
 from mpipipe.train.shard import Shard
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shape, Task
 from mpipipe.train.task_calls import (
     call,
     chain,
     costs_of,
     example,
     layers_of,
+    loss_of,
     make_optimizer,
     make_scaler,
     outline,
     place_of,
     shapes_of,
 )
-from mpipipe.train.task_loss import loss_of
-
-# Ranks of a pipeline, and number of pipelines.
-Sizes: TypeAlias = "tuple[int, int]"
 
 
 def pipe_of(config: TaskConfig, ranks: int) -> int:
@@ -196,14 +193,14 @@ def shard_of(config: TaskConfig, task: Task, comm: Communicator, sliced: bool = 
 
 
 def make_shard(
-    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Sizes | None = None, sliced: bool = True
+    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Shape | None = None, sliced: bool = True
 ) -> tuple[Shard, list[Any], planning.PlanningProblem]:
     """Return the share of samples, `sliced` or whole, the layers and the problem.
 
-    The outline of the task is set. `on_paper` are the ranks and the number of pipelines of a
-    training on other ranks than those of the mesh.
+    The outline of the task is set. `on_paper` is the shape of a mesh that is not there, with more
+    ranks than this one.
     """
-    pipe, replicas = on_paper or (mesh.pipe.size, mesh.data.size)
+    pipe, replicas, _ = on_paper or mesh.shape
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
         shard = shard_of(config, task, mesh.seq, sliced)
@@ -223,7 +220,7 @@ def make_shard(
 
 
 def measured_ranks(
-    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Sizes | None = None
+    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Shape | None = None
 ) -> planning.MeasuredRanks:
     """Return the ranks of a job, to measure a training on them; collective."""
     whole, _, problem = make_shard(config, task, mesh, on_paper, sliced=False)
@@ -322,7 +319,7 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
         lengths = sliced.slice_lengths or [1] * config.slices
         shares = [length / sum(lengths) for length in lengths]
     with Mesh(comm) as mesh:
-        measured = measured_ranks(config, task, mesh, (pipe, replicas))
+        measured = measured_ranks(config, task, mesh, (pipe, replicas, config.seq))
         plan = plan_layers(config, task, measured.problem)
         of_ranks = planning.rank_bytes(
             measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
