@@ -187,12 +187,14 @@ def mean_error(
         results = list(map(loss.plain.checked, losses))
         series.append([_number(value) for value, _, _ in results])
     (_, gradient, weight), *of_parts = results
+    stays = np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True)
+    if not stays or (loss.over_batch and weight is None):
+        return None
     weights = []
     for (_, _, part_weight), (_, target) in zip(of_parts, parts):
         weights.append(rows_of_any(target) if part_weight is None else part_weight)
     total = sum(weights)
-    stays = np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True)
-    if not stays or not total or (loss.over_batch and weight is None):
+    if not total:
         return None
     if weight is not None and not math.isclose(weight, total, rel_tol=COARSE):
         return loss.weight_error(f"{weights[0]}, and {weight} {how}")

@@ -52,8 +52,8 @@ class Trainer:
     """One training under way on this rank: its state, and the loop.
 
     Stages, pipeline and norm are made on the `stack`, and `layers` are taken out of their list. Set
-    before `run`: `reporter`, a
-    NullReporter but on rank 0, and `preemption`, which says when the job has to leave.
+    before `run`: `reporter`, a NullReporter but on rank 0, and `preemption`, which says when the
+    job has to leave.
 
     Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the
     sample from the seed. So these numbers are the position in the data and the state of all random
@@ -91,6 +91,7 @@ class Trainer:
             # They may hold whole models.
             layers.clear()
             self.loss = loss_of(task, stages[-1], plan.microbatch_rows, reader.shard)
+        self.stages = stages
         self.pipeline = Pipeline(
             stages,
             plan.schedule,
@@ -105,11 +106,11 @@ class Trainer:
         norm = optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas)
         self.norm = stack.enter_context(norm)
         with self.group.raise_together("train: the optimizer"):
-            self.optimizer = make_optimizer(task, self.pipeline.stages, config, mesh)
+            self.optimizer = make_optimizer(task, stages, config, mesh)
         self.scaler = make_scaler(config)
         # Its end finishes what is in flight.
         self.saver = checkpoint.Saver(
-            resume.checkpoints_of(out), mesh, self.pipeline.stages, self.optimizer, keep=config.keep
+            resume.checkpoints_of(out), mesh, stages, self.optimizer, keep=config.keep
         )
         # Number of steps made, and the last record.
         self.done = 0
@@ -122,7 +123,7 @@ class Trainer:
 
     def begin(self, start: Checkpoint | None) -> None:
         """Take the state of a checkpoint or a new one, and rehearse the first batches."""
-        stages = self.pipeline.stages
+        stages = self.stages
         if start is not None:
             self._load(start)
         else:
@@ -161,7 +162,7 @@ class Trainer:
         say = self.reporter.say
         schedule = self.reader.plan.schedule
         place = "GPUs"
-        if self.pipeline.stages[0].device == "cpu":
+        if self.stages[0].device == "cpu":
             place = "CPUs"
         say(
             f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
@@ -189,7 +190,7 @@ class Trainer:
         config = self.config
         done = self.done
         if config.check_weights and done % config.check_weights == 0:
-            checkpoint.check_replicas(self.mesh, self.pipeline.stages, self.optimizer)
+            checkpoint.check_replicas(self.mesh, self.stages, self.optimizer)
         ends = done == config.steps
         validates = ends or done % config.eval_every == 0
         if validates or done == 1 or done % config.log_every == 0:
@@ -245,7 +246,6 @@ class Trainer:
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
         task = self.task
-        pipeline = self.pipeline
         self._write_trace()
         self.saver.wait()
         record = self.record
@@ -254,8 +254,8 @@ class Trainer:
             record = self._validated(replace(record, step=self.done))
         with self._whole_parameters():
             plan = self.reader.plan
-            task.save(self.out, plan, pipeline.stages, self.mesh, self.done)
-            sample = task.sample(plan, pipeline, self.mesh, self.reader.shard) or self._shown()
+            task.save(self.out, plan, self.stages, self.mesh, self.done)
+            sample = task.sample(plan, self.pipeline, self.mesh, self.reader.shard) or self._shown()
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
@@ -280,7 +280,7 @@ class Trainer:
 
     def _load(self, start: Checkpoint) -> None:
         """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
-        checkpoint.load(start.path, self.mesh, self.pipeline.stages, self.optimizer)
+        checkpoint.load(start.path, self.mesh, self.stages, self.optimizer)
         with self.group.raise_together("train: the state in the checkpoint"):
             try:
                 facts = dict(start.state["record"])
