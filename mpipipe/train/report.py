@@ -82,12 +82,9 @@ class Record:
 
     def facts(self) -> Facts:
         """Return what was measured, by name: fields in their order, and the metrics."""
-        facts = {name: getattr(self, name) for name in FIELDS}
-        measured = {}
-        for name, value in facts.items():
-            if value is not None:
-                measured[name] = value
-        return {**measured, **self.metrics}
+        facts = {name: value for name, value in vars(self).items() if value is not None}
+        metrics = facts.pop("metrics")
+        return {**facts, **metrics}
 
 
 def finite(facts: Facts) -> Facts:

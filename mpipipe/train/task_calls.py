@@ -381,31 +381,24 @@ def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree
             copies.append(arrays.copied(leaf, kind))
             continue
         if arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
-            _check_finite(leaf, what, rows)
+            # A sum may be infinite by its size alone.
+            count = leaf.size
+            if rows is not None:
+                count = len(rows)
+            bad = np.flatnonzero(~np.isfinite(leaf).reshape(count, -1).all(axis=1))
+            if bad.size:
+                place = f"value {bad[0]} of an array"
+                if rows is not None:
+                    place = f"row {rows[bad[0]]}, counted in the whole batch"
+                raise DataError(
+                    f"{what} are not finite",
+                    found=f"NaN or infinity in {place}",
+                    expected="numbers",
+                    remedy="look at the data of this row; where values are missing, give numbers "
+                    "and a mask as a tuple of targets, and let the loss use it",
+                )
         copies.append(leaf.astype(kind, "C"))
     return arrays.unflatten(copies, structure)
-
-
-def _check_finite(leaf: Array, what: str, rows: range | None) -> None:
-    """Raise DataError for an array that is not finite: a sum may be infinite by its size alone."""
-    if rows is None:
-        count = leaf.size
-    else:
-        count = len(rows)
-    bad = np.flatnonzero(~np.isfinite(leaf).reshape(count, -1).all(axis=1))
-    if not bad.size:
-        return
-    place = f"value {bad[0]} of an array"
-    if rows is not None:
-        place = f"row {rows[bad[0]]}, counted in the whole batch"
-    raise DataError(
-        f"{what} are not finite",
-        found=f"NaN or infinity in {place}",
-        expected="numbers",
-        remedy="look at the data of this row; where values are missing, give numbers "
-        "and a mask as a tuple "
-        "of targets, and let the loss use it",
-    )
 
 
 class Reader:
@@ -552,10 +545,9 @@ class TaskLoss:
             if share is None or self.over_batch:
                 share = sum(leaf.size for leaf in arrays.flatten(goal)[0])
             # Nothing counts in a micro-batch without a share.
-            metrics = {}
-            if share:
-                metrics = self.metrics(y, goal)
-            for name, mean in metrics.items():
+            if not share:
+                continue
+            for name, mean in self.metrics(y, goal).items():
                 self.sums[name] += mean * share, share
         return result
 

@@ -428,7 +428,7 @@ class Trainer:
         inputs = None
         targets = None
         with group.raise_together("train: the batch to show"):
-            if shard.reads_inputs or shard.reads_targets:
+            if self.reader.reads:
                 rows = self.reader.rows[: self.reader.plan.microbatch_rows]
                 inputs, targets, _ = read(task, "validation", 0, rows, shard)
         output = self.pipeline.forward(inputs)

@@ -162,9 +162,8 @@ def problem_of(
             fixed[name] = value
     if config.slices > 1:
         fixed["slices"] = config.slices
-    if config.optimizer == "adamw":
-        moments = 2
-    else:
+    moments = 2
+    if config.optimizer == "sgd":
         moments = int(config.momentum > 0)
     return planning.PlanningProblem(
         layers=task.outline,
