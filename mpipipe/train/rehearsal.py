@@ -81,13 +81,13 @@ def seq_warning(task: Task, shard: Shard) -> str:
 
 def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
     """True if a layer may mix positions and, as far as is known, asks no other rank for theirs."""
-    if not nn.mixes(layer) or isinstance(layer, RIGHT_IN_PARTS):
-        return False
-    if isinstance(layer, ForeignLayer) and shard.attends:
-        return False
-    if isinstance(layer, nn.LearnedPositions) and layer.positions is not None:
-        return False
-    return isinstance(getattr(layer, "attend", None), (Local, type(None)))
+    asks = isinstance(layer, RIGHT_IN_PARTS)
+    if isinstance(layer, ForeignLayer):
+        asks = shard.attends
+    elif isinstance(layer, nn.LearnedPositions):
+        asks = layer.positions is not None
+    alone = isinstance(getattr(layer, "attend", None), (Local, type(None)))
+    return nn.mixes(layer) and alone and not asks
 
 
 # -- Rows: the same on all ranks, and whatever is asked for with them ------------------------------
@@ -352,6 +352,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     """
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
+    shard.seed = seed
     for method in ("batch", "validation"):
         batch = read(task, method, 0, range(rows), shard)[:2]
         last = list(map(row_fingerprint, _single(task, method, rows - 1, shard, batch)))
@@ -367,7 +368,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     passed: list[tuple[nn.Stage, Tree]] = []
     right = True
     mixing = ""
-    for place, (stage, x, output) in enumerate(chain(task, shard, seed, rows)):
+    for place, (stage, x, output) in enumerate(chain(task, shard, rows)):
         layer = stage.layers[0]
         module = layer
         if isinstance(layer, ForeignLayer):
@@ -466,11 +467,9 @@ def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pa
     line += end
     if not fine or loss.over_batch:
         return line, fine
-    problem = None
-    if alone:
-        how = f"for {len(alone)} rows, where the first is the mean of each alone"
-        arguments = (loss, alone, (output, target), NEAR, how, still)
-        problem = call(loss.task, "loss", *arguments, by=mean_error)
+    how = f"for {len(alone)} rows, where the first is the mean of each alone"
+    arguments = (loss, alone, (output, target), NEAR, how, still)
+    problem = call(loss.task, "loss", *arguments, by=mean_error)
     if problem is not None:
         reason = [problem.message, problem.found, problem.expected, problem.remedy]
         return f"loss: {'; '.join(map(str, reason))}", False

@@ -189,7 +189,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
         task.find_data(group_of(comm))
-        layers = layers_of(task, shard_of(config, task, comm), config.seed)
+        layers = layers_of(task, shard_of(config, task, comm))
         stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
         with Mesh(comm) as mesh:
             checkpoint.load(resume.newest_state(Path(run)).path, mesh, [stage])

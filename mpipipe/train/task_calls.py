@@ -208,7 +208,7 @@ def make_scaler(config: TaskConfig) -> optim.LossScaler:
 # -- The layers, on paper and in fact --------------------------------------------------------------
 
 
-def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
+def entries_of(task: Task, shard: Shard) -> list[Any]:
     """Return the list of layers of a task; collective over the ranks of the shard."""
     for name, (expected, is_right) in ATTRIBUTES.items():
         value = getattr(task, name)
@@ -216,7 +216,7 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
             raise ConfigError(
                 f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
             )
-    with seeded(seed, -1, waits=shard.comm.size > 1):
+    with seeded(shard.seed, -1, waits=shard.comm.size > 1):
         entries = call(task, "layers", shard)
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(
@@ -224,38 +224,36 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
             found=f"{type(entries).__name__}, {entries!r:.80}",
             expected="a list with a layer at least",
         )
-    entries = with_loss(entries, task.loss, seed)
+    entries = with_loss(entries, task.loss, shard.seed)
     name_ends(entries)
     return entries
 
 
-def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
+def layers_of(task: Task, shard: Shard) -> list[nn.Layer]:
     """Return all layers of a task, unbound."""
-    entries = entries_of(task, shard, seed)
-    return [as_layer(entry, place, seed) for place, entry in enumerate(entries)]
+    entries = entries_of(task, shard)
+    return [as_layer(entry, place, shard.seed) for place, entry in enumerate(entries)]
 
 
-def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
+def outline(task: Task, shard: Shard) -> list[Any]:
     """Set what the layers of a task are on paper; return the entries that stages are made of."""
-    entries = entries_of(task, shard, seed)
+    entries = entries_of(task, shard)
     task.outline = layers = []
     for place, entry in enumerate(entries):
-        layer = as_layer(entry, place, seed)
+        layer = as_layer(entry, place, shard.seed)
         layers.append(layer.forget() if isinstance(layer, ForeignLayer) else layer)
     return entries
 
 
-def chain(
-    task: Task, shard: Shard, seed: int, rows: int = 1
-) -> Iterator[tuple[nn.Stage, Tree, Tree]]:
+def chain(task: Task, shard: Shard, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree, Tree]]:
     """Yield each layer, bound, an input of it and its output; collective.
 
     ConfigError where they misfit.
     """
     x = example(task, rows, 1, shard)[0]
     values: dict[str, Tree] = {}
-    for place, layer in enumerate(layers_of(task, shard, seed)):
-        stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
+    for place, layer in enumerate(layers_of(task, shard)):
+        stage = nn.Stage([layer], shard.dtype, shard.seed, first=place, frozen=tuple(task.freeze))
         # Also what a layer further on in the same entry takes.
         stage.hand_on(stage.gives)
         x = nn.handed(x, values, stage.takes)

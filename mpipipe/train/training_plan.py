@@ -186,6 +186,7 @@ def shard_of(config: TaskConfig, task: Task, comm: Communicator, sliced: bool = 
     """Return this rank's share of samples, `sliced` as the configuration says or whole."""
     shard = task.shard(comm, config.seq)
     shard.dtype = arrays.dtype(config.dtype)
+    shard.seed = config.seed
     if sliced and config.slices > 1:
         shard.cut = lambda length: call(task, "slice_lengths", length, config.slices)
     return shard
@@ -205,7 +206,7 @@ def make_shard(
         shard = shard_of(config, task, mesh.seq, sliced)
         task.pipe = pipe
     with group.raise_together("train: the layers"):
-        layers = outline(task, shard, config.seed)
+        layers = outline(task, shard)
         problem = problem_of(config, task, pipe, replicas)
     signatures = [(f"layer {place}", text) for place, text in enumerate(problem.signatures)]
     group.agree(
@@ -227,12 +228,12 @@ def measured_ranks(
         inputs: list[Tree] = []
         # Else the task says how large they are.
         if not task.message_shape(1, whole):
-            inputs = [x for _, x, _ in chain(task, whole, config.seed)]
+            inputs = [x for _, x, _ in chain(task, whole)]
     largest = max(map(elements, inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         mesh=mesh,
-        layers=lambda: layers_of(task, whole, config.seed),
+        layers=lambda: layers_of(task, whole),
         loss_for=lambda stage, rows: loss_of(task, stage, rows, whole),
         example=lambda rows, microbatches: example(task, rows, microbatches, whole, config.batch),
         message_shape=lambda rows: task.message_shape(rows, whole) or (rows, largest),
@@ -309,16 +310,13 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
             found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
             expected=f"a multiple of {pipe * config.seq}",
         )
-    shares = [1.0]
-    if config.slices > 1:
-        task.pipe = pipe
-        sliced = shard_of(config, task, comm, sliced=True)
-        # Raises where the layers attend in another way.
-        outline(task, sliced, config.seed)
+    shape = pipe, replicas, config.seq
+    with Mesh(comm) as mesh:
+        # Raises where the layers attend in another way than slices can.
+        sliced, _, _ = make_shard(config, task, mesh, shape)
         lengths = sliced.slice_lengths or [1] * config.slices
         shares = [length / sum(lengths) for length in lengths]
-    with Mesh(comm) as mesh:
-        measured = measured_ranks(config, task, mesh, (pipe, replicas, config.seq))
+        measured = measured_ranks(config, task, mesh, shape)
         plan = plan_layers(config, task, measured.problem)
         of_ranks = planning.rank_bytes(
             measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
