@@ -10,9 +10,8 @@ The room trains any model, and knows nothing of tokens:
     config          what a user sets; one description of an option in mpipipe/options.py
     setup           from a task and a configuration to a trainer that runs
     trainer         the state of a training, and the loop
-    resume          where it begins
     report          what people and programs see; screen: where it is written
-    output_folder   the run folder
+    output_folder   the run folder, and where a training in it begins
     training_plan   layers of each rank; plans and memory, with mpipipe.planning
 """
 

@@ -16,7 +16,7 @@ from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.planning import check_training
-from mpipipe.train import output_folder, report, resume
+from mpipipe.train import output_folder, report
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.task import Task
@@ -69,17 +69,17 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
         mend = partial(output_folder.mend, out, task.folders)
         group.from_one("train: what a killed job has left", mend)
         config = with_order(config, comm)
-        trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
         pipe = pipe_of(config, comm.size)
         with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
-            record = _train(mesh, task, config, out, trace)
+            record = _train(mesh, task, config, out)
         output_folder.finish(out, comm)
         return record
 
 
-def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:
+def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
     device = select_device(config.device, mesh.comm)
     group = group_of(mesh.comm)
+    trace = trace_folder(mesh.comm, config, out)
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
         task.find_data(group)
@@ -93,7 +93,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
             check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
             task.check(plan, mesh)
         task.open_data(plan, mesh)
-        start = resume.find_start(config, task, mesh, out)
+        start = output_folder.find_start(config, task, mesh, out)
         reader = Reader(task, shard, plan, mesh, config.steps)
         trainer = Trainer(stack, config, reader, device, layers, out, trace)
         trainer.begin(start)
@@ -135,7 +135,7 @@ def _reporter(
         if start is not None:
             step = start.step
         with output_folder.using(out):
-            renamed = resume.leave_behind(start, out)
+            renamed = output_folder.leave_behind(start, out)
             report.cut(out, step)
             reporter = Reporter(
                 config.steps,
@@ -192,7 +192,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
         layers = layers_of(task, shard_of(config, task, comm))
         stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
         with Mesh(comm) as mesh:
-            checkpoint.load(resume.newest_state(Path(run)).path, mesh, [stage])
+            checkpoint.load(output_folder.newest_state(Path(run)).path, mesh, [stage])
         return task, stage
 
     return inprocess.run(1, work)[0]
@@ -215,7 +215,7 @@ def export(run: Path, target: Path) -> str:
     """Write the weights that `load` takes into one file, named by `Task.state_name`; say so."""
     config = _config_of(run)
     task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
-    weights = resume.newest_state(run)
+    weights = output_folder.newest_state(run)
     planned: dict[str, checkpoint.Planned] = {}
     for content in weights.files.values():
         for name, entry in content.arrays.items():

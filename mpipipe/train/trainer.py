@@ -21,7 +21,7 @@ from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline, StepResult
 from mpipipe.text import counted
 from mpipipe.tracing import Recording, check_new
-from mpipipe.train import output_folder, resume
+from mpipipe.train import output_folder
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.rehearsal import rehearse, seq_warning
 from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
@@ -110,7 +110,7 @@ class Trainer:
         self.scaler = make_scaler(config)
         # Its end finishes what is in flight.
         self.saver = checkpoint.Saver(
-            resume.checkpoints_of(out), mesh, stages, self.optimizer, keep=config.keep
+            out / output_folder.CHECKPOINTS, mesh, stages, self.optimizer, keep=config.keep
         )
         # Number of steps made, and the last record.
         self.done = 0
@@ -128,7 +128,7 @@ class Trainer:
             self._load(start)
         else:
             with self._whole_parameters():
-                resume.begin(self.config, self.task, self.mesh, stages)
+                output_folder.begin(self.config, self.task, self.mesh, stages)
         if isinstance(self.loss, TaskLoss):
             # Values may have been drawn without the seed.
             checkpoint.check_replicas(self.mesh, stages)
@@ -272,7 +272,7 @@ class Trainer:
         """Return what a checkpoint remembers besides arrays."""
         scaler = self.scaler
         return {
-            **resume.facts_of(self.config, self.task),
+            **output_folder.facts_of(self.config, self.task),
             "record": finite(self.record.facts()),
             "random": {"steps_taken": self.pipeline.steps_taken},
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
@@ -473,17 +473,15 @@ class Trainer:
 RECORDED = 16
 
 
-def trace_folder(
-    comm: Communicator, trace: str | None, out: Path, resumes: bool = False
-) -> Path | None:
+def trace_folder(comm: Communicator, config: TaskConfig, out: Path) -> Path | None:
     """Return where a trace will be written; the same error on every rank where it cannot be.
 
-    A training that `resumes` was perhaps traced before it was ended: nothing is recorded then where
-    the folder exists.
+    A training that is resumed was perhaps traced before it was ended: nothing is recorded then
+    where the folder exists.
     """
-    if trace is None:
+    if config.trace is None:
         return None
-    folder = Path(output_folder.shared_path(comm, trace))
+    folder = Path(output_folder.shared_path(comm, config.trace))
 
     def exists() -> bool:
         if folder == out or folder in out.parents or out in folder.parents:
@@ -492,7 +490,7 @@ def trace_folder(
                 found=f"out {out}, trace {folder}",
                 expected="a folder of its own for the trace",
             )
-        if not (resumes and folder.exists()):
+        if config.resume == "no" or not folder.exists():
             check_new(folder)
         return folder.exists()
 
