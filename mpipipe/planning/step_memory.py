@@ -110,7 +110,7 @@ def layer_bytes(
 ) -> tuple[list[StageBytes], dict[str, int]]:
     """Return the bytes of each layer of a model, and of what layers give and take by its names.
 
-    `example` are inputs and targets of a micro-batch with so many rows.
+    `example` are inputs and targets of a micro-batch with this number of rows.
     """
     # A loss may divide by what is in its targets.
     x = zeros_of(shapes_of(example[0]))
@@ -156,7 +156,7 @@ def lone_layers(
 ) -> Iterator[LoneLayer]:
     """Yield each layer, to be run; again the same for one of its kind with inputs of its shapes.
 
-    `x` is the input of the first one, a micro-batch with so many rows, and what layers give and
+    `x` is the input of the first one, a micro-batch with this number of rows. What layers give and
     take by names is put into `values`.
     """
     problem = measured.problem

@@ -64,7 +64,7 @@ def shared_path(comm: Communicator, path: str | None) -> str:
 
 
 def mend(out: Path, replaced: Sequence[str]) -> None:
-    """Mend what a killed job has left in the folder, of which some are replaced as a whole."""
+    """Mend the folders in it that a killed job has left half replaced."""
     with using(out):
         for name in replaced:
             checkpoint.restore_folder(out / name)

@@ -131,7 +131,7 @@ def costs_of(task: Task) -> list[float]:
     """Return the operations of each layer; ConfigError for what are no such numbers."""
     costs = call(task, "costs", by=lambda: [float(cost) for cost in task.costs()])
     count = len(task.outline)
-    if len(costs) != count or not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+    if len(costs) != count or not all(0 <= cost < math.inf for cost in costs):
         raise ConfigError(
             f"{place_of(task, 'costs')} returns no cost of each layer",
             found=f"{len(costs)} numbers: {costs}"[:80],
@@ -144,7 +144,7 @@ def rate_of(task: Task, step: int, config: TaskConfig) -> float:
     """Return the learning rate of a step; ConfigError for one that cannot be meant."""
     when = f"(step={step})"
     rate = call(task, "rate_at", when=when, by=lambda: float(task.rate_at(step, config)))
-    if not (math.isfinite(rate) and rate >= 0):
+    if not 0 <= rate < math.inf:
         raise ConfigError(
             f"{place_of(task, 'rate_at')}{when} returns no learning rate",
             found=rate,
@@ -402,7 +402,7 @@ def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree
 class Reader:
     """Reads the rows of this replica.
 
-    `waited` are the seconds in which the last step waited for them.
+    `waited` are the seconds in which the last call waited for them.
     """
 
     def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
@@ -425,21 +425,8 @@ class Reader:
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step; where the task reads ahead, begin with that of the next."""
-        if not self.reads:
-            return None, None
-        start = perf_counter()
-        ahead = self.ahead
-        if ahead is None:
-            reading = self._read("batch", step)
-        else:
-            self.ahead = None
-            wait_locally(ahead.wait, f"the batch of step {step}")
-            if ahead.problem is not None:
-                raise ahead.problem
-            reading = ahead.result
-        self.waited = perf_counter() - start
-        pair = self._begun(reading)
-        if self.task.read_ahead and step + 1 < self.steps:
+        pair = self.pair("batch", step)
+        if self.reads and self.task.read_ahead and step + 1 < self.steps:
             self.ahead = ThreadTask(partial(self._read, "batch", step + 1), "mpipipe batches")
         return pair
 
@@ -447,7 +434,20 @@ class Reader:
         """Return the inputs and targets of this rank that a method gives, if it needs some."""
         if not self.reads:
             return None, None
-        return self._begun(self._read(method, number))
+        start = perf_counter()
+        ahead = self.ahead
+        if method == "batch" and ahead is not None:
+            self.ahead = None
+            wait_locally(ahead.wait, f"the batch of step {number}")
+            if ahead.problem is not None:
+                raise ahead.problem
+            inputs, targets, more = ahead.result
+        else:
+            inputs, targets, more = self._read(method, number)
+        self.waited = perf_counter() - start
+        if more is not None:
+            call(self.task, "begin", more)
+        return inputs, targets
 
     def _read(self, method: str, number: int) -> Reading:
         """Return what the task gives of all rows of this rank."""
@@ -458,13 +458,6 @@ class Reader:
             if error.rank is None:
                 error.rank = self.mesh.rank
             raise
-
-    def _begun(self, reading: Reading) -> Pair:
-        """Return inputs and targets of a reading, and give the task what came with them."""
-        inputs, targets, more = reading
-        if more is not None:
-            call(self.task, "begin", more)
-        return inputs, targets
 
 
 # -- The loss of a task as that of a pipeline, with the means of its metrics -----------------------
