@@ -26,7 +26,6 @@ from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import Communicator, group_of
 from mpipipe.nn import Stage
 from mpipipe.options import Values, option_of, written
-from mpipipe.planning import LayerPlan
 from mpipipe.train import report
 from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.task import Task
@@ -169,14 +168,13 @@ CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 
 
-def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> Values:
-    """Return the configuration as keys of a file, with values of this training for open options.
+def resolved(config: TaskConfig, task: Task, chosen: Values) -> Values:
+    """Return the configuration as keys of a file, with what was `chosen` for open options.
 
     Paths are absolute, so that the file works in any working folder, but that of the task, which is
     next to the file: a run folder can be moved. A training with these keys begins anew: `out` and
     `resume = "auto"` are left out.
     """
-    chosen = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
     values = task.resolve(written(config) | chosen)
     if task.file is not None:
         values["task"] = f"{task.file.path.name}:{task.file.name}"

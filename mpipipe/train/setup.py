@@ -97,7 +97,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
         reader = Reader(task, shard, plan, mesh, config.steps)
         trainer = Trainer(stack, config, reader, device, layers, out, trace)
         trainer.begin(start)
-        reporter = _reporter(config, reader, device, out, start)
+        reporter = _reporter(trainer, device, start)
         stack.enter_context(reporter)
         trainer.reporter = reporter
         trainer.preemption = Preemption(
@@ -121,35 +121,37 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
 
 
 def _reporter(
-    config: TaskConfig, reader: Reader, device: str, out: Path, start: checkpoint.Checkpoint | None
+    trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
 ) -> Reporter | NullReporter:
     """Make the run folder, say in it where the numbers come from, and make the reporter."""
-    task = reader.task
-    mesh = reader.mesh
+    config = trainer.config
+    task = trainer.task
+    mesh = trainer.mesh
+    out = trainer.out
     output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
     with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:
             return NullReporter()
-        step = 0
-        if start is not None:
-            step = start.step
+        done = trainer.done
         with output_folder.using(out):
             renamed = output_folder.leave_behind(start, out)
-            report.cut(out, step)
+            report.cut(out, done)
             reporter = Reporter(
                 config.steps,
                 out,
                 unit=task.unit,
                 oversubscribed=surroundings["oversubscribed"],
-                done=None if config.resume == "no" else step,
+                done=None if config.resume == "no" else done,
                 tensorboard=config.tensorboard,
             )
         for path in renamed:
             reporter.say(
                 f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
             )
-        keys = output_folder.resolved(config, task, reader.plan, device, mesh.pipe.size)
+        microbatches = trainer.pipeline.schedule.microbatches
+        chosen = {"device": device, "pipe": mesh.pipe.size, "microbatches": microbatches}
+        keys = output_folder.resolved(config, task, chosen)
         try:
             output_folder.write(out, keys, surroundings, task)
         except OSError as error:

@@ -155,11 +155,7 @@ def problem_of(
             expected=f"a multiple of {replicas}",
             remedy=f"for example batch = {(rows + 1) * replicas}",
         )
-    fixed: Values = {}
-    for name in config.fixed:
-        value = getattr(config, name)
-        if value is not None or name == "recompute_limit":
-            fixed[name] = value
+    fixed: Values = {name: getattr(config, name) for name in config.fixed}
     if config.slices > 1:
         fixed["slices"] = config.slices
     moments = 2
