@@ -45,10 +45,6 @@ def in_one_text(values: Iterable[object]) -> str:
     return ",".join(map(str, values)) or "none"
 
 
-def _signal_name(number: int) -> str:
-    return Signals(number).name.removeprefix("SIG")
-
-
 @dataclass(frozen=True)
 class ParallelOptions:
     """Ranks, stages, schedule."""
@@ -218,7 +214,7 @@ class ClusterOptions:
         "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no "
         "such signal",
         parse=parse_signals,
-        show=lambda signals: in_one_text(map(_signal_name, signals)),
+        show=lambda signals: in_one_text(Signals(number).name[3:] for number in signals),
     )
     preempt_grace: float = option(
         600.0,

@@ -75,20 +75,6 @@ def names_in(out: Path) -> set[str]:
         return set(filterfalse(checkpoint.is_owner_file, os.listdir(out)))
 
 
-def check_vacant(out: Path, resumable: bool) -> None:
-    """Raise ConfigError for a folder that holds anything: nothing is overwritten."""
-    if names_in(out):
-        go_on = ""
-        if resumable:
-            go_on = "go on from its checkpoints with --resume auto, "
-        raise ConfigError(
-            "the folder for metrics is not empty",
-            found=str(out),
-            expected="a new or empty folder",
-            remedy=f"{go_on}choose another one with --out, or move the old run away",
-        )
-
-
 def using(out: Path) -> AbstractContextManager[None]:
     """Turn an OSError into the error for a folder that cannot be used."""
     expected = "a folder that can be made and written to"
@@ -257,7 +243,17 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
             start = checkpoint.read(path)
             _check_same(start, config, task)
         if config.resume == "no" or (start is not None and not _is_in(start, out)):
-            check_vacant(out, resumable=newest is not None)
+            if names_in(out):
+                go_on = ""
+                if newest is not None:
+                    go_on = "go on from its checkpoints with --resume auto, "
+                # Nothing is overwritten.
+                raise ConfigError(
+                    "the folder for metrics is not empty",
+                    found=str(out),
+                    expected="a new or empty folder",
+                    remedy=f"{go_on}choose another one with --out, or move the old run away",
+                )
             return start
         # Raises where they are no metrics.
         report.records_until(out, 0 if start is None else start.step)

@@ -88,7 +88,11 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
     with group.raise_together("train: loading the task"):
         with IMPORTING:
             module = imported(place, code)
-            modules = neighbours(place.parent)
+            # Those next to the file, their content by paths in its folder.
+            modules = {}
+            for _, file, inside in not_installed():
+                if os.path.realpath(file) == os.path.realpath(place.parent / inside):
+                    modules[inside] = Path(file).read_bytes()
         kind = task_class(module, place, chosen)
         lacking = [name for name in NEEDED if getattr(kind, name) is getattr(Task, name)]
         if lacking:
@@ -118,7 +122,11 @@ def imported(path: Path, code: bytes) -> ModuleType:
         sys.path.remove(folder)
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
-    forget_others(path.parent)
+    # A copy imports its own copies, and not modules from elsewhere that are in this folder, too.
+    for name, file, inside in not_installed():
+        place = path.parent / inside
+        if place.is_file() and os.path.realpath(place) != os.path.realpath(file):
+            sys.modules.pop(name, None)
     linecache.checkcache(str(path))
     try:
         exec(compile(code, str(path), "exec"), vars(module))
@@ -136,23 +144,6 @@ def imported(path: Path, code: bytes) -> ModuleType:
             remedy=remedy,
         ) from error
     return module
-
-
-def neighbours(folder: Path) -> dict[str, bytes]:
-    """Return the modules that were imported from a folder, their content by paths in there."""
-    content = {}
-    for _, file, inside in not_installed():
-        if os.path.realpath(file) == os.path.realpath(folder / inside):
-            content[inside] = Path(file).read_bytes()
-    return content
-
-
-def forget_others(folder: Path) -> None:
-    """Forget modules from elsewhere that are in this folder, too: a copy imports its own copies."""
-    for name, file, inside in not_installed():
-        path = folder / inside
-        if path.is_file() and os.path.realpath(path) != os.path.realpath(file):
-            sys.modules.pop(name, None)
 
 
 def not_installed() -> Iterator[tuple[str, str, str]]:

@@ -284,39 +284,40 @@ def estimate_task(
     `make` returns configuration and task, for the communicator of one rank. One micro-batch runs on
     the processor, through each kind of layer.
     """
-    return inprocess.run(1, lambda comm: _estimate(*make(comm), ranks, comm))[0]
 
+    def work(comm: Communicator) -> MemoryEstimate:
+        config, task = make(comm)
+        if config.plan == "auto":
+            raise ConfigError(
+                "a dry run cannot foresee what a plan chooses",
+                found="plan auto",
+                expected="no: a plan is made of measurements on the ranks of the training",
+                remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry "
+                "run by --config",
+            )
+        task.find_data(group_of(comm))
+        config = with_order(config, comm)
+        pipe = pipe_of(config, ranks)
+        replicas, rest = divmod(ranks, pipe * config.seq)
+        if rest or not replicas:
+            raise ConfigError(
+                "the mesh does not fit the ranks",
+                found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
+                expected=f"a multiple of {pipe * config.seq}",
+            )
+        shape = pipe, replicas, config.seq
+        with Mesh(comm) as mesh:
+            # Raises where the layers attend in another way than slices can.
+            sliced, _, _ = make_shard(config, task, mesh, shape)
+            lengths = sliced.slice_lengths or [1] * config.slices
+            shares = [length / sum(lengths) for length in lengths]
+            measured = measured_ranks(config, task, mesh, shape)
+            plan = plan_layers(config, task, measured.problem)
+            of_ranks = planning.rank_bytes(
+                measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
+            )
+        problem = measured.problem
+        parameters = planning.count_once(planning.declared(problem.layers))
+        return MemoryEstimate(config, task, problem, plan, of_ranks, ranks, parameters)
 
-def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
-    if config.plan == "auto":
-        raise ConfigError(
-            "a dry run cannot foresee what a plan chooses",
-            found="plan auto",
-            expected="no: a plan is made of measurements on the ranks of the training",
-            remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run "
-            "by --config",
-        )
-    task.find_data(group_of(comm))
-    config = with_order(config, comm)
-    pipe = pipe_of(config, ranks)
-    replicas, rest = divmod(ranks, pipe * config.seq)
-    if rest or not replicas:
-        raise ConfigError(
-            "the mesh does not fit the ranks",
-            found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
-            expected=f"a multiple of {pipe * config.seq}",
-        )
-    shape = pipe, replicas, config.seq
-    with Mesh(comm) as mesh:
-        # Raises where the layers attend in another way than slices can.
-        sliced, _, _ = make_shard(config, task, mesh, shape)
-        lengths = sliced.slice_lengths or [1] * config.slices
-        shares = [length / sum(lengths) for length in lengths]
-        measured = measured_ranks(config, task, mesh, shape)
-        plan = plan_layers(config, task, measured.problem)
-        of_ranks = planning.rank_bytes(
-            measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
-        )
-    problem = measured.problem
-    parameters = planning.count_once(planning.declared(problem.layers))
-    return MemoryEstimate(config, task, problem, plan, of_ranks, ranks, parameters)
+    return inprocess.run(1, work)[0]
