@@ -318,7 +318,7 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
     if estimate.config.recompute:
         schedule = schedules.before_backwards(schedule)
     positions = plan.microbatch_rows * estimate.task.units / problem.seq
-    costs = paper_costs(problem, plan, estimate.inputs, flops / positions)
+    costs = paper_costs(problem, plan, estimate.ranks, flops / positions)
     alone = seconds_of_orders(schedule, costs, replace(links, nic_ranks=1), problem.shape)
     shared = seconds_of_orders(schedule, costs, links, problem.shape)
     lines = [

@@ -34,7 +34,7 @@ from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan
+from mpipipe.planning import LayerPlan, count_once
 from mpipipe.text import counted
 from mpipipe.train import (
     Pair,
@@ -444,10 +444,7 @@ class TextTask(Task):
         """Return how many parameters are trained, where that is not all of them."""
         if self.tuning.lora is None and not self.freeze:
             return ""
-        sizes = {}
-        for name, entry in self.trained().items():
-            sizes[entry.tie or name] = entry.size
-        count = sum(sizes.values())
+        count = count_once(self.trained())
         if self.tuning.lora is not None:
             return f" and {count:,} of adapters, which alone are trained"
         return f" of which {count:,} are trained"

@@ -19,13 +19,14 @@ from mpipipe.planning.problem import (
     MeasuredRanks,
     PlanningProblem,
     attentions,
+    count_once,
     declared,
     layers_with,
     parameters_of,
 )
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes, parse_bytes
 from mpipipe.planning.search import Plan, Space, find_plans
-from mpipipe.planning.step_memory import RankBytes, check_training, layer_bytes, rank_bytes
+from mpipipe.planning.step_memory import RankBytes, check_training, rank_bytes
 
 __all__ = [
     "Choice",

@@ -188,7 +188,8 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
         if share:
             row["sharing NICs"] = shown_seconds(plan.seconds)
         rows.append(row)
-    yield from text_table(rows[0], [row.values() for row in rows], left=(0, 3, 4))
+    cells = [[*row.values()] for row in rows]
+    yield from text_table([*rows[0]], cells, left=(0, 3, 4))
 
 
 def in_words(plan: Plan) -> str:

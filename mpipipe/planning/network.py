@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -12,6 +13,7 @@ from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.problem import PlanningProblem
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import Plan
+from mpipipe.planning.step_memory import RankBytes
 from mpipipe.schedules import Costs, Links, Schedule, simulate_flows
 
 NIC = "5e-6,25e9"  # 200 Gbit/s
@@ -71,20 +73,20 @@ def ranked(
 
 
 def paper_costs(
-    problem: PlanningProblem, plan: LayerPlan, inputs: Sequence[float], flops: float
+    problem: PlanningProblem, plan: LayerPlan, ranks: Sequence[RankBytes], flops: float
 ) -> Costs:
     """Return the costs of a plan by the operations of its layers.
 
-    `flops` are units of `problem.costs` that a rank makes in a second for each micro-batch, and
-    `inputs` bytes of the input of each layer, of a whole micro-batch.
+    `flops` are units of `problem.costs` that a rank makes in a second for each micro-batch.
     """
     slices = plan.schedule.slices
+    inputs = ChainMap(*[memory.inputs for memory in ranks])
     seconds = [sum(problem.costs[start:stop]) / flops / slices for start, stop in plan.layer_ranges]
     return Costs(
         seconds,
         seconds,
         seconds,
-        message_bytes=[inputs[start] / slices for start, _ in plan.layer_ranges],
+        message_bytes=[inputs[stage] / slices for stage in range(plan.schedule.stages)],
         gradient_bytes=problem.gradient_bytes(plan.layer_ranges),
     )
 

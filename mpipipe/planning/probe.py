@@ -174,15 +174,7 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
         stack.enter_context(np.errstate(all="ignore"))
 
         timers: dict[int, Timer] = {}
-        layers = lone_layers(
-            measured.problem,
-            measured.layers(),
-            lambda stage: measured.loss_for(stage, size),
-            x,
-            measured.frozen,
-            {},
-        )
-        for lone in layers:
+        for lone in lone_layers(measured, x, size, {}):
             if lone.shapes is None:
                 stack.enter_context(lone.taking_head())
                 # The first layer has the example itself.
@@ -243,14 +235,7 @@ def _sums(measured: MeasuredRanks) -> float:
 def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
     """Count what one micro-batch keeps, without what several share."""
     problem = measured.problem
-    example = measured.example(size, 1)
-    layers, _ = layer_bytes(
-        problem,
-        measured.layers(),
-        lambda stage: measured.loss_for(stage, size),
-        example,
-        measured.frozen,
-    )
+    layers, _ = layer_bytes(measured, measured.example(size, 1), size)
     activation = [0] * (max(problem.kinds) + 1)
     split = [*activation]
     scratch = 0.0

@@ -199,6 +199,12 @@ def parameters_of(layers: Sequence[nn.Layer]) -> int:
     return sum(parameter.size for parameter in declared(layers).values())
 
 
+def count_once(parameters: Mapping[str, Parameter]) -> int:
+    """Count the elements of parameters, those of each tied one once."""
+    sizes = {entry.tie or name: entry.size for name, entry in parameters.items()}
+    return sum(sizes.values())
+
+
 def attentions(layers: Sequence[nn.Layer]) -> Iterator[nn.SelfAttention]:
     """Yield the attention layers among these layers and their parts."""
     for top in layers:

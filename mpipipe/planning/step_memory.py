@@ -6,7 +6,7 @@ once meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -26,7 +26,7 @@ from mpipipe.planning.memory import (
     taking,
     tracing,
 )
-from mpipipe.planning.problem import PlanningProblem, attentions, parameters_of
+from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
 from mpipipe.schedules import Schedule, before_backwards, simulate
 
 
@@ -106,16 +106,11 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
 
 
 def layer_bytes(
-    problem: PlanningProblem,
-    layers: list[nn.Layer],
-    loss_for: Callable[[nn.Stage], Callable[..., object]],
-    example: tuple[Tree, Tree],
-    frozen: Sequence[str] = (),
+    measured: MeasuredRanks, example: tuple[Tree, Tree], rows: int
 ) -> tuple[list[StageBytes], dict[str, int]]:
     """Return the bytes of each layer of a model, and of what layers give and take by its names.
 
-    `layers` are unbound, and taken out of the list, `loss_for` makes the loss after the last one,
-    and `example` are inputs and targets of a micro-batch.
+    `example` are inputs and targets of a micro-batch with this number of rows.
     """
     # A loss may divide by what is in its targets.
     x = zeros_of(shapes_of(example[0]))
@@ -123,7 +118,7 @@ def layer_bytes(
     results = []
     known: dict[LoneLayer, StageBytes] = {}
     with tracing():
-        for lone in lone_layers(problem, layers, loss_for, x, frozen, values):
+        for lone in lone_layers(measured, x, rows, values):
             if lone not in known:
                 with np.errstate(all="ignore"), counting(), lone.taking_head():
                     sizes = _micro_batch(lone, example[1])
@@ -157,17 +152,15 @@ class LoneLayer:
 
 
 def lone_layers(
-    problem: PlanningProblem,
-    layers: list[nn.Layer],
-    loss_for: Callable[[nn.Stage], Callable[..., object]],
-    x: Tree,
-    frozen: Sequence[str],
-    values: dict[str, Tree],
+    measured: MeasuredRanks, x: Tree, rows: int, values: dict[str, Tree]
 ) -> Iterator[LoneLayer]:
     """Yield each layer, to be run; again the same for one of its kind with inputs of its shapes.
 
-    `x` is the input of the first one, and what layers give and take by names is put into `values`.
+    `x` is the input of the first one, a micro-batch with this number of rows. What layers give and
+    take by names is put into `values`.
     """
+    problem = measured.problem
+    layers = measured.layers()
     known: dict[tuple, LoneLayer] = {}
     place = 0
     # below all that is trained
@@ -182,7 +175,7 @@ def lone_layers(
             needs = {f"{count:,} parameters and their gradients": 2 * problem.wide * count}
             check_memory("measuring a layer", needs, "run it on a machine with more memory")
             taken = taking()
-            stage = nn.Stage([layer], problem.dtype, first=place, frozen=frozen)
+            stage = nn.Stage([layer], problem.dtype, first=place, frozen=measured.frozen)
             drawing = max(0, taken() - stage.buffers.nbytes)
             stage.optimizer_writes_compute()
             trained = not (below and layer.frozen)
@@ -190,7 +183,7 @@ def lone_layers(
             stage.hand_on(stage.gives)
             loss = None
             if not layers:
-                loss = Loss(loss_for(stage))
+                loss = Loss(measured.loss_for(stage, rows))
             known[key] = LoneLayer(stage, x, trained, loss, drawing)
         lone = known[key]
         yield lone
@@ -321,6 +314,7 @@ class RankBytes:
 
     rank : rank in the pipeline
     stages : its stages, each with (start, stop) of its layers
+    inputs : of a micro-batch, for each of them
     count : elements of its parameters
     parameters : with the copy in a narrower dtype, whose originals replicas may keep shares of
     gradients, moments : those of what is trained
@@ -336,6 +330,7 @@ class RankBytes:
 
     rank: int
     stages: dict[int, tuple[int, int]]
+    inputs: dict[int, float]
     count: int
     parameters: int
     gradients: int
@@ -363,27 +358,26 @@ class RankBytes:
 
 
 def rank_bytes(
-    problem: PlanningProblem,
+    measured: MeasuredRanks,
     plan: LayerPlan,
-    measured: tuple[Sequence[StageBytes], Mapping[str, int]],
-    example: tuple[Tree, Tree],
     *,
     recompute: bool,
     copied: bool,
     shares: Sequence[float] = (1.0,),
 ) -> list[RankBytes]:
-    """Return what each rank of a pipeline holds, from what `layer_bytes` has measured for one rank.
+    """Return what each rank of a pipeline holds: each kind of layer runs here, for one micro-batch.
 
-    `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at
+    `copied` says whether the model is copied at
     the end for a sample, and `shares` are those of the slices in a sequence.
     """
+    problem = measured.problem
+    example = measured.example(plan.microbatch_rows, 1)
+    layers, named = layer_bytes(measured, example, plan.microbatch_rows)
     schedule = plan.schedule
     if recompute:
         schedule = before_backwards(schedule)
-    layers, named = measured
     if problem.seq > 1 or schedule.slices > 1:
         rows, length, *_ = arrays.flatten(example[0])[0][0].shape
-        layers = list(layers)
         for place, layer in enumerate(problem.layers):
             counts = []
             for part in attentions([layer]):
@@ -446,6 +440,7 @@ def rank_bytes(
             RankBytes(
                 rank=rank,
                 stages=ranges,
+                inputs={stage: stages[stage].input for stage in ranges},
                 count=count,
                 parameters=parameters,
                 gradients=trained * wide,

@@ -5,23 +5,19 @@ The room trains any model, and knows nothing of tokens:
     task            what is trained: layers, a loss, batches (language/task.py: text)
     shard           a rank's share of each sample
     task_file       a task from a file
-    task_calls      how a task is called: errors, reading of batches
-    task_loss       its loss as that of a pipeline, and its metrics
+    task_calls      how a task is called: errors, reading of batches, the loss and its metrics
     rehearsal       one batch before the first step, or for `--check`
     config          what a user sets; one description of an option in mpipipe/options.py
     setup           from a task and a configuration to a trainer that runs
-    trainer         the loop
-    progress        the state of a training
-    resume          where it begins
-    report          what people and programs see; screen, metrics: where it is written
-    output_folder   the run folder
+    trainer         the state of a training, and the loop
+    report          what people and programs see; screen: where it is written
+    output_folder   the run folder, and where a training in it begins
     training_plan   layers of each rank; plans and memory, with mpipipe.planning
 """
 
 from importlib import import_module
 
 from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig, read_keys, toml_line
-from mpipipe.train.metrics import MOST_BYTES, NAME
 from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.rehearsal import check_task
 from mpipipe.train.report import Record

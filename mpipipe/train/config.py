@@ -45,10 +45,6 @@ def in_one_text(values: Iterable[object]) -> str:
     return ",".join(map(str, values)) or "none"
 
 
-def _signal_name(number: int) -> str:
-    return Signals(number).name.removeprefix("SIG")
-
-
 @dataclass(frozen=True)
 class ParallelOptions:
     """Ranks, stages, schedule."""
@@ -224,7 +220,7 @@ class ClusterOptions:
         "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no "
         "such signal",
         parse=parse_signals,
-        show=lambda signals: in_one_text(map(_signal_name, signals)),
+        show=lambda signals: in_one_text(Signals(number).name[3:] for number in signals),
     )
     preempt_grace: float = option(
         600.0,
@@ -330,16 +326,21 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
         100
         """
         names = {key_of(entry): entry.name for entry in fields(cls)}
-        given = {}
-        for key, value in flags.items():
-            if value is not None:
-                given[key] = value
         values: Values = {}
-        for source, part in ((path, read_keys(path)), ("the flags", given)):
+        for source, part in ((path, read_keys(path)), ("the flags", flags)):
             for key, value in part.items():
                 name = names.get(key, key)
+                if value is None:
+                    continue
                 if name not in names.values():
-                    raise _unknown_key_error(key, f"{source}", names)
+                    remedy = INSTEAD.get(as_word(key))
+                    expected = ", ".join(names)
+                    if remedy is None:
+                        remedy = "`mpipipe train --help` explains each"
+                        expected = " or ".join(near(key, names)) or expected
+                    raise ConfigError(
+                        f"unknown key in {source}", found=key, expected=expected, remedy=remedy
+                    )
                 values[name] = value
         if values.get("plan") == "auto":
             decided = [name for name in PLANNED if name in values]
@@ -353,15 +354,6 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
 
 
 document(TaskConfig)
-
-
-def _unknown_key_error(key: str, source: str, names: Iterable[str]) -> ConfigError:
-    expected = ", ".join(names)
-    remedy = INSTEAD.get(as_word(key))
-    if remedy is None:
-        remedy = "`mpipipe train --help` explains each"
-        expected = " or ".join(near(key, names)) or expected
-    return ConfigError(f"unknown key in {source}", found=key, expected=expected, remedy=remedy)
 
 
 def _check_together(config: TaskConfig) -> None:

@@ -1,35 +1,39 @@
-"""The output folder of a training: one for all ranks, which every rank that writes sees.
+"""The output folder of a training: one for all ranks, and where the training begins.
 
 In it config.toml and environment.json say where the numbers come from.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
+import re
 import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import fields
 from datetime import datetime
+from itertools import filterfalse
 from pathlib import Path
+from typing import Any
 
-from mpipipe import files
-from mpipipe.checkpoint import Owner, is_owner_file, restore_folder, take_folder
-from mpipipe.errors import ConfigError, StorageError
+from mpipipe import checkpoint, files
+from mpipipe.checkpoint import Checkpoint
+from mpipipe.comm import Mesh
+from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import Communicator, group_of
-from mpipipe.options import Values, written
-from mpipipe.planning import LayerPlan
+from mpipipe.nn import Stage
+from mpipipe.options import Values, option_of, written
+from mpipipe.train import report
 from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.task import Task
+from mpipipe.train.task_file import TaskFileConfig
 
 # Seconds in which a network file system shows one host what another one wrote.
 PATIENCE = 10.0
 PAUSE = 0.1
-MARKER = ".mpipipe-marker"
 # Left once all ranks have ended well; batch scripts look at it.
 FINISHED = "finished"
 
@@ -58,52 +62,17 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     return group_of(comm).from_one("the path of a folder", find)
 
 
-def claim(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
-    """Make the output folder this job's, and mend what a killed job has left there; collective.
-
-    `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
-
-    Raises what `take_folder` raises; ConfigError for a folder that cannot be used.
-    """
-    group = group_of(comm)
-    out = Path(shared_path(comm, path))
-    owner = take_folder(out, group, using)
-    if path is None:
-        owner.made = True
-    try:
-        with group.raise_together("train: what a killed job has left"), using(out):
-            if comm.rank == 0:
-                for name in replaced:
-                    restore_folder(out / name)
-                for marker in out.glob(f"{MARKER}-*"):
-                    marker.unlink()
-    except BaseException:
-        owner.release()
-        raise
-    return owner
+def mend(out: Path, replaced: Sequence[str]) -> None:
+    """Mend the folders in it that a killed job has left half replaced."""
+    with using(out):
+        for name in replaced:
+            checkpoint.restore_folder(out / name)
 
 
 def names_in(out: Path) -> set[str]:
     """Return what is in an output folder besides what any job has there from its start."""
     with using(out):
-        names = set()
-        if out.exists():
-            names = set(os.listdir(out))
-    return {name for name in names if not is_owner_file(name) and not name.startswith(MARKER)}
-
-
-def check_vacant(out: Path, resumable: bool) -> None:
-    """Raise ConfigError for a folder that holds anything: nothing is overwritten."""
-    if names_in(out):
-        go_on = ""
-        if resumable:
-            go_on = "go on from its checkpoints with --resume auto, "
-        raise ConfigError(
-            "the folder for metrics is not empty",
-            found=str(out),
-            expected="a new or empty folder",
-            remedy=f"{go_on}choose another one with --out, or move the old run away",
-        )
+        return set(filterfalse(checkpoint.is_owner_file, os.listdir(out)))
 
 
 def using(out: Path) -> AbstractContextManager[None]:
@@ -123,48 +92,29 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     scattered.
     """
     group = group_of(comm)
-    token = None
-    if comm.rank == 0:
-        token = secrets.token_hex(16)
-    token = group.broadcast("the marker of the output folder", token)
-    marker = out / f"{MARKER}-{token}"
     with group.raise_together("making the output folder"), using(out):
         if comm.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             # A training that goes on is not finished any more.
             (out / FINISHED).unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(marker, flags, 0o644), "w") as file:
-                file.write(token)
-    try:
-        with group.raise_together("looking at the output folder"):
-            if writes and not _sees(marker, token):
-                raise ConfigError(
-                    "the output folder of rank 0 is not there on this rank",
-                    found=f"no such {out} on {socket.gethostname()}",
-                    expected="one folder that all ranks which write weights see and may write to",
-                    remedy="choose one on a file system that all hosts share, with --out",
-                )
-    finally:
-        if comm.rank == 0:
-            with suppress(OSError):
-                marker.unlink()
+    with group.raise_together("looking at the output folder"):
+        if writes and not _sees(out):
+            raise ConfigError(
+                "the output folder of rank 0 is not there on this rank",
+                found=f"no such {out} on {socket.gethostname()}",
+                expected="one folder that all ranks which write weights see and may write to",
+                remedy="choose one on a file system that all hosts share, with --out",
+            )
 
 
-def _sees(marker: Path, token: str) -> bool:
-    """True if this rank reads the token in the marker, and may write next to the marker."""
+def _sees(out: Path) -> bool:
+    """True if this rank finds the file of this job's owner in the folder, and may write there."""
     stop = time.monotonic() + PATIENCE
     while time.monotonic() < stop:
-        try:
-            if files.read_text(marker, len(token)) == token and os.access(marker.parent, os.W_OK):
+        with suppress(OwnerError):
+            checkpoint.check_owned(out)
+            if os.access(out, os.W_OK):
                 return True
-        except UnicodeDecodeError:
-            return False
-        except OSError as error:
-            # This process has too many open files: the folder is not to blame.
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                with using(marker.parent):
-                    raise
         time.sleep(PAUSE)
     return False
 
@@ -204,14 +154,13 @@ CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 
 
-def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> Values:
-    """Return the configuration as keys of a file, with values of this training for open options.
+def resolved(config: TaskConfig, task: Task, chosen: Values) -> Values:
+    """Return the configuration as keys of a file, with what was `chosen` for open options.
 
     Paths are absolute, so that the file works in any working folder, but that of the task, which is
     next to the file: a run folder can be moved. A training with these keys begins anew: `out` and
     `resume = "auto"` are left out.
     """
-    chosen = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
     values = task.resolve(written(config) | chosen)
     if task.file is not None:
         values["task"] = f"{task.file.path.name}:{task.file.name}"
@@ -256,3 +205,185 @@ def write(
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             files.write_whole(out / name, code)
     files.write_whole(out / ENVIRONMENT, (json.dumps(environment, indent=1) + "\n").encode())
+
+
+# -- Where a training begins: anew, with the weights of another one, or after a checkpoint ---------
+#
+# What must stay the same over a resume decides which numbers come out (`Option.decides`).
+
+
+CHECKPOINTS = "checkpoints"
+
+
+def facts_of(config: TaskConfig, task: Task) -> Values:
+    """Return what a checkpoint remembers of the training's configuration, as plain values."""
+    facts = {
+        "configuration": written(config),
+        "model": task.sizes(),
+        "fingerprint": task.fingerprint,
+    }
+    return plain(facts)
+
+
+def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:
+    """Return the checkpoint after which the training continues, None if it begins; collective.
+
+    Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is
+    damaged or missing, and ConfigError for one of another training, and for an output folder that
+    this training may not go on in.
+    """
+
+    def find() -> Checkpoint | None:
+        newest = checkpoint.newest(out)
+        path: Path | str | None = config.resume
+        if config.resume == "auto":
+            path = newest
+        start = None
+        if path not in (None, "no"):
+            start = checkpoint.read(path)
+            _check_same(start, config, task)
+        if config.resume == "no" or (start is not None and not _is_in(start, out)):
+            if names_in(out):
+                go_on = ""
+                if newest is not None:
+                    go_on = "go on from its checkpoints with --resume auto, "
+                # Nothing is overwritten.
+                raise ConfigError(
+                    "the folder for metrics is not empty",
+                    found=str(out),
+                    expected="a new or empty folder",
+                    remedy=f"{go_on}choose another one with --out, or move the old run away",
+                )
+            return start
+        # Raises where they are no metrics.
+        report.records_until(out, 0 if start is None else start.step)
+        if start is None:
+            _check_unfinished(out, task)
+        return start
+
+    return group_of(mesh.comm).from_one("train: where to begin", find)
+
+
+def newest_state(run: Path) -> Checkpoint:
+    """Return the weights of a run folder or its newest checkpoint, whichever was written last."""
+    states = [checkpoint.newest(run / "weights"), checkpoint.newest(run)]
+    paths = list(filter(None, states))
+    if not paths:
+        raise ConfigError(
+            "the run folder has neither weights nor a checkpoint",
+            found=str(run),
+            expected="the --out folder of `mpipipe train FILE.py`",
+            remedy="weights are written at the end of a training, checkpoints with --save-every",
+        )
+    return checkpoint.read(max(paths, key=lambda path: path.stat().st_mtime))
+
+
+def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -> None:
+    """Set the parameters with which a new training begins; collective."""
+    task.load(stages, mesh)
+    if isinstance(config, TaskFileConfig) and config.init is not None:
+        path = Path(config.init)
+        folders = path / "weights", path / CHECKPOINTS
+        with group_of(mesh.comm).raise_together("train: the weights to begin with"):
+            if mesh.rank == 0 and any(folder.is_dir() for folder in folders):
+                path = newest_state(path).path
+        checkpoint.load(path, mesh, stages)
+
+
+# Files and folders that a training may leave before its first checkpoint, besides copies of a task.
+UNFINISHED = re.compile(
+    r"((config|environment|metrics|train)\.(toml|json|jsonl|log)(\.partial)?"
+    r"|tensorboard|checkpoints|__pycache__|.*\.py.*)"
+)
+
+
+def _is_in(start: Checkpoint, out: Path) -> bool:
+    return start.path.parent.resolve() == (out / CHECKPOINTS).resolve()
+
+
+def _check_unfinished(out: Path, task: Task) -> None:
+    """Raise ConfigError for a folder with more than a training leaves before a checkpoint."""
+    known: set[str] = set()
+    if task.file is not None:
+        known.update(name.partition("/")[0] for name in task.file.copies)
+    # Their description is written last: without it they are not whole.
+    if not any(out.glob("weights/**/*.json")):
+        known.add("weights")
+    others = set(filterfalse(UNFINISHED.fullmatch, names_in(out) - known))
+    if others:
+        raise ConfigError(
+            "there is no checkpoint to go on from, and the folder is not empty",
+            found=f"{', '.join(sorted(others)[:5])} in {out}",
+            expected="checkpoints, or what a training leaves that ended before its first one",
+            remedy="choose another folder with --out, or move the old run away",
+        )
+
+
+def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
+    """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
+    place = str(start.path)
+    now = facts_of(config, task)
+    others = [entry.name for entry in fields(config) if not option_of(entry).decides]
+    try:
+        before = _fixed(start.state, config, task, others)
+        fingerprint = start.state["fingerprint"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            "the checkpoint is not one of `mpipipe train`",
+            found=place,
+            remedy="load it with mpipipe.checkpoint",
+        ) from error
+    after = _fixed(now, config, task, others)
+    different = [key for key in after if before.get(key) != after[key]]
+    if different:
+        then = ", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different)
+        raise ConfigError(
+            "the checkpoint is of a training with another configuration",
+            found=f"{then} in {place}",
+            expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
+            remedy=f"what may change over a resume is {', '.join(others)}; give all else as it "
+            "was, or begin "
+            "a new training with --from, or of a task with --init",
+        )
+    if fingerprint != now["fingerprint"] and not getattr(config, "changed_task", False):
+        kind = "on other data"
+        if task.file is not None:
+            kind = f"of another file: {task.file.path.name}, or a module next to it, has changed"
+        raise ConfigError(
+            f"the checkpoint is of a training {kind}",
+            found=f"fingerprint {now['fingerprint']}",
+            expected=f"{fingerprint!s:.80}, as in {place}; copies of files are in "
+            f"{start.path.parent.parent}",
+            remedy="give the same files, or begin a new training with --from, or of a task with "
+            "--init; that a file of a task was changed is said with --changed-task",
+        )
+    if start.step > config.steps:
+        raise ConfigError(
+            "the checkpoint is past the end of the training",
+            found=f"step {start.step} in {place}",
+            expected=f"at most steps = {config.steps}",
+            remedy="raise steps, or resume an earlier checkpoint",
+        )
+
+
+def _fixed(facts: Values, config: TaskConfig, task: Task, others: Sequence[str]) -> Values:
+    """Return what must stay the same: sizes are those of the model, where options leave them."""
+    sizes = plain(task.compared(facts["model"]))
+    values = {**plain(written(type(config)())), **facts["configuration"], **sizes}
+    return {key: value for key, value in values.items() if key not in others}
+
+
+def plain(values: Any) -> Any:
+    """Return values as they come back from a file: tuples become lists."""
+    return json.loads(json.dumps(values))
+
+
+def leave_behind(start: Checkpoint | None, out: Path) -> list[Path]:
+    """Rename what was saved after the resumed checkpoint, which would be the newest else."""
+    if start is None or not _is_in(start, out):
+        return []
+    renamed = []
+    for path in [*checkpoint.find(out / CHECKPOINTS), *checkpoint.find(out / "weights")]:
+        if checkpoint.step_of(path) >= start.step and path.name != start.path.name:
+            renamed.append(checkpoint.set_aside(path))
+    return renamed

@@ -8,6 +8,7 @@ job is queued, and compares gradients, too.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -18,15 +19,24 @@ from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer
 from mpipipe.arrays import Array, Tree
 from mpipipe.attention import Local
-from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
 from mpipipe.exchange import AllToAll, HaloExchange
-from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
+from mpipipe.job import Communicator, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge, rows_of_any
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read, shapes_of, where
-from mpipipe.train.task_loss import Sample, TaskLoss
+from mpipipe.train.task_calls import (
+    Reader,
+    Sample,
+    TaskLoss,
+    call,
+    chain,
+    example,
+    place_of,
+    read,
+    shapes_of,
+    where,
+)
 
 # Relative differences of the same numbers: made among other rows in float64, made in the precision
 # of a training, and read again on another processor.
@@ -39,6 +49,8 @@ SUBNORMAL = 2 * float(np.finfo(np.float16).smallest_subnormal)
 # Evaluations by which a loss is known that draws random numbers. With two values to draw from, all
 # of a micro-batch are alike, and those of all its rows are not, once in 2^17.
 REPEATS = 6
+# Of the inputs and the targets of a row: a number for each array, or None.
+Fingerprints: TypeAlias = "list[list[float] | None]"
 RIGHT_IN_PARTS = HaloExchange, AllToAll, nn.AdaptiveNorm, nn.Patches
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, "
@@ -69,63 +81,44 @@ def seq_warning(task: Task, shard: Shard) -> str:
 
 def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
     """True if a layer may mix positions and, as far as is known, asks no other rank for theirs."""
-    if not nn.mixes(layer) or isinstance(layer, RIGHT_IN_PARTS):
-        return False
-    if isinstance(layer, ForeignLayer) and shard.attends:
-        return False
-    if isinstance(layer, nn.LearnedPositions) and layer.positions is not None:
-        return False
-    return isinstance(getattr(layer, "attend", None), (Local, type(None)))
+    asks = isinstance(layer, RIGHT_IN_PARTS)
+    if isinstance(layer, ForeignLayer):
+        asks = shard.attends
+    elif isinstance(layer, nn.LearnedPositions):
+        asks = layer.positions is not None
+    alone = isinstance(getattr(layer, "attend", None), (Local, type(None)))
+    return nn.mixes(layer) and alone and not asks
 
 
 # -- Rows: the same on all ranks, and whatever is asked for with them ------------------------------
 
 
-def check_row(
-    task: Task,
-    method: str,
-    number: int,
-    row: int,
-    shard: Shard,
-    *,
-    pipe: RankGroup,
-    group: RankGroup,
-    reads: bool = True,
-    among_others: Pair | None = None,
-) -> None:
-    """Raise DataError on all ranks where a row is another one on another rank; collective.
+def row_alone(task: Task, method: str, number: int, row: int, shard: Shard) -> Fingerprints:
+    """Return the fingerprints of a row that is asked for alone."""
+    rows = range(row, row + 1)
+    pair = call(task, method, number, rows, shard, when=where(method, number, rows))
+    return list(map(row_fingerprint, pair[:2]))
+
+
+def check_rows(task: Task, method: str, row: int, alike: Sequence[Fingerprints]) -> None:
+    """Raise DataError where a row is another one on another rank, or out of a batch.
 
     One rank takes the inputs of a pipeline, another one the targets: rows that are drawn without a
-    seed would not belong together. With `among_others`, the row out of a batch, it is to be that.
+    seed would not belong together.
     """
-    fingerprints = []
-    with group.raise_together("train: the first row"):
-        if reads:
-            rows = range(row, row + 1)
-            alone = call(task, method, number, rows, shard, when=where(method, number, rows))
-            fingerprints.append(list(map(row_fingerprint, alone[:2])))
-        if among_others is not None:
-            fingerprints.append(list(map(row_fingerprint, among_others)))
-    pairs: list[Any] = []
-    for of_rank in pipe.gather("train: the first row", fingerprints):
-        pairs += of_rank
-    with group.raise_together("train: the first row on all ranks"):
-        for name, side in zip(("inputs", "targets"), zip(*pairs)):
-            known = []
-            for norms in side:
-                if norms is not None:
-                    known.append(norms)
-            for other in known[1:]:
-                if len(other) == len(known[0]) and np.allclose(other, known[0], rtol=ROUGH, atol=0):
-                    continue
-                raise DataError(
-                    f"{place_of(task, method)} gives other {name} of row {row} on other ranks, or "
-                    "when that is asked for alone",
-                    found=f"fingerprints {known[0]} and {other}",
-                    expected="the same row, whatever is asked for with it and however often: one "
-                    "rank takes the inputs of a pipeline, another its targets",
-                    remedy=SEEDED,
-                )
+    for name, side in zip(("inputs", "targets"), zip(*alike)):
+        first, *others = [norms for norms in side if norms is not None] or [[]]
+        for other in others:
+            if len(other) == len(first) and np.allclose(other, first, rtol=ROUGH, atol=0):
+                continue
+            raise DataError(
+                f"{place_of(task, method)} gives other {name} of row {row} on other ranks, or "
+                "when that is asked for alone",
+                found=f"fingerprints {first} and {other}",
+                expected="the same row, whatever is asked for with it and however often: one "
+                "rank takes the inputs of a pipeline, another its targets",
+                remedy=SEEDED,
+            )
 
 
 def row_fingerprint(tree: Tree) -> list[float] | None:
@@ -148,11 +141,7 @@ def numbers(leaf: object) -> Array:
 
 
 def difference(
-    whole: Tree,
-    parts: Sequence[Tree],
-    near: float,
-    shares: Sequence[float] | None = None,
-    axis: int = 0,
+    whole: Tree, parts: Sequence[Tree], near: float, shares: Sequence[float], axis: int = 0
 ) -> str:
     """Return norms of arrays and of their parts, each times its share, where they differ, else "".
 
@@ -162,8 +151,7 @@ def difference(
     for leaf, *pieces in zip(*(arrays.flatten(tree)[0] for tree in trees)):
         if leaf is None or not arrays.is_floating(leaf.dtype):
             continue
-        scales = shares or [1.0] * len(pieces)
-        scaled = [scale * numbers(piece) for scale, piece in zip(scales, pieces)]
+        scaled = [share * numbers(piece) for share, piece in zip(shares, pieces)]
         joined = np.concatenate(scaled, axis)
         values = numbers(leaf)
         least = ROUNDING
@@ -195,14 +183,12 @@ def mean_error(
     """
     series = []
     for _ in range(REPEATS):
-        results = []
-        for pair in (whole, *parts):
-            results.append(loss.plain.checked(loss.task.loss(*pair, **keywords)))
+        losses = [loss.task.loss(*pair, **keywords) for pair in (whole, *parts)]
+        results = list(map(loss.plain.checked, losses))
         series.append([_number(value) for value, _, _ in results])
     (_, gradient, weight), *of_parts = results
-    if not np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True):
-        return None
-    if loss.over_batch and weight is None:
+    stays = np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True)
+    if not stays or (loss.over_batch and weight is None):
         return None
     weights = []
     for (_, _, part_weight), (_, target) in zip(of_parts, parts):
@@ -216,11 +202,8 @@ def mean_error(
         return None
     what = ("row", "position")[loss.axis]
     of_whole, *values = series[0]
-    mean = 0.0
-    for share, value in zip(weights, values):
-        # What counts nothing may have the value NaN.
-        if share:
-            mean += share * value / total
+    # What counts nothing may have the value NaN.
+    mean = np.dot(weights, np.nan_to_num(values)) / total
     if not np.isclose(of_whole, mean, rtol=near, atol=1e-7):
         return ConfigError(
             f"{place_of(loss.task, 'loss')} returns a value that is no mean over the {what}s",
@@ -257,7 +240,7 @@ def check_sample(loss: TaskLoss, sample: Sample) -> None:
     """Raise ConfigError for a loss that is no mean: with each row twice a mean stays."""
     output, target, keywords, weight = sample
     if weight != 0:
-        gradient = loss.evaluate(output, target, **keywords)[1]
+        gradient = loss.evaluate(output, target, **keywords)[0][1]
         Loss.scaled(gradient, 1.0, output)
     if loss.over_batch:
         twice: Pair | None = (output * 2, target * 2)
@@ -313,16 +296,20 @@ def _twice(output: Tree, target: Tree, axis: int) -> Pair | None:
 # -- A rehearsal -----------------------------------------------------------------------------------
 
 
-def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: TaskLoss) -> None:
+def rehearse(reader: Reader, pipeline: Pipeline, step: int, loss: TaskLoss) -> None:
     """Run the first batches forward, before anything is written, and judge the loss; collective."""
     task = reader.task
-    group = group_of(mesh.comm)
-    pipe = group_of(mesh.pipe)
+    group = group_of(reader.mesh.comm)
+    pipe = group_of(reader.mesh.pipe)
     for method, number in (("batch", step), ("validation", 0)):
+        alone: Fingerprints | None = None
         with group.raise_together(f"train: the first {method}"):
             pair = reader.pair(method, number)
-        reads = reader.reads and pipe.size > 1
-        check_row(task, method, number, 0, reader.shard, pipe=pipe, group=group, reads=reads)
+            if reader.reads and pipe.size > 1:
+                alone = row_alone(task, method, number, 0, reader.shard)
+        alike = list(filter(None, pipe.gather("train: the first row", alone)))
+        with group.raise_together("train: the first row on all ranks"):
+            check_rows(task, method, 0, alike)
         loss.samples = True
         loss.sample = None
         call(task, "layers", *pair, when=f" in the {method}", by=pipeline.evaluate)
@@ -337,10 +324,7 @@ def rehearse(reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Ta
     entries: list[int] = []
     if sample is not None and sample.weight is None and not says:
         entries = [leaf.size for leaf in arrays.flatten(sample.target)[0]]
-    of_ranks = []
-    for sizes in group.gather("train: the entries of targets", entries):
-        if sizes:
-            of_ranks.append(sizes)
+    of_ranks = list(filter(None, group.gather("train: the entries of targets", entries)))
     for sizes in of_ranks:
         first = of_ranks[0]
         if any(size * first[0] != sizes[0] * other for size, other in zip(sizes, first)):
@@ -368,15 +352,14 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     """
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
-    group = group_of(comm)
+    shard.seed = seed
     for method in ("batch", "validation"):
         batch = read(task, method, 0, range(rows), shard)[:2]
-        last = _single(task, method, rows - 1, shard, batch)
-        check_row(task, method, 0, rows - 1, shard, pipe=group, group=group, among_others=last)
+        last = list(map(row_fingerprint, _single(task, method, rows - 1, shard, batch)))
+        alike = row_alone(task, method, 0, rows - 1, shard), last
+        check_rows(task, method, rows - 1, alike)
     inputs, target = example(task, rows, 1, shard)
-    singles = []
-    for row in range(rows):
-        singles.append(_single(task, "batch", row, shard, (inputs, target)))
+    singles = [_single(task, "batch", row, shard, (inputs, target)) for row in range(rows)]
     # What has become of each row by itself, and of its names.
     alone = [x for x, _ in singles]
     names: list[dict[str, Tree]] = [{} for _ in singles]
@@ -385,20 +368,20 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     passed: list[tuple[nn.Stage, Tree]] = []
     right = True
     mixing = ""
-    for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
+    for place, (stage, x, output) in enumerate(chain(task, shard, rows)):
         layer = stage.layers[0]
         module = layer
         if isinstance(layer, ForeignLayer):
             module = layer.entry
         name = f"layers[{place}] {type(module).__name__}"
-        findings.append(_checked(name, stage, x, nn.Position()))
-        right = right and findings[-1][1]
-        output = stage.forward(x, still)[0]
         passed.append((stage, output))
         for row, values in enumerate(names):
             alone[row] = nn.handed(alone[row], values, stage.takes)
             alone[row] = call(task, "layers", alone[row], still, by=stage.forward)[0]
-        if right and not mixing and difference(output, alone, NEAR):
+        # After the rows: a layer may have state, such as a running mean.
+        findings.append(_checked(name, stage, x, nn.Position()))
+        right = right and findings[-1][1]
+        if right and not mixing and difference(output, alone, NEAR, [1.0] * rows):
             mixing = name
     if mixing:
         line = (
@@ -437,7 +420,7 @@ def _checked(name: str, stage: object, x: Tree, position: nn.Position | None = N
 
 def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
     """Yield lines about ties, state, dtypes between layers and backwards."""
-    ties: dict[str, list[tuple[str, arrays.Shape]]] = {}
+    ties: dict[str, list[tuple[str, arrays.Shape]]] = defaultdict(list)
     state: list[str] = []
     whole: list[str] = []
     between: list[str] = []
@@ -448,11 +431,11 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
             whole.append(f"layers[{stage.first}]")
         for key, names in stage.ties.items():
             for name in names:
-                ties.setdefault(key, []).append((name, stage.parameters[name].shape))
+                ties[key].append((name, stage.parameters[name].shape))
     fine = True
     tied = []
     for entries in ties.values():
-        fine = fine and len({shape for _, shape in entries}) == 1
+        fine = fine and len(set(dict(entries).values())) == 1
         tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries))
     end = "; tied parameters have one shape"
     if fine:
@@ -485,11 +468,9 @@ def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pa
     line += end
     if not fine or loss.over_batch:
         return line, fine
-    problem = None
-    if alone:
-        how = f"for {len(alone)} rows, where the first is the mean of each alone"
-        arguments = (loss, alone, (output, target), NEAR, how, still)
-        problem = call(loss.task, "loss", *arguments, by=mean_error)
+    how = f"for {len(alone)} rows, where the first is the mean of each alone"
+    arguments = (loss, alone, (output, target), NEAR, how, still)
+    problem = call(loss.task, "loss", *arguments, by=mean_error)
     if problem is not None:
         reason = [problem.message, problem.found, problem.expected, problem.remedy]
         return f"loss: {'; '.join(map(str, reason))}", False

@@ -1,4 +1,4 @@
-"""The report of a training: lines on the terminal, and a file with one JSON object a line."""
+"""The report of a training: lines on the terminal, metrics.jsonl, and scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from mpipipe import files
+from mpipipe.errors import ConfigError
 from mpipipe.options import Values
-from mpipipe.train import metrics
-from mpipipe.train.metrics import Facts, TensorBoard
+from mpipipe.text import optional_library
 from mpipipe.train.screen import JsonLines, SafeStream, warn
+
+Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
 
 LOG = "train.log"
 # A bubble that takes less than this share of the time is not explained.
@@ -78,12 +82,14 @@ class Record:
 
     def facts(self) -> Facts:
         """Return what was measured, by name: fields in their order, and the metrics."""
-        facts = {name: getattr(self, name) for name in FIELDS}
-        measured = {}
-        for name, value in facts.items():
-            if value is not None:
-                measured[name] = value
-        return {**measured, **self.metrics}
+        facts = {name: value for name, value in vars(self).items() if value is not None}
+        metrics = facts.pop("metrics")
+        return {**facts, **metrics}
+
+
+def finite(facts: Facts) -> Facts:
+    """Return the facts that are neither infinite nor NaN."""
+    return {name: value for name, value in facts.items() if math.isfinite(value)}
 
 
 FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
@@ -178,7 +184,7 @@ class Reporter:
         self.stream = SafeStream(stream or sys.stdout)
         self.unit = unit
         self.oversubscribed = oversubscribed
-        self.metrics = JsonLines(out / metrics.NAME, goes_on=done is not None)
+        self.metrics = JsonLines(out / METRICS, goes_on=done is not None)
         self.log = JsonLines(out / LOG, goes_on=True)
         self.tensorboard = None
         if tensorboard:
@@ -203,17 +209,11 @@ class Reporter:
         """Append a record to the metrics, and show it as a line or two."""
         facts = {**record.facts(), **self.pace.stamp()}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
-        finite = {}
-        for name, value in facts.items():
-            if math.isfinite(value):
-                finite[name] = value
-        self.metrics.append(json.dumps({**dict.fromkeys(facts), **finite}, allow_nan=False))
+        known = {**dict.fromkeys(facts), **finite(facts)}
+        self.metrics.append(json.dumps(known, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
-        timing = ""
-        if self.pace.done:
-            timing = self.pace.timing()
-        lines = lines_of(record, self.steps, self.unit, timing)
+        lines = lines_of(record, self.steps, self.unit, self.pace.timing())
         if record.bubble is not None and record.predicted is not None:
             self.bubbles += 1
             # The first record includes the step that allocates memory.
@@ -227,7 +227,6 @@ class Reporter:
         self.metrics.sync()
 
     def __enter__(self) -> Reporter:
-        self.pace.begin()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -259,9 +258,6 @@ class Pace:
         self.steps = steps
         self.before = done
         self.done = done
-        self.begin()
-
-    def begin(self) -> None:
         self.start = self.last = time.monotonic()
 
     def timing(self) -> str:
@@ -293,3 +289,112 @@ def duration(seconds: float) -> str:
     if minutes:
         return f"{minutes}m{whole:02}s"
     return f"{whole}s"
+
+
+# -- The numbers for TensorBoard -------------------------------------------------------------------
+
+
+def check_tensorboard() -> None:
+    """Raise BackendError where the library that writes for TensorBoard is not installed."""
+    optional_library(
+        "tensorboardX", "write for TensorBoard", "tensorboard", ", or leave out --tensorboard"
+    )
+
+
+class TensorBoard:
+    """The folder tensorboard/. Steps that this start repeats are hidden in those before it.
+
+    `done` counts the steps before this start. What the library raises ends no training: one warning
+    says that no more is written.
+    """
+
+    def __init__(self, out: Path, done: int, warn: Callable[[str], None]) -> None:
+        self.warn = warn
+        self.writer: Any = None
+        with self._giving_up():
+            from tensorboardX import SummaryWriter
+
+            # File names have whole seconds: without a suffix two starts might share a file.
+            self.writer = SummaryWriter(
+                str(out / "tensorboard"),
+                purge_step=done + 1 if done else None,
+                filename_suffix=f".{done}" if done else "",
+            )
+
+    def write(self, facts: Facts) -> None:
+        """Write the numbers of a record."""
+        if self.writer is None:
+            return
+        with self._giving_up():
+            for name, value in facts.items():
+                if name not in ("step", "time"):
+                    self.writer.add_scalar(name, value, int(facts["step"]), walltime=facts["time"])
+            self.writer.flush()
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        if self.writer is not None:
+            with self._giving_up():
+                self.writer.close()
+        self.writer = None
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Write nothing more once the library raises."""
+        try:
+            yield
+        except Exception as error:
+            self.writer = None
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
+
+
+# -- metrics.jsonl over a resume: records after the checkpoint are cut off, and none is repeated --
+
+
+METRICS = "metrics.jsonl"
+MOST_BYTES = 1 << 30
+
+
+def records_until(out: Path, step: int) -> tuple[str, bool]:
+    """Read the lines of the records up to `step`, none for 0, and whether there are others.
+
+    A last line without an end is what a killed training leaves, and counts as another one. Raises
+    ConfigError if the file cannot be read, or holds something else.
+    """
+    path = out / METRICS
+    try:
+        text = files.read_text(path, MOST_BYTES)
+    except FileNotFoundError:
+        return "", False
+    except (OSError, UnicodeDecodeError) as error:
+        raise _metrics_error(path, str(error)) from error
+    *lines, torn = text.split("\n")
+    if not torn.startswith('{"step"'[: len(torn)]):
+        raise _metrics_error(path, f"line {len(lines) + 1} is no record")
+    records = ""
+    for number, line in enumerate(lines, 1):
+        done = None
+        with suppress(ValueError, RecursionError, TypeError, KeyError):
+            done = json.loads(line)["step"]
+        if type(done) is not int:
+            raise _metrics_error(path, f"line {number} is no record")
+        if 0 < step >= done:
+            records += f"{line}\n"
+    return records, len(records) < len(text)
+
+
+def cut(out: Path, step: int) -> None:
+    """Cut off the records after a step, as a whole or not at all. Raises OSError."""
+    records, others = records_until(out, step)
+    if others:
+        files.write_whole(out / METRICS, records.encode())
+
+
+def _metrics_error(path: Path, text: str) -> ConfigError:
+    return ConfigError(
+        f"the metrics of a training to go on with cannot be used: {text}",
+        found=str(path),
+        expected="one JSON object a line, each with its step",
+        remedy="move the file away; the training then goes on with a new one",
+    )

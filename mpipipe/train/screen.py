@@ -76,10 +76,9 @@ class JsonLines:
 
     def __init__(self, path: Path, goes_on: bool = False) -> None:
         self.path = path
+        new = os.O_EXCL
         if goes_on:
             new = 0
-        else:
-            new = os.O_EXCL
         self.descriptor = os.open(
             path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666
         )

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, environment, files, nn, optim
+from mpipipe import arrays, checkpoint, environment, files, nn
 from mpipipe.arrays import Array
-from mpipipe.attention import kernels
-from mpipipe.checkpoint import check_replicas, released_at_end
+from mpipipe.checkpoint import released_at_end, take_folder
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
-from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, PlanningProblem, check_training
-from mpipipe.train import metrics, output_folder, resume
+from mpipipe.planning import check_training
+from mpipipe.train import output_folder, report
 from mpipipe.train.config import TaskConfig, read_keys
-from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import rehearse
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
-from mpipipe.train.task_loss import TaskLoss
-from mpipipe.train.trainer import Tracing, Trainer, trace_folder
+from mpipipe.train.trainer import Trainer, trace_folder
 from mpipipe.train.training_plan import (
     best_plan,
     make_shard,
@@ -67,47 +61,55 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     group = group_of(comm)
     check_same_config(group, config)
     if config.tensorboard:
-        group.from_one("train: where metrics go", metrics.check_tensorboard)
-    owner = output_folder.claim(comm, config.out, task.folders)
-    out = owner.folder
+        group.from_one("train: where metrics go", report.check_tensorboard)
+    out = Path(output_folder.shared_path(comm, config.out))
+    owner = take_folder(out, group, output_folder.using)
+    owner.made = owner.made or config.out is None
     with released_at_end(owner, group):
+        mend = partial(output_folder.mend, out, task.folders)
+        group.from_one("train: what a killed job has left", mend)
         config = with_order(config, comm)
-        trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
         pipe = pipe_of(config, comm.size)
         made = Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order)
         with watching(config.watchdog, out), made as mesh:
-            record = _train(mesh, task, config, out, trace)
+            record = _train(mesh, task, config, out)
         output_folder.finish(out, comm)
         return record
 
 
-def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:
+def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
     device = select_device(config.device, mesh.comm)
+    group = group_of(mesh.comm)
+    trace = trace_folder(mesh.comm, config, out)
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
-        task.find_data(group_of(mesh.comm))
+        task.find_data(group)
         shard, layers, problem = make_shard(config, task, mesh)
         chosen = ""
         if config.plan == "auto":
             config, chosen = best_plan(config, task, mesh, device)
-        plan = _plan(mesh, task, config, device, problem)
-        start = resume.find_start(config, task, mesh, out)
+        with group.raise_together("train: the plan"):
+            plan = plan_layers(config, task, problem)
+            sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
+            check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
+            task.check(plan, mesh)
+        task.open_data(plan, mesh)
+        start = output_folder.find_start(config, task, mesh, out)
         reader = Reader(task, shard, plan, mesh, config.steps)
-        progress, loss, norm = _progress(stack, config, reader, mesh, device, layers)
-        _begin(config, reader, progress, loss, start)
-        reporter = _reporter(config, reader, mesh, device, out, start)
+        trainer = Trainer(stack, config, reader, device, layers, out, trace)
+        trainer.begin(start)
+        reporter = _reporter(trainer, device, start)
         stack.enter_context(reporter)
-        preemption = Preemption(
+        trainer.reporter = reporter
+        trainer.preemption = Preemption(
             mesh.comm,
             signals=config.preempt_signals,
             time_limit=config.time_limit,
             grace=config.preempt_grace,
             say=reporter.say,
         )
-        stack.enter_context(preemption)
-        tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
-        trainer = Trainer(config, progress, reader, loss, norm, reporter, preemption, tracing, out)
-        preemption.whereabouts = trainer.whereabouts
+        stack.enter_context(trainer.preemption)
+        trainer.preemption.whereabouts = trainer.whereabouts
         if chosen:
             reporter.say(chosen)
         stack.enter_context(trainer.saver)
@@ -119,108 +121,38 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
             raise
 
 
-def _plan(
-    mesh: Mesh, task: Task, config: TaskConfig, device: str, problem: PlanningProblem
-) -> LayerPlan:
-    """Plan the layers of each rank, check that they fit into memory, and open the data."""
-    with group_of(mesh.comm).raise_together("train: the plan"):
-        plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
-        sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
-        check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
-        task.check(plan, mesh)
-    task.open_data(plan, mesh)
-    return plan
-
-
-def _progress(
-    stack: ExitStack,
-    config: TaskConfig,
-    reader: Reader,
-    mesh: Mesh,
-    device: str,
-    layers: list[object],
-) -> tuple[Progress, Callable[..., Any], optim.GlobalNorm]:
-    """Make the stages of this rank, the loss, the pipeline and the optimizer, on the `stack`."""
-    group = group_of(mesh.comm)
-    task = reader.task
-    plan = reader.plan
-    with group.raise_together("train: the stages"):
-        kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-        layers.clear()  # they may hold whole models
-        loss = task.loss_for(stages[-1], plan.microbatch_rows, reader.shard)
-        loss = loss or TaskLoss(task, config.slices > 1)
-    pipeline = Pipeline(
-        stages,
-        plan.schedule,
-        mesh.pipe,
-        loss,
-        config.recompute,
-        mesh.replicas,
-        input_grads=False,
-        slice_lengths=reader.shard.slice_lengths,
-    )
-    stack.enter_context(pipeline)
-    norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
-    with group.raise_together("train: the optimizer"):
-        return Progress(config, pipeline, mesh, task), loss, norm
-
-
-def _begin(
-    config: TaskConfig,
-    reader: Reader,
-    progress: Progress,
-    loss: Callable[..., object],
-    start: checkpoint.Checkpoint | None,
-) -> None:
-    """Take the state of a checkpoint or a new one, and rehearse the first batches."""
-    mesh = progress.mesh
-    pipeline = progress.pipeline
-    if start is not None:
-        progress.load(start)
-    else:
-        with progress.whole_parameters():
-            resume.begin(config, reader.task, mesh, pipeline.stages)
-    if isinstance(loss, TaskLoss):
-        # Values may have been drawn without the seed.
-        check_replicas(mesh, pipeline.stages)
-        rehearse(reader, pipeline, mesh, progress.step, loss)
-
-
 def _reporter(
-    config: TaskConfig,
-    reader: Reader,
-    mesh: Mesh,
-    device: str,
-    out: Path,
-    start: checkpoint.Checkpoint | None,
+    trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
 ) -> Reporter | NullReporter:
     """Make the run folder, say in it where the numbers come from, and make the reporter."""
-    task = reader.task
+    config = trainer.config
+    task = trainer.task
+    mesh = trainer.mesh
+    out = trainer.out
     output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    step = 0
-    if start is not None:
-        step = start.step
     with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:
             return NullReporter()
+        done = trainer.done
         with output_folder.using(out):
-            renamed = resume.leave_behind(start, out)
-            metrics.cut(out, step)
+            renamed = output_folder.leave_behind(start, out)
+            report.cut(out, done)
             reporter = Reporter(
                 config.steps,
                 out,
                 unit=task.unit,
                 oversubscribed=surroundings["oversubscribed"],
-                done=None if config.resume == "no" else step,
+                done=None if config.resume == "no" else done,
                 tensorboard=config.tensorboard,
             )
         for path in renamed:
             reporter.say(
                 f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
             )
-        keys = output_folder.resolved(config, task, reader.plan, device, mesh.pipe.size)
+        microbatches = trainer.pipeline.schedule.microbatches
+        chosen = {"device": device, "pipe": mesh.pipe.size, "microbatches": microbatches}
+        keys = output_folder.resolved(config, task, chosen)
         try:
             output_folder.write(out, keys, surroundings, task)
         except OSError as error:
@@ -255,15 +187,15 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    config = _config_of(run)
+    config = replace(_config_of(run), seq=1)
 
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
         task.find_data(group_of(comm))
-        layers = layers_of(task, shard_of(config, task, comm, 1), config.seed)
+        layers = layers_of(task, shard_of(config, task, comm))
         stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
         with Mesh(comm) as mesh:
-            checkpoint.load(resume.newest_state(Path(run)).path, mesh, [stage])
+            checkpoint.load(output_folder.newest_state(Path(run)).path, mesh, [stage])
         return task, stage
 
     return inprocess.run(1, work)[0]
@@ -286,7 +218,7 @@ def export(run: Path, target: Path) -> str:
     """Write the weights that `load` takes into one file, named by `Task.state_name`; say so."""
     config = _config_of(run)
     task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
-    weights = resume.newest_state(run)
+    weights = output_folder.newest_state(run)
     planned: dict[str, checkpoint.Planned] = {}
     for content in weights.files.values():
         for name, entry in content.arrays.items():

@@ -34,8 +34,8 @@ class Shard:
     reads_inputs, reads_targets : bool
         Whether this rank has the first stage and needs inputs, and whether it has the last one and
         needs targets. In place of what is not needed, `Task.batch` may return None.
-    dtype : numpy.dtype
-        What the training computes in; floating arrays of batches are converted.
+    dtype, seed : numpy.dtype, int
+        What the training computes in; floating arrays of batches are converted. And its seed.
 
     Examples
     --------
@@ -53,11 +53,10 @@ class Shard:
         self.comm = comm
         self.rank = comm.rank
         self.kind = layout
-        self.size = comm.size
-        if size is not None:
-            self.size = size
+        self.size = size or comm.size
         self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
+        self.seed = 0
         # True once `attend` was called.
         self.attends = False
         # Gives the lengths of slices, where there are several, and the length of the whole.

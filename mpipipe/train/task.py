@@ -249,10 +249,7 @@ class Task:
         Raises ConfigError if there are none, or a pattern of `freeze` or of `groups` fits no name.
         """
         everything = declared(self.outline)
-        names = []
-        for name, parameter in everything.items():
-            if not parameter.frozen:
-                names.append(name)
+        names = [name for name, parameter in everything.items() if not parameter.frozen]
         unfit = []
         for pattern in self.freeze:
             if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
@@ -360,9 +357,8 @@ class Task:
         """Return what is trained, in a line; `place` is what computes: CPUs or GPUs."""
         count = parameters_of(self.outline)
         trained = sum(entry.size for entry in self.trained().values())
-        if trained == count:
-            part = ""
-        else:
+        part = ""
+        if trained != count:
             part = f" of which {trained:,} are trained"
         return f"{type(self).__name__}: {count:,} parameters{part} on {place}"
 

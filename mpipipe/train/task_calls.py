@@ -1,4 +1,4 @@
-"""How a training calls its task: an error names file, method, step and rows.
+"""How a training calls its task, and its loss: an error names file, method, step and rows.
 
 One thread runs the code of a user: the main thread reads the batch of a step when the step begins.
 Where a task sets `read_ahead`, a thread reads one step ahead, and it has the task to itself
@@ -14,14 +14,16 @@ the wait is counted.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,9 +33,12 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
-from mpipipe.job import RankGroup, ThreadTask, wait_locally
-from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
+from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
+from mpipipe.options import Values
+from mpipipe.pipeline import Loss
+from mpipipe.planning import LayerPlan, name_ends
 from mpipipe.train.config import TaskConfig
+from mpipipe.train.report import FIELDS
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
 
@@ -112,31 +117,21 @@ PER_SECOND = "samples_per_second", "tokens_per_second"
 LAYOUTS = "contiguous", "zigzag", "striped"
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "loss": ("a function of output and target", _is_function),
-    "layout": (" or ".join(LAYOUTS), lambda value: value in LAYOUTS),
+    "layout": (" or ".join(LAYOUTS), LAYOUTS.__contains__),
     "unit": ("a word", lambda value: isinstance(value, str) and value.isprintable()),
     "units": ("a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
-    "per_second": (" or ".join(PER_SECOND), lambda value: value in PER_SECOND),
+    "per_second": (" or ".join(PER_SECOND), PER_SECOND.__contains__),
     "freeze": ("patterns in a tuple", partial(_is_list_of, str)),
     "groups": ("optim.Group objects in a tuple", partial(_is_list_of, optim.Group)),
     "folders": ("names in a tuple", partial(_is_list_of, str)),
 }
 
 
-def check_attributes(task: Task) -> None:
-    """Raise ConfigError for an attribute of a task that cannot be meant."""
-    for name, (expected, is_right) in ATTRIBUTES.items():
-        value = getattr(task, name)
-        if not is_right(value):
-            raise ConfigError(
-                f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
-            )
-
-
 def costs_of(task: Task) -> list[float]:
     """Return the operations of each layer; ConfigError for what are no such numbers."""
     costs = call(task, "costs", by=lambda: [float(cost) for cost in task.costs()])
     count = len(task.outline)
-    if len(costs) != count or not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+    if len(costs) != count or not all(0 <= cost < math.inf for cost in costs):
         raise ConfigError(
             f"{place_of(task, 'costs')} returns no cost of each layer",
             found=f"{len(costs)} numbers: {costs}"[:80],
@@ -149,7 +144,7 @@ def rate_of(task: Task, step: int, config: TaskConfig) -> float:
     """Return the learning rate of a step; ConfigError for one that cannot be meant."""
     when = f"(step={step})"
     rate = call(task, "rate_at", when=when, by=lambda: float(task.rate_at(step, config)))
-    if not (math.isfinite(rate) and rate >= 0):
+    if not 0 <= rate < math.inf:
         raise ConfigError(
             f"{place_of(task, 'rate_at')}{when} returns no learning rate",
             found=rate,
@@ -158,13 +153,70 @@ def rate_of(task: Task, step: int, config: TaskConfig) -> float:
     return rate
 
 
+# Attributes that an optimizer has.
+OPTIMIZER = "stages", "steps", "lr", "step", "named_state"
+
+
+def make_optimizer(
+    task: Task, stages: Sequence[nn.Stage], config: TaskConfig, mesh: Mesh | None
+) -> Any:
+    """Return the optimizer of the task, or the one that options name; collective over a mesh."""
+    together: AbstractContextManager[None] = nullcontext()
+    replicas = None
+    if mesh is not None:
+        together = group_of(mesh.comm).raise_together("train: the optimizer of the task")
+        if config.shard_optimizer:
+            replicas = mesh.replicas
+    with together:
+        optimizer = call(task, "optimizer", stages, config)
+        if optimizer is not None:
+            lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]
+            if lacking:
+                raise ConfigError(
+                    f"{place_of(task, 'optimizer')} returns no optimizer",
+                    found=f"{type(optimizer).__name__} without {', '.join(lacking)}",
+                    expected="one with " + ", ".join(OPTIMIZER),
+                )
+            if config.shard_optimizer:
+                raise ConfigError(
+                    "shard_optimizer, and a task with an optimizer of its own",
+                    found=f"{type(task).__name__}.optimizer returns {type(optimizer).__name__}",
+                    expected="None there: the optimizer that the options name is sharded",
+                    remedy="leave out shard_optimizer, or let the task return None",
+                )
+            return optimizer
+    common: Values = {
+        "weight_decay": config.weight_decay,
+        "groups": task.groups,
+        "replicas": replicas,
+    }
+    if config.optimizer == "adamw":
+        return optim.AdamW(stages, config.lr, **common)
+    return optim.SGD(stages, config.lr, momentum=config.momentum, **common)
+
+
+def make_scaler(config: TaskConfig) -> optim.LossScaler:
+    """Return the scaler of the loss; a dynamic one changes it as the gradients allow."""
+    scale = config.loss_scale
+    if scale is None:
+        scale = float(config.dtype != "float16")
+    if scale == 0:
+        return optim.LossScaler()
+    return optim.LossScaler(scale, dynamic=False)
+
+
 # -- The layers, on paper and in fact --------------------------------------------------------------
 
 
-def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
+def entries_of(task: Task, shard: Shard) -> list[Any]:
     """Return the list of layers of a task; collective over the ranks of the shard."""
-    check_attributes(task)
-    with seeded(seed, -1, waits=shard.comm.size > 1):
+    for name, (expected, is_right) in ATTRIBUTES.items():
+        value = getattr(task, name)
+        if not is_right(value):
+            raise ConfigError(
+                f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
+            )
+    with seeded(shard.seed, -1, waits=shard.comm.size > 1):
         entries = call(task, "layers", shard)
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(
@@ -172,45 +224,49 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
             found=f"{type(entries).__name__}, {entries!r:.80}",
             expected="a list with a layer at least",
         )
-    entries = with_loss(entries, task.loss, seed)
+    entries = with_loss(entries, task.loss, shard.seed)
     name_ends(entries)
     return entries
 
 
-def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
+def layers_of(task: Task, shard: Shard) -> list[nn.Layer]:
     """Return all layers of a task, unbound."""
-    entries = entries_of(task, shard, seed)
-    return [as_layer(entry, place, seed) for place, entry in enumerate(entries)]
+    entries = entries_of(task, shard)
+    return [as_layer(entry, place, shard.seed) for place, entry in enumerate(entries)]
 
 
-def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
+def outline(task: Task, shard: Shard) -> list[Any]:
     """Set what the layers of a task are on paper; return the entries that stages are made of."""
-    entries = entries_of(task, shard, seed)
+    entries = entries_of(task, shard)
     task.outline = layers = []
     for place, entry in enumerate(entries):
-        layer = as_layer(entry, place, seed)
+        layer = as_layer(entry, place, shard.seed)
         layers.append(layer.forget() if isinstance(layer, ForeignLayer) else layer)
     return entries
 
 
-def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree]]:
-    """Yield each layer, bound, and an input of it; collective. ConfigError where they misfit."""
+def chain(task: Task, shard: Shard, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree, Tree]]:
+    """Yield each layer, bound, an input of it and its output; collective.
+
+    ConfigError where they misfit.
+    """
     x = example(task, rows, 1, shard)[0]
     values: dict[str, Tree] = {}
-    for place, layer in enumerate(layers_of(task, shard, seed)):
-        stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
+    for place, layer in enumerate(layers_of(task, shard)):
+        stage = nn.Stage([layer], shard.dtype, shard.seed, first=place, frozen=tuple(task.freeze))
         # Also what a layer further on in the same entry takes.
         stage.hand_on(stage.gives)
         x = nn.handed(x, values, stage.takes)
-        yield stage, x
         try:
-            x = stage.forward(x, nn.Position(training=False))[0]
+            y = stage.forward(x, nn.Position(training=False))[0]
         except Exception as error:
             raise ConfigError(
                 f"layers[{place}] from {place_of(task, 'layers')} does not take what comes to it: "
                 f"{type(error).__name__}: {error}",
                 found=f"{type(layer).__name__} after {shapes_of(x)}",
             ) from error
+        yield stage, x, y
+        x = y
 
 
 def shapes_of(tree: Tree) -> str:
@@ -222,32 +278,29 @@ def shapes_of(tree: Tree) -> str:
     return f"{structure}: {shapes}"
 
 
-def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> None:
-    """Raise MismatchError on all ranks where they have different layers; collective."""
-    facts: list[tuple[str, object]] = [("layers", len(problem.layers))]
-    facts += [(f"layer {number}", text) for number, text in enumerate(problem.signatures)]
-    group.agree(
-        "train: the layers",
-        tuple(facts),
-        message=f"the ranks have different layers from {place_of(task, 'layers')}",
-        remedy="make the list of layers of what is the same on all ranks; a layer may use "
-        "shard.rank, not its shapes",
-    )
-
-
 # -- Batches ---------------------------------------------------------------------------------------
 
 
 def where(method: str, number: int, rows: range) -> str:
     """Return the arguments of `batch` or `validation` in words."""
-    name = "index"
-    if method == "batch":
-        name = "step"
+    name = {"batch": "step", "validation": "index"}[method]
     return f"({name}={number}, rows={rows.start}..{rows.stop - 1})"
 
 
-def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> Reading:
-    """Return inputs, targets, and what comes with them; checks what this rank needs of them."""
+def read(
+    task: Task, method: str, number: int, rows: range, shard: Shard, microbatches: int | None = None
+) -> Reading:
+    """Return inputs, targets, and what comes with them; checks what this rank needs of them.
+
+    With `microbatches` they are lists where the task gives these one by one.
+    """
+    if task.per_microbatch and microbatches is not None:
+        readings = []
+        for part in even_split(len(rows), microbatches):
+            readings.append(read(task, method, number, rows[part.start : part.stop], shard))
+        columns: list[Any] = [None if column[0] is None else [*column] for column in zip(*readings)]
+        inputs, targets, more = columns
+        return inputs, targets, more
     when = where(method, number, rows)
     place = f"{place_of(task, method)}{when}"
     # The lock is held until all is copied: another method of the task may fill the same arrays
@@ -261,32 +314,15 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> Rea
             raise DataError(
                 f"{place} returns no inputs and targets", found=kind, expected="(inputs, targets)"
             )
-        make = partial(as_batch, rows=rows, shard=shard, any_shapes=task.per_microbatch)
-        inputs, targets, *more = result
+        counted_rows = None if task.per_microbatch else rows
+        make = partial(as_batch, dtype=shard.dtype, rows=counted_rows)
+        inputs = None
+        targets = None
         if shard.reads_inputs:
-            inputs = make(inputs, f"the inputs of {place}")
-        else:
-            inputs = None
+            inputs = make(result[0], f"the inputs of {place}")
         if shard.reads_targets:
-            targets = make(targets, f"the targets of {place}")
-        else:
-            targets = None
-    return inputs, targets, more[0] if more else None
-
-
-def read_all(
-    task: Task, method: str, number: int, rows: range, microbatches: int, shard: Shard
-) -> Reading:
-    """Read the rows of all micro-batches; lists where the task gives these one by one."""
-    if not task.per_microbatch:
-        return read(task, method, number, rows, shard)
-    parts = []
-    for part in even_split(len(rows), microbatches):
-        parts.append(rows[part.start : part.stop])
-    readings = [read(task, method, number, part, shard) for part in parts]
-    columns = [None if column[0] is None else [*column] for column in zip(*readings)]
-    inputs, targets, more = columns
-    return inputs, targets, more
+            targets = make(result[1], f"the targets of {place}")
+    return inputs, targets, (*result, None)[2]
 
 
 def example(
@@ -297,21 +333,21 @@ def example(
     if type(task).example is not Task.example:
         return task.example(rows, microbatches, shard)
     if task.per_microbatch and microbatches > 1:
-        return read_all(task, "batch", 0, range(rows), microbatches, shard)[:2]
+        return read(task, "batch", 0, range(rows), shard, microbatches)[:2]
     first = range(min(rows, most or rows))
     inputs, targets, _ = read(task, "batch", 0, first, shard)
-    if len(first) < rows and not task.per_microbatch:
+    if not task.per_microbatch:
         places = np.arange(rows) % len(first)
         inputs = arrays.mapped(lambda leaf: leaf[places], inputs)
         targets = arrays.mapped(lambda leaf: leaf[places], targets)
     return inputs, targets
 
 
-def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool = False) -> Tree:
+def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree:
     """Copy a batch into the dtype of the training: the task may fill the same arrays again.
 
-    Raises DataError for another number of rows, unless it has `any_shapes`, and for what is not
-    finite.
+    Raises DataError for another number of rows, unless it may have any shapes, without `rows`, and
+    for what is not finite.
     """
     try:
         leaves, structure = arrays.flatten(tree)
@@ -319,7 +355,7 @@ def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool 
         raise DataError(
             f"{what} are no arrays", found=type(tree).__name__, expected="numpy arrays"
         ) from error
-    if any_shapes and (not leaves or 0 in leaves[0].shape[:1]):
+    if rows is None and (not leaves or 0 in leaves[0].shape[:1]):
         raise DataError(
             f"{what} are empty",
             found=", ".join(f"shape {leaf.shape}" for leaf in leaves) or "no arrays",
@@ -329,52 +365,44 @@ def as_batch(tree: Tree, what: str, rows: range, shard: Shard, any_shapes: bool 
         )
     copies = []
     for leaf in leaves:
-        if not any_shapes and (leaf.ndim == 0 or len(leaf) != len(rows)):
+        if rows is not None and (leaf.ndim == 0 or len(leaf) != len(rows)):
             raise DataError(
                 f"{what} have another number of rows than was asked for",
                 found=f"shape {leaf.shape}",
                 expected=f"{len(rows)} along the first axis",
                 remedy="return as many rows as `rows` has; a source that ends early has fewer",
             )
-        if leaf.dtype.kind == "f":
-            dtype = shard.dtype
-        else:
-            dtype = leaf.dtype
+        kind = leaf.dtype
+        if kind.kind == "f":
+            kind = dtype
         if arrays.is_device(leaf):
-            copies.append(arrays.copied(leaf, dtype))
+            copies.append(arrays.copied(leaf, kind))
             continue
         if arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
-            _check_finite(leaf, what, None if any_shapes else rows)
-        copies.append(leaf.astype(dtype, "C"))
+            # A sum may be infinite by its size alone.
+            count = leaf.size
+            if rows is not None:
+                count = len(rows)
+            bad = np.flatnonzero(~np.isfinite(leaf).reshape(count, -1).all(axis=1))
+            if bad.size:
+                place = f"value {bad[0]} of an array"
+                if rows is not None:
+                    place = f"row {rows[bad[0]]}, counted in the whole batch"
+                raise DataError(
+                    f"{what} are not finite",
+                    found=f"NaN or infinity in {place}",
+                    expected="numbers",
+                    remedy="look at the data of this row; where values are missing, give numbers "
+                    "and a mask as a tuple of targets, and let the loss use it",
+                )
+        copies.append(leaf.astype(kind, "C"))
     return arrays.unflatten(copies, structure)
-
-
-def _check_finite(leaf: Array, what: str, rows: range | None) -> None:
-    """Raise DataError for an array that is not finite: a sum may be infinite by its size alone."""
-    if rows is None:
-        count = leaf.size
-    else:
-        count = len(rows)
-    bad = np.flatnonzero(~np.isfinite(leaf).reshape(count, -1).all(axis=1))
-    if not bad.size:
-        return
-    place = f"value {bad[0]} of an array"
-    if rows is not None:
-        place = f"row {rows[bad[0]]}, counted in the whole batch"
-    raise DataError(
-        f"{what} are not finite",
-        found=f"NaN or infinity in {place}",
-        expected="numbers",
-        remedy="look at the data of this row; where values are missing, give numbers "
-        "and a mask as a tuple "
-        "of targets, and let the loss use it",
-    )
 
 
 class Reader:
     """Reads the rows of this replica.
 
-    `waited` are the seconds in which the last step waited for them.
+    `waited` are the seconds in which the last call waited for them.
     """
 
     def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
@@ -382,7 +410,7 @@ class Reader:
         self.shard = shard
         self.plan = plan
         self.steps = steps
-        self.rank = mesh.rank
+        self.mesh = mesh
         self.waited = 0.0
         begin = mesh.data.rank * plan.rows
         self.rows = range(begin, begin + plan.rows)
@@ -397,21 +425,8 @@ class Reader:
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step; where the task reads ahead, begin with that of the next."""
-        if not self.reads:
-            return None, None
-        start = perf_counter()
-        ahead = self.ahead
-        if ahead is None:
-            reading = self._read("batch", step)
-        else:
-            self.ahead = None
-            wait_locally(ahead.wait, f"the batch of step {step}")
-            if ahead.problem is not None:
-                raise ahead.problem
-            reading = ahead.result
-        self.waited = perf_counter() - start
-        pair = self._begun(reading)
-        if self.task.read_ahead and step + 1 < self.steps:
+        pair = self.pair("batch", step)
+        if self.reads and self.task.read_ahead and step + 1 < self.steps:
             self.ahead = ThreadTask(partial(self._read, "batch", step + 1), "mpipipe batches")
         return pair
 
@@ -419,21 +434,163 @@ class Reader:
         """Return the inputs and targets of this rank that a method gives, if it needs some."""
         if not self.reads:
             return None, None
-        return self._begun(self._read(method, number))
+        start = perf_counter()
+        ahead = self.ahead
+        if method == "batch" and ahead is not None:
+            self.ahead = None
+            wait_locally(ahead.wait, f"the batch of step {number}")
+            if ahead.problem is not None:
+                raise ahead.problem
+            inputs, targets, more = ahead.result
+        else:
+            inputs, targets, more = self._read(method, number)
+        self.waited = perf_counter() - start
+        if more is not None:
+            call(self.task, "begin", more)
+        return inputs, targets
 
     def _read(self, method: str, number: int) -> Reading:
         """Return what the task gives of all rows of this rank."""
         try:
             microbatches = self.plan.schedule.microbatches
-            return read_all(self.task, method, number, self.rows, microbatches, self.shard)
+            return read(self.task, method, number, self.rows, self.shard, microbatches)
         except MpipipeError as error:
             if error.rank is None:
-                error.rank = self.rank
+                error.rank = self.mesh.rank
             raise
 
-    def _begun(self, reading: Reading) -> Pair:
-        """Return inputs and targets of a reading, and give the task what came with them."""
-        inputs, targets, more = reading
-        if more is not None:
-            call(self.task, "begin", more)
-        return inputs, targets
+
+# -- The loss of a task as that of a pipeline, with the means of its metrics -----------------------
+
+
+# Records, and the last line, have these names already.
+RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}
+NAME = re.compile(r"[^\s=]+")
+
+
+def new_sums() -> dict[str, Array]:
+    """Return a dict in which sums of two numbers begin with zeros."""
+    return defaultdict(partial(np.zeros, 2))
+
+
+class Sample(NamedTuple):
+    """A micro-batch that a loss was called with, and its weight, if the loss returns one."""
+
+    output: Any
+    target: Any
+    keywords: Mapping[str, object]
+    weight: float | None
+
+
+def loss_of(task: Task, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
+    """Return the loss after the last stage, for this many rows in a micro-batch."""
+    return task.loss_for(stage, rows, shard) or TaskLoss(task, shard.cut is not None)
+
+
+class TaskLoss:
+    """The loss of a task as that of a pipeline.
+
+    While it has `sums` it adds up the metrics of the task. While `samples` is true it remembers
+    one micro-batch: the first whose weight is not 0, else the last.
+    """
+
+    def __init__(self, task: Task, in_slices: bool = False) -> None:
+        self.task = task
+        # The loss is to be a mean along this axis; for whole sequences along the other one, too.
+        self.axis = int(in_slices)
+        self.plain = Loss(task.loss)
+        self.has_metrics = getattr(task.metrics, "__func__", None) is not Task.metrics
+        # Of metrics times weights, and of weights, while somebody wants their means.
+        self.sums: dict[str, Array] | None = None
+        self.samples = False
+        self.sample: Sample | None = None
+        self.declared = getattr(task.loss, "mean_over_entries", None)
+        # The pipeline looks at these, and at the names of the arguments.
+        self.over_batch = self.plain.over_batch
+        self.wants_host_targets = not self.plain.uploads
+        self.mean_over_entries = self.declared
+        if self.declared is None and not task.per_microbatch:
+            self.mean_over_entries = True
+        self.__signature__ = signature(task.loss)
+
+    def __call__(self, output: Any, target: Any, **keywords: object) -> tuple[Any, ...]:
+        if self.over_batch and not isinstance(output, list):
+            # A measurement has one micro-batch.
+            value, gradients, *more = self([output], [target], **keywords)
+            return value, gradients[0], *more
+        by = partial(self.evaluate, **keywords)
+        result, weight = call(self.task, "loss", output, target, by=by)
+        outputs = [output]
+        targets = [target]
+        if self.over_batch:
+            outputs = output
+            targets = target
+        if self.samples and (self.sample is None or self.sample.weight == 0):
+            # A stage may write the next output into the same memory.
+            copies = [arrays.mapped(arrays.copied, tree) for tree in outputs]
+            self.sample = Sample(copies if self.over_batch else copies[0], target, keywords, weight)
+        if self.sums is None:
+            return result
+        for y, goal in zip(outputs, targets):
+            share = weight
+            if share is None or self.over_batch:
+                share = sum(leaf.size for leaf in arrays.flatten(goal)[0])
+            # Nothing counts in a micro-batch without a share.
+            if not share:
+                continue
+            for name, mean in self.metrics(y, goal).items():
+                self.sums[name] += mean * share, share
+        return result
+
+    def evaluate(
+        self, output: Any, target: object, **keywords: object
+    ) -> tuple[tuple[Any, ...], float | None]:
+        """Return what the loss of the task returns, and the weight in it, if there is one.
+
+        Raises for a result that no pipeline takes.
+        """
+        result: tuple[Any, ...] = self.task.loss(output, target, **keywords)
+        weight = self.plain.checked(result)[2]
+        if weight is not None and self.declared is not None:
+            raise self.weight_error("mean_over_entries, too")
+        return result, weight
+
+    def weight_error(self, found: str) -> ConfigError:
+        """Return the error for a third value that is no weight."""
+        return ConfigError(
+            f"{place_of(self.task, 'loss')}: the third value that a loss returns is not the "
+            "weight of a micro-batch",
+            found=found,
+            expected="how many things the value is a mean over, such as float(mask.sum()), said "
+            "in one way",
+            remedy="return what else is of interest from `metrics`, and two values where all "
+            "entries count alike",
+        )
+
+    def metrics(self, output: Tree, target: Tree) -> dict[str, float]:
+        """Return the metrics of a micro-batch by name. Raises ConfigError for other names."""
+        y = arrays.mapped(arrays.on_host, output)
+        goal = arrays.mapped(arrays.on_host, target)
+        return call(self.task, "metrics", y, goal, by=self._named)
+
+    def _named(self, output: Tree, target: Tree) -> dict[str, float]:
+        metrics = {}
+        for name, value in self.task.metrics(output, target).items():
+            if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
+                raise ConfigError(
+                    "the name of a metric cannot be written, or a record has it already",
+                    found=f"{name!r:.80}",
+                    expected="letters without spaces and =, and none of "
+                    f"{', '.join(sorted(RESERVED))}",
+                )
+            metrics[name] = float(value)
+        return metrics
+
+    def means(self, group: RankGroup) -> dict[str, float]:
+        """Return the means of the `sums` over all ranks, which end here; collective."""
+        totals = new_sums()
+        for sums in group.gather("train: the metrics", self.sums):
+            for name, both in sums.items():
+                totals[name] += both
+        self.sums = None
+        return {name: float(value / weight) for name, (value, weight) in totals.items()}

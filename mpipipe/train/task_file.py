@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import ClassVar
 from mpipipe import files
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
-from mpipipe.options import option
+from mpipipe.options import NOUNS, option
 from mpipipe.text import near
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import NEEDED, Task, TaskSource
@@ -88,12 +88,13 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
     with group.raise_together("train: loading the task"):
         with IMPORTING:
             module = imported(place, code)
-            modules = neighbours(place.parent)
+            # Those next to the file, their content by paths in its folder.
+            modules = {}
+            for _, file, inside in not_installed():
+                if os.path.realpath(file) == os.path.realpath(place.parent / inside):
+                    modules[inside] = Path(file).read_bytes()
         kind = task_class(module, place, chosen)
-        lacking = []
-        for method in NEEDED:
-            if getattr(kind, method) is getattr(Task, method):
-                lacking.append(method)
+        lacking = [name for name in NEEDED if getattr(kind, name) is getattr(Task, name)]
         if lacking:
             raise ConfigError(
                 f"{kind.__name__} in {place.name} lacks {' and '.join(lacking)}",
@@ -121,16 +122,17 @@ def imported(path: Path, code: bytes) -> ModuleType:
         sys.path.remove(folder)
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
-    forget_others(path.parent)
+    # A copy imports its own copies, and not modules from elsewhere that are in this folder, too.
+    for name, file, inside in not_installed():
+        place = path.parent / inside
+        if place.is_file() and os.path.realpath(place) != os.path.realpath(file):
+            sys.modules.pop(name, None)
     linecache.checkcache(str(path))
     try:
         exec(compile(code, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = []
-        for frame in frames:
-            if frame.filename == str(path):
-                lines.append(frame.lineno)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
         remedy = f"`python {path.name}` shows the same"
@@ -142,23 +144,6 @@ def imported(path: Path, code: bytes) -> ModuleType:
             remedy=remedy,
         ) from error
     return module
-
-
-def neighbours(folder: Path) -> dict[str, bytes]:
-    """Return the modules that were imported from a folder, their content by paths in there."""
-    content = {}
-    for _, file, inside in not_installed():
-        if os.path.realpath(file) == os.path.realpath(folder / inside):
-            content[inside] = Path(file).read_bytes()
-    return content
-
-
-def forget_others(folder: Path) -> None:
-    """Forget modules from elsewhere that are in this folder, too: a copy imports its own copies."""
-    for name, file, inside in not_installed():
-        path = folder / inside
-        if path.is_file() and os.path.realpath(path) != os.path.realpath(file):
-            sys.modules.pop(name, None)
 
 
 def not_installed() -> Iterator[tuple[str, str, str]]:
@@ -203,13 +188,8 @@ def task_class(module: ModuleType, path: Path, name: str) -> type[Task]:
 
 def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
     """Make the task with attributes as NAME=VALUE sets them, which keep their types."""
-    names = set()
-    for name in dir(kind):
-        if not name.startswith("_") and name not in vars(Task):
-            names.add(name)
-    is_record = dataclasses.is_dataclass(kind)
-    if dataclasses.is_dataclass(kind):
-        names.update(entry.name for entry in dataclasses.fields(kind))
+    public = {name for name in dir(kind) if not name.startswith("_")}
+    names = public.difference(vars(Task)).union(getattr(kind, "__dataclass_fields__", ()))
     texts = dict(value.partition("=")[::2] for value in values)
     for name, text in texts.items():
         if name not in names:
@@ -221,10 +201,8 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
             )
     try:
         task = kind()
-        parsed = {}
-        for name, text in texts.items():
-            parsed[name] = _parsed(name, text, getattr(task, name))
-        if is_record:
+        parsed = {name: _parsed(name, text, getattr(task, name)) for name, text in texts.items()}
+        if dataclasses.is_dataclass(kind):
             return kind(**parsed)
         for name, value in parsed.items():
             setattr(task, name, value)
@@ -239,20 +217,14 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
     return task
 
 
-# How a text becomes a value of a type, and how an error names that type.
-PARSERS: dict[type, tuple[Callable[[str], object], str]] = {
-    bool: (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
-    int: (int, "an integer"),
-    float: (float, "a number"),
-    str: (str, "a text"),
-}
-
-
 def _parsed(name: str, text: str, now: object) -> object:
     """Return a text in the type that the attribute has now."""
+    kind = type(now)
     expected = "an attribute that is a number, a text, true or false"
-    if type(now) in PARSERS:
-        parse, expected = PARSERS[type(now)]
+    if kind in (bool, int, float, str):
+        expected = NOUNS[kind]
         with suppress(ValueError, KeyError):
-            return parse(text)
+            if kind is bool:
+                return {"true": True, "false": False}[text.lower()]
+            return kind(text)
     raise ConfigError(f"--set {name}", found=repr(text), expected=expected)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, optim, schedules
+from mpipipe import arrays, checkpoint, nn, optim, schedules
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import check_owned
-from mpipipe.comm import Mesh
+from mpipipe.attention import kernels
+from mpipipe.checkpoint import Checkpoint
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
-from mpipipe.nn import announce_write
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline, StepResult
 from mpipipe.text import counted
 from mpipipe.tracing import Recording, check_new
-from mpipipe.train import output_folder, resume
+from mpipipe.train import output_folder
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import seq_warning
-from mpipipe.train.report import NullReporter, Record, Reporter, summary
+from mpipipe.train.rehearsal import rehearse, seq_warning
+from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, call, rate_of, read
-from mpipipe.train.task_loss import TaskLoss
+from mpipipe.train.task_calls import (
+    Reader,
+    TaskLoss,
+    call,
+    loss_of,
+    make_optimizer,
+    make_scaler,
+    new_sums,
+    rate_of,
+    read,
+)
 
 
 class Made(NamedTuple):
@@ -41,60 +48,107 @@ class Made(NamedTuple):
     norm: float | optim.NormOfStep | None
 
 
-@dataclass
 class Trainer:
-    """One training under way on this rank.
+    """One training under way on this rank: its state, and the loop.
 
-    `progress` has the pipeline and the optimizer, `preemption` says when the job has to leave, and
-    `norm` over which stages and ranks gradients are clipped. `reporter` is a Reporter on rank 0,
-    and a NullReporter elsewhere.
+    Stages, pipeline and norm are made on the `stack`, and `layers` are taken out of their list. Set
+    before `run`: `reporter`, a NullReporter but on rank 0, and `preemption`, which says when the
+    job has to leave.
+
+    Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the
+    sample from the seed. So these numbers are the position in the data and the state of all random
+    numbers.
     """
 
-    config: TaskConfig
-    progress: Progress
-    reader: Reader
-    loss: Callable[..., Any]
-    norm: optim.GlobalNorm
     reporter: Reporter | NullReporter
     preemption: Preemption
-    tracing: Tracing
-    out: Path
 
-    def __post_init__(self) -> None:
-        self.task = self.reader.task
-        self.mesh = self.progress.mesh
-        self.group = group_of(self.mesh.comm)
-        pipeline = self.progress.pipeline
+    def __init__(
+        self,
+        stack: ExitStack,
+        config: TaskConfig,
+        reader: Reader,
+        device: str,
+        layers: list[object],
+        out: Path,
+        trace: Path | None,
+    ) -> None:
+        self.config = config
+        self.reader = reader
+        self.task = task = reader.task
+        self.mesh = mesh = reader.mesh
+        self.group = group_of(mesh.comm)
+        self.out = out
+        # Where a trace of some steps will be written, and those recorded so far.
+        self.trace = trace
+        self.recording: Recording | None = None
+        plan = reader.plan
+        with self.group.raise_together("train: the stages"):
+            kernels.check_choice(device)
+            stages = plan.stages(
+                mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze
+            )
+            # They may hold whole models.
+            layers.clear()
+            self.loss = loss_of(task, stages[-1], plan.microbatch_rows, reader.shard)
+        self.stages = stages
+        self.pipeline = Pipeline(
+            stages,
+            plan.schedule,
+            mesh.pipe,
+            self.loss,
+            config.recompute,
+            mesh.replicas,
+            input_grads=False,
+            slice_lengths=reader.shard.slice_lengths,
+        )
+        stack.enter_context(self.pipeline)
+        norm = optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas)
+        self.norm = stack.enter_context(norm)
+        with self.group.raise_together("train: the optimizer"):
+            self.optimizer = make_optimizer(task, stages, config, mesh)
+        self.scaler = make_scaler(config)
         # Its end finishes what is in flight.
         self.saver = checkpoint.Saver(
-            resume.checkpoints_of(self.out),
-            self.mesh,
-            pipeline.stages,
-            self.progress.optimizer,
-            keep=self.config.keep,
+            out / output_folder.CHECKPOINTS, mesh, stages, self.optimizer, keep=config.keep
         )
-        self.facts = resume.facts_of(self.config, self.task)
-        for stage in pipeline.stages:
-            # No other code than the optimizer changes parameters here.
-            stage.optimizer_writes_compute()
+        # Number of steps made, and the last record.
+        self.done = 0
+        self.record = Record(0)
         # Since the last record and in all: steps, and seconds in them by the host's clock, busy
         # and elapsed as the pipeline measured.
         self.times = np.zeros((2, 4))
         # Busy and elapsed seconds of the pipeline that are in these times.
         self.measured = np.zeros(2)
 
+    def begin(self, start: Checkpoint | None) -> None:
+        """Take the state of a checkpoint or a new one, and rehearse the first batches."""
+        stages = self.stages
+        if start is not None:
+            self._load(start)
+        else:
+            with self._whole_parameters():
+                output_folder.begin(self.config, self.task, self.mesh, stages)
+        if isinstance(self.loss, TaskLoss):
+            # Values may have been drawn without the seed.
+            checkpoint.check_replicas(self.mesh, stages)
+            rehearse(self.reader, self.pipeline, self.done, self.loss)
+        for stage in stages:
+            # No other code than the optimizer changes parameters here.
+            stage.optimizer_writes_compute()
+
     def run(self) -> Record:
         """Train, validate, show a sample, and return the last record."""
         config = self.config
-        progress = self.progress
-        if progress.step < config.steps and self.preemption.asked():
+        if self.done < config.steps and self.preemption.asked():
             self._leave()
         self._introduce()
-        for step in range(progress.step, config.steps):
+        for step in range(self.done, config.steps):
             try:
                 made = self.step(step)
-                progress.step = step + 1
-                self.tracing.end_step()
+                self.done = step + 1
+                if self.recording is not None and self.recording.steps >= RECORDED:
+                    self._write_trace()
                 self._after_step(made)
             except MpipipeError as error:
                 error.message = f"step {step + 1} of {config.steps}: {error.message}"
@@ -108,7 +162,7 @@ class Trainer:
         say = self.reporter.say
         schedule = self.reader.plan.schedule
         place = "GPUs"
-        if self.progress.pipeline.stages[0].device == "cpu":
+        if self.stages[0].device == "cpu":
             place = "CPUs"
         say(
             f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
@@ -117,8 +171,8 @@ class Trainer:
             f"mpipipe: {task.description(place)}\n"
             f"mpipipe: metrics in {self.out}"
         )
-        if self.progress.step:
-            say(f"mpipipe: goes on after step {self.progress.step}")
+        if self.done:
+            say(f"mpipipe: goes on after step {self.done}")
             return
         beginning = task.beginning()
         init = getattr(self.config, "init", None)
@@ -134,10 +188,9 @@ class Trainer:
     def _after_step(self, made: Made) -> None:
         """Compare replicas, validate, report, save and leave, where it is time for that."""
         config = self.config
-        progress = self.progress
-        done = progress.step
+        done = self.done
         if config.check_weights and done % config.check_weights == 0:
-            checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
+            checkpoint.check_replicas(self.mesh, self.stages, self.optimizer)
         ends = done == config.steps
         validates = ends or done % config.eval_every == 0
         if validates or done == 1 or done % config.log_every == 0:
@@ -150,10 +203,10 @@ class Trainer:
         # No checkpoint is of a training that has failed.
         self._read(made)
         self._note(self.saver.wait())
-        self.saver.save(done, progress.state(self.facts), beforehand=self.reporter.sync)
+        self.saver.save(done, self._state(), beforehand=self.reporter.sync)
         if leaves:
-            self._note(self.saver.wait())
-            self.tracing.finish()
+            self.saver.wait()
+            self._write_trace()
             self._leave()
 
     def _note(self, saved: Path | None) -> None:
@@ -169,8 +222,10 @@ class Trainer:
             message="ranks make steps with different learning rates",
             remedy="let rate_at depend on the step and the configuration alone",
         )
-        facts = self.speed(self.times[0]) | self.progress.scaling()
-        record = Record(self.progress.step, loss, lr=made.lr, grad_norm=norm, **facts)
+        facts = self.speed(self.times[0])
+        if self.scaler.dynamic:
+            facts |= {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
+        record = Record(self.done, loss, lr=made.lr, grad_norm=norm, **facts)
         if validates:
             record = self._validated(record)
         else:
@@ -184,24 +239,23 @@ class Trainer:
     def _report(self, record: Record) -> None:
         with self.group.raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
-                check_owned(self.out)
-        self.progress.record = record
+                checkpoint.check_owned(self.out)
+        self.record = record
         self.reporter.record(record)
 
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
         task = self.task
-        pipeline = self.progress.pipeline
-        self.tracing.finish()
+        self._write_trace()
         self.saver.wait()
-        record = self.progress.record
+        record = self.record
         if record.validation is None:
             # A training that was resumed at its end, which was no end before.
-            record = self._validated(replace(record, step=self.progress.step))
-        with self.progress.whole_parameters():
+            record = self._validated(replace(record, step=self.done))
+        with self._whole_parameters():
             plan = self.reader.plan
-            task.save(self.out, plan, pipeline.stages, self.mesh, self.progress.step)
-            sample = task.sample(plan, pipeline, self.mesh, self.reader.shard) or self._shown()
+            task.save(self.out, plan, self.stages, self.mesh, self.done)
+            sample = task.sample(plan, self.pipeline, self.mesh, self.reader.shard) or self._shown()
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
@@ -209,12 +263,52 @@ class Trainer:
         self.reporter.say(f"mpipipe: ok {line}")
         return record
 
+    def _whole_parameters(self) -> AbstractContextManager[None]:
+        """Within this context the parameters of the stages can be read and set; collective."""
+        # An optimizer of a task need not have it.
+        return getattr(self.optimizer, "whole_parameters", nullcontext)()
+
+    def _state(self) -> Values:
+        """Return what a checkpoint remembers besides arrays."""
+        scaler = self.scaler
+        return {
+            **output_folder.facts_of(self.config, self.task),
+            "record": finite(self.record.facts()),
+            "random": {"steps_taken": self.pipeline.steps_taken},
+            "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
+        }
+
+    def _load(self, start: Checkpoint) -> None:
+        """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
+        checkpoint.load(start.path, self.mesh, self.stages, self.optimizer)
+        with self.group.raise_together("train: the state in the checkpoint"):
+            try:
+                facts = dict(start.state["record"])
+                if not all(type(value) in (int, float) for value in facts.values()):
+                    raise ValueError("the record has something else than numbers")
+                scale = start.state["loss_scale"]
+                counts = scale["good"], scale["skipped"], start.state["random"]["steps_taken"]
+                for count in counts:
+                    if type(count) is not int or count < 0:
+                        raise ValueError(f"{count!r:.40} is no count")
+                # Raises where it is out of range.
+                self.scaler.scale = optim.LossScaler(initial=scale["scale"]).scale
+            except (KeyError, TypeError, ValueError) as error:
+                raise ArgumentError(
+                    f"the state in the checkpoint is wrong: {type(error).__name__}: {error}",
+                    found=str(start.path),
+                    remedy="resume another checkpoint",
+                ) from error
+        self.done = start.step
+        self.record = Record.of(facts)
+        self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = counts
+
     def whereabouts(self) -> str:
         """Return after which step this is, and in a second line how to go on."""
-        done = self.progress.step
+        done = self.done
         steps = self.config.steps
         out = self.out
-        saved = checkpoint.newest(resume.checkpoints_of(out))
+        saved = checkpoint.newest(out)
         place = f"after step {done} of {steps}"
         if saved is not None:
             return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
@@ -227,21 +321,49 @@ class Trainer:
         """Make one step. On a GPU with the whole model it is under way when this returns."""
         config = self.config
         start = perf_counter()
-        self.tracing.begin_step(config.steps - step)
-        with self.tracing.part("reading"):
+        made = self.times[1, 0]
+        if self.trace is not None and (made == 1 or (made == 0 and step + 1 == config.steps)):
+            self.recording = Recording(self.pipeline, self.mesh.comm)
+        with self._part("reading"):
             batch = self.reader.batch(step)
         lr = rate_of(self.task, step, config)
-        scaler = self.progress.scaler
-        result = self.progress.pipeline.step(*batch, scale=scaler.scale)
-        with self.tracing.part("optimizer"):
-            optimizer = self.progress.optimizer
+        scaler = self.scaler
+        result = self.pipeline.step(*batch, scale=scaler.scale)
+        with self._part("optimizer"):
+            optimizer = self.optimizer
             # An optimizer of the task's own does not wait for a save that still reads.
-            announce_write(optimizer, *optimizer.stages)
+            nn.announce_write(optimizer, *optimizer.stages)
             with self._as_replicas():
                 norm = optim.scaled_step(optimizer, scaler, config.clip, lr=lr, over=self.norm)
         self.times += 1, perf_counter() - start, 0, self.reader.waited
         self.reporter.advance()
         return Made(result, lr, norm)
+
+    def _part(self, name: str) -> AbstractContextManager[None]:
+        """Mark a part of the step in the trace."""
+        if self.recording is None:
+            return nullcontext()
+        return getattr(self.recording, name)()
+
+    def _write_trace(self) -> None:
+        """Write the trace of the steps recorded so far, if there are any; collective."""
+        recording = self.recording
+        self.recording = None
+        if recording is None:
+            return
+        recording.end()
+        trace = recording.trace
+        if trace is None or self.trace is None:
+            return
+        say = self.reporter.say
+        steps = counted(len(trace.records[0].steps), "step")
+        say(f"mpipipe: where the time of {steps} went\n{trace.table()}")
+        try:
+            trace.write(self.trace)
+            say(f"mpipipe: the trace is in {self.trace}")
+        except (OSError, ArgumentError) as error:
+            # No reason to lose a training.
+            say(f"mpipipe: the trace cannot be written: {error}")
 
     def _read(self, made: Made) -> tuple[float, float | None]:
         """Return loss and norm (None if skipped) of a step on every rank; waits for a GPU.
@@ -252,11 +374,11 @@ class Trainer:
         start = perf_counter()
         loss = made.result.loss
         with self._as_replicas():
-            self.progress.scaler.read_norms(wait=True)
+            self.scaler.read_norms(wait=True)
         norm = None
         if made.norm is not None:
             norm = float(made.norm)
-        measured = np.array(self.progress.pipeline.training_seconds)
+        measured = np.array(self.pipeline.training_seconds)
         self.times[:, 2:] += measured - self.measured
         self.measured = measured
         self.times[:, 1] += perf_counter() - start
@@ -278,8 +400,8 @@ class Trainer:
         scores = None
         if isinstance(self.loss, TaskLoss) and self.loss.has_metrics:
             scores = self.loss
-            scores.sums = {}
-        evaluate = self.progress.pipeline.weighed_evaluation
+            scores.sums = new_sums()
+        evaluate = self.pipeline.weighed_evaluation
         total = 0.0
         weights = 0.0
         for index in range(self.config.eval_batches):
@@ -306,10 +428,10 @@ class Trainer:
         inputs = None
         targets = None
         with group.raise_together("train: the batch to show"):
-            if shard.reads_inputs or shard.reads_targets:
+            if self.reader.reads:
                 rows = self.reader.rows[: self.reader.plan.microbatch_rows]
                 inputs, targets, _ = read(task, "validation", 0, rows, shard)
-        output = self.progress.pipeline.forward(inputs)
+        output = self.pipeline.forward(inputs)
         text = ""
         with group.raise_together("train: what the task shows"):
             if shard.reads_targets and self.mesh.data.rank == 0:
@@ -329,7 +451,7 @@ class Trainer:
         """Return samples per second, bubble and predicted bubble of some steps; collective."""
         if times[0] == 0:
             return {}
-        pipeline = self.progress.pipeline
+        pipeline = self.pipeline
         costs = pipeline.durations()
         of_ranks = self.group.gather("train: the time of all ranks", times.tolist())
         steps, seconds, busy, elapsed = zip(*of_ranks)
@@ -351,17 +473,15 @@ class Trainer:
 RECORDED = 16
 
 
-def trace_folder(
-    comm: Communicator, trace: str | None, out: Path, resumes: bool = False
-) -> Path | None:
+def trace_folder(comm: Communicator, config: TaskConfig, out: Path) -> Path | None:
     """Return where a trace will be written; the same error on every rank where it cannot be.
 
-    A training that `resumes` was perhaps traced before it was ended: nothing is recorded then where
-    the folder exists.
+    A training that is resumed was perhaps traced before it was ended: nothing is recorded then
+    where the folder exists.
     """
-    if trace is None:
+    if config.trace is None:
         return None
-    folder = Path(output_folder.shared_path(comm, trace))
+    folder = Path(output_folder.shared_path(comm, config.trace))
 
     def exists() -> bool:
         if folder == out or folder in out.parents or out in folder.parents:
@@ -370,60 +490,10 @@ def trace_folder(
                 found=f"out {out}, trace {folder}",
                 expected="a folder of its own for the trace",
             )
-        if not (resumes and folder.exists()):
+        if config.resume == "no" or not folder.exists():
             check_new(folder)
         return folder.exists()
 
     if group_of(comm).from_one("train: the folder of the trace", exists):
         return None
     return folder
-
-
-class Tracing:
-    """Records some steps of a training into a folder, if there is one, and shows their time."""
-
-    def __init__(
-        self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]
-    ) -> None:
-        self.folder = folder
-        self.pipeline = pipeline
-        self.mesh = mesh
-        self.say = say
-        self.recording: Recording | None = None
-        self.made = 0
-
-    def begin_step(self, left: int) -> None:
-        """Record from this step on if it is the second one, or the last; collective."""
-        if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
-            self.recording = Recording(self.pipeline, self.mesh.comm)
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Mark a part of the step: the "optimizer", or "reading", the wait for its batch."""
-        if self.recording is None:
-            return nullcontext()
-        return getattr(self.recording, name)()
-
-    def end_step(self) -> None:
-        """Write the trace once enough steps are recorded; collective."""
-        self.made += 1
-        if self.recording is not None and self.recording.steps >= RECORDED:
-            self.finish()
-
-    def finish(self) -> None:
-        """Write the trace of the steps recorded so far, if there are any; collective."""
-        recording = self.recording
-        self.recording = None
-        if recording is None:
-            return
-        recording.end()
-        trace = recording.trace
-        if trace is None or self.folder is None:
-            return
-        steps = counted(len(trace.records[0].steps), "step")
-        self.say(f"mpipipe: where the time of {steps} went\n{trace.table()}")
-        try:
-            trace.write(self.folder)
-            self.say(f"mpipipe: the trace is in {self.folder}")
-        except (OSError, ArgumentError) as error:
-            # No reason to lose a training.
-            self.say(f"mpipipe: the trace cannot be written: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,20 +17,21 @@ from mpipipe.options import Values
 from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
-from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shape, Task
 from mpipipe.train.task_calls import (
-    agree_on_layers,
     call,
     chain,
     costs_of,
     example,
     layers_of,
+    loss_of,
+    make_optimizer,
+    make_scaler,
     outline,
+    place_of,
     shapes_of,
 )
-from mpipipe.train.task_loss import TaskLoss
 
 
 def pipe_of(config: TaskConfig, ranks: int) -> int:
@@ -40,27 +41,17 @@ def pipe_of(config: TaskConfig, ranks: int) -> int:
     return config.pipe
 
 
-def rows_of(config: TaskConfig, replicas: int) -> int:
-    """Return the samples of a step in each replica. ConfigError where the batch does not divide."""
-    rows, rest = divmod(config.batch, replicas)
-    if rest:
-        raise ConfigError(
-            "the batch does not divide among the replicas",
-            found=f"batch {config.batch}, {counted(replicas, 'replica')}",
-            expected=f"a multiple of {replicas}",
-            remedy=f"for example batch = {(rows + 1) * replicas}",
-        )
-    return rows
-
-
-def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> planning.LayerPlan:
-    """Plan a training on `replicas` pipelines of `pipe` ranks.
+def plan_layers(
+    config: TaskConfig, task: Task, problem: planning.PlanningProblem
+) -> planning.LayerPlan:
+    """Plan a training on this mesh.
 
     Stages in which nothing is trained have no weight gradients in the schedule, and no backward if
     nothing before them is trained either. Raises ConfigError or ArgumentError if the configuration
     does not fit these numbers; for a schedule that nobody can mean before anything is built.
     """
-    rows = rows_of(config, replicas)
+    rows = problem.rows
+    pipe = problem.ranks
     microbatches = config.microbatches
     order = None
     if is_table(config.schedule):
@@ -69,9 +60,10 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     if microbatches is None:
         microbatches = min(rows, schedules.PER_RANK * pipe)
     if rows < microbatches:
+        replicas = counted(problem.replicas, "replica")
         raise ConfigError(
             "fewer sequences than micro-batches",
-            found=f"{counted(rows, 'sequence')} in each of {counted(replicas, 'replica')}",
+            found=f"{counted(rows, 'sequence')} in each of {replicas}",
             expected=f"at least {microbatches}, the number of micro-batches",
             remedy="raise batch, or lower microbatches",
         )
@@ -84,27 +76,23 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     )
     if all(action.op == "F" for action in schedule.orders[0]):
         raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
-    costs = costs_of(task)
     task.check_stages(schedule.stages)
-    ranges = schedules.partition(costs, schedule.stages)
-    if config.partition is not None:
-        _check_partition(config.partition, len(costs), schedule.stages)
-        ranges = list(pairwise(accumulate(config.partition, initial=0)))
-    trained = planning.layers_with(task.trained())
-    schedule = planning.completed(schedule, ranges, trained, config.recompute_limit)
-    return planning.LayerPlan(schedule, ranges, rows).with_names(task.outline)
-
-
-def _check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
-    if len(counts) != stages or sum(counts) != layers:
-        raise ConfigError(
-            "the partition does not fit",
-            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in "
-            f"{in_one_text(counts)}",
-            expected=f"{counted(stages, 'stage')} with {counted(layers, 'layer')}",
-            remedy="count embedding, attention, feed-forward and head as a layer each, or leave "
-            "partition out",
-        )
+    ranges = schedules.partition(problem.costs, schedule.stages)
+    counts = config.partition
+    if counts is not None:
+        layers = len(problem.layers)
+        if len(counts) != schedule.stages or sum(counts) != layers:
+            raise ConfigError(
+                "the partition does not fit",
+                found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in "
+                f"{in_one_text(counts)}",
+                expected=f"{counted(schedule.stages, 'stage')} with {counted(layers, 'layer')}",
+                remedy="count embedding, attention, feed-forward and head as a layer each, or "
+                "leave partition out",
+            )
+        ranges = list(pairwise(accumulate(counts, initial=0)))
+    schedule = planning.completed(schedule, ranges, problem.trained_layers, config.recompute_limit)
+    return planning.LayerPlan(schedule, ranges, rows).with_names(problem.layers)
 
 
 # -- A schedule that a configuration gives as a table of actions, not by its name ------------------
@@ -159,17 +147,19 @@ def problem_of(
     config: TaskConfig, task: Task, pipe: int, replicas: int
 ) -> planning.PlanningProblem:
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
-    rows_of(config, replicas)
-    fixed: Values = {}
-    for name in config.fixed:
-        value = getattr(config, name)
-        if value is not None or name == "recompute_limit":
-            fixed[name] = value
+    rows, rest = divmod(config.batch, replicas)
+    if rest:
+        raise ConfigError(
+            "the batch does not divide among the replicas",
+            found=f"batch {config.batch}, {counted(replicas, 'replica')}",
+            expected=f"a multiple of {replicas}",
+            remedy=f"for example batch = {(rows + 1) * replicas}",
+        )
+    fixed: Values = {name: getattr(config, name) for name in config.fixed}
     if config.slices > 1:
         fixed["slices"] = config.slices
-    if config.optimizer == "adamw":
-        moments = 2
-    else:
+    moments = 2
+    if config.optimizer == "sgd":
         moments = int(config.momentum > 0)
     return planning.PlanningProblem(
         layers=task.outline,
@@ -188,50 +178,62 @@ def problem_of(
     )
 
 
-def shard_of(
-    config: TaskConfig, task: Task, comm: Communicator, size: int, sliced: bool = False
-) -> Shard:
+def shard_of(config: TaskConfig, task: Task, comm: Communicator, sliced: bool = False) -> Shard:
     """Return this rank's share of samples, `sliced` as the configuration says or whole."""
-    shard = task.shard(comm, size)
+    shard = task.shard(comm, config.seq)
     shard.dtype = arrays.dtype(config.dtype)
+    shard.seed = config.seed
     if sliced and config.slices > 1:
         shard.cut = lambda length: call(task, "slice_lengths", length, config.slices)
     return shard
 
 
 def make_shard(
-    config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True
+    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Shape | None = None, sliced: bool = True
 ) -> tuple[Shard, list[Any], planning.PlanningProblem]:
     """Return the share of samples, `sliced` or whole, the layers and the problem.
 
-    The outline of the task is set.
+    The outline of the task is set. `on_paper` is the shape of a mesh that is not there, with more
+    ranks than this one.
     """
+    pipe, replicas, _ = on_paper or mesh.shape
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard = shard_of(config, task, mesh.seq, mesh.seq.size, sliced)
-        task.pipe = mesh.pipe.size
+        shard = shard_of(config, task, mesh.seq, sliced)
+        task.pipe = pipe
     with group.raise_together("train: the layers"):
-        layers = outline(task, shard, config.seed)
-    with group.raise_together("train: the layers on paper"):
-        problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-    agree_on_layers(task, problem, group)
+        layers = outline(task, shard)
+        problem = problem_of(config, task, pipe, replicas)
+    signatures = [(f"layer {place}", text) for place, text in enumerate(problem.signatures)]
+    group.agree(
+        "train: the layers",
+        (("layers", len(layers)), *signatures),
+        message=f"the ranks have different layers from {place_of(task, 'layers')}",
+        remedy="make the list of layers of what is the same on all ranks; a layer may use "
+        "shard.rank, not its shapes",
+    )
     return shard, layers, problem
 
 
-def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.MeasuredRanks:
+def measured_ranks(
+    config: TaskConfig, task: Task, mesh: Mesh, on_paper: Shape | None = None
+) -> planning.MeasuredRanks:
     """Return the ranks of a job, to measure a training on them; collective."""
-    whole, _, problem = make_shard(config, task, mesh, sliced=False)
+    whole, _, problem = make_shard(config, task, mesh, on_paper, sliced=False)
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
-        inputs = inputs_of(config, task, whole)
+        inputs: list[Tree] = []
+        # Else the task says how large they are.
+        if not task.message_shape(1, whole):
+            inputs = [x for _, x, _ in chain(task, whole)]
     largest = max(map(elements, inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         mesh=mesh,
-        layers=lambda: layers_of(task, whole, config.seed),
-        loss_for=lambda stage, rows: task.loss_for(stage, rows, whole) or TaskLoss(task),
+        layers=lambda: layers_of(task, whole),
+        loss_for=lambda stage, rows: loss_of(task, stage, rows, whole),
         example=lambda rows, microbatches: example(task, rows, microbatches, whole, config.batch),
         message_shape=lambda rows: task.message_shape(rows, whole) or (rows, largest),
-        optimizer=lambda stages, mesh: make_optimizer(config, stages, task, mesh),
+        optimizer=lambda stages, mesh: make_optimizer(task, stages, config, mesh),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
         clip=config.clip,
@@ -243,13 +245,6 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.Measu
 def elements(tree: Tree) -> int:
     """Count the numbers in the arrays of a tree."""
     return sum(leaf.size for leaf in arrays.flatten(tree)[0])
-
-
-def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
-    """Return an input of each layer, unless the task says how large they are; collective."""
-    if task.message_shape(1, shard):
-        return []
-    return [x for _, x in chain(task, shard, config.seed)]
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
@@ -269,30 +264,16 @@ def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a training would be: its plan, and the memory of each rank of a pipeline.
-
-    `inputs` are the bytes of the input of each layer, for a micro-batch.
-    """
+    """What a training would be: its plan, and the memory of each rank of a pipeline."""
 
     config: TaskConfig
     task: Task
     problem: planning.PlanningProblem
     plan: planning.LayerPlan
     ranks: list[planning.RankBytes]
-    inputs: list[float]
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, each tied one once."""
-        sizes = {}
-        for name, entry in planning.declared(self.problem.layers).items():
-            sizes[entry.tie or name] = entry.size
-        return sum(sizes.values())
-
-    @property
-    def count(self) -> int:
-        """Number of all ranks."""
-        return self.problem.ranks * self.problem.replicas * self.problem.seq
+    # Of all ranks, and of parameters, each tied one once.
+    count: int
+    parameters: int
 
 
 def estimate_task(
@@ -303,59 +284,40 @@ def estimate_task(
     `make` returns configuration and task, for the communicator of one rank. One micro-batch runs on
     the processor, through each kind of layer.
     """
-    return inprocess.run(1, lambda comm: _estimate(*make(comm), ranks, comm))[0]
 
+    def work(comm: Communicator) -> MemoryEstimate:
+        config, task = make(comm)
+        if config.plan == "auto":
+            raise ConfigError(
+                "a dry run cannot foresee what a plan chooses",
+                found="plan auto",
+                expected="no: a plan is made of measurements on the ranks of the training",
+                remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry "
+                "run by --config",
+            )
+        task.find_data(group_of(comm))
+        config = with_order(config, comm)
+        pipe = pipe_of(config, ranks)
+        replicas, rest = divmod(ranks, pipe * config.seq)
+        if rest or not replicas:
+            raise ConfigError(
+                "the mesh does not fit the ranks",
+                found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
+                expected=f"a multiple of {pipe * config.seq}",
+            )
+        shape = pipe, replicas, config.seq
+        with Mesh(comm) as mesh:
+            # Raises where the layers attend in another way than slices can.
+            sliced, _, _ = make_shard(config, task, mesh, shape)
+            lengths = sliced.slice_lengths or [1] * config.slices
+            shares = [length / sum(lengths) for length in lengths]
+            measured = measured_ranks(config, task, mesh, shape)
+            plan = plan_layers(config, task, measured.problem)
+            of_ranks = planning.rank_bytes(
+                measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
+            )
+        problem = measured.problem
+        parameters = planning.count_once(planning.declared(problem.layers))
+        return MemoryEstimate(config, task, problem, plan, of_ranks, ranks, parameters)
 
-def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
-    if config.plan == "auto":
-        raise ConfigError(
-            "a dry run cannot foresee what a plan chooses",
-            found="plan auto",
-            expected="no: a plan is made of measurements on the ranks of the training",
-            remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run "
-            "by --config",
-        )
-    task.find_data(group_of(comm))
-    config = with_order(config, comm)
-    pipe = pipe_of(config, ranks)
-    replicas, rest = divmod(ranks, pipe * config.seq)
-    if rest or not replicas:
-        raise ConfigError(
-            "the mesh does not fit the ranks",
-            found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
-            expected=f"a multiple of {pipe * config.seq}",
-        )
-    task.pipe = pipe
-    shares = [1.0]
-    if config.slices > 1:
-        sliced = shard_of(config, task, comm, config.seq, sliced=True)
-        # Raises where the layers attend in another way.
-        outline(task, sliced, config.seed)
-        lengths = sliced.slice_lengths or [1] * config.slices
-        shares = [length / sum(lengths) for length in lengths]
-    shard = shard_of(config, task, comm, config.seq)
-    outline(task, shard, config.seed)
-    inputs = tuple(map(shapes_of, inputs_of(config, task, shard)))
-    problem = replace(problem_of(config, task, pipe, replicas), inputs=inputs)
-    plan = plan_layers(config, task, pipe, replicas)
-    rows = plan.microbatch_rows
-    sample = example(task, rows, 1, shard)
-    layers = layers_of(task, shard, config.seed)
-    measured = planning.layer_bytes(
-        problem,
-        layers,
-        lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task),
-        sample,
-        task.freeze,
-    )
-    of_ranks = planning.rank_bytes(
-        problem,
-        plan,
-        measured,
-        sample,
-        recompute=config.recompute,
-        copied=task.copies,
-        shares=shares,
-    )
-    sizes = [layer.input for layer in measured[0]]
-    return MemoryEstimate(config, task, problem, plan, of_ranks, sizes)
+    return inprocess.run(1, work)[0]

@@ -194,7 +194,7 @@ def test_a_training_stops_before_it_saves_what_one_rank_has_alone(comm, mpi_tmp_
     def step(self, number):
         made = original(self, number)
         if number == 3 and comm.rank == 1:
-            flip(self.progress.pipeline.stages[0].parameters["2.layer.1.down"], 11, 0)
+            flip(self.pipeline.stages[0].parameters["2.layer.1.down"], 11, 0)
         return made
 
     monkeypatch.setattr(Trainer, "step", step)

@@ -21,7 +21,7 @@ from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.language.inference.prompts import read_prompts
 from mpipipe.schedules.csv_text import from_file
-from mpipipe.train import TrainConfig, metrics
+from mpipipe.train import TrainConfig, report
 
 DOCUMENTS = 200
 
@@ -61,8 +61,8 @@ def _config(folder):
 
 def _metrics(folder):
     lines = [json.dumps({"step": step, "loss": 5.0 / step}) + "\n" for step in range(1, 40)]
-    (folder / metrics.NAME).write_text("".join(lines))
-    return folder / metrics.NAME
+    (folder / report.METRICS).write_text("".join(lines))
+    return folder / report.METRICS
 
 
 def _tokenizer(folder):
@@ -91,7 +91,7 @@ KINDS = {  # a kind of file: a function that writes a whole one in a folder, and
     "megatron": (_megatron, _read_data),
     "csv": (_csv, from_file),
     "configuration": (_config, lambda path: TrainConfig.load(str(path))),
-    "metrics": (_metrics, lambda path: metrics.records_until(path.parent, 10)),
+    "metrics": (_metrics, lambda path: report.records_until(path.parent, 10)),
     "tokenizer": (_tokenizer, _read_tokenizer),
     "prompts": (_prompts, lambda path: read_prompts(None, str(path), None)),
 }

@@ -9,7 +9,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.options import kinds_of, option_of
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import INSTEAD
-from mpipipe.train.progress import make_scaler
+from mpipipe.train.task_calls import make_scaler
 
 KINDS = kinds_of(TrainConfig)
 

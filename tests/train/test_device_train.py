@@ -87,7 +87,7 @@ def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, 
     seen = []
 
     def watched(self, step, original=Trainer.step):
-        seen.append({arrays.device_of(stage.parameters.flat) for stage in self.progress.pipeline.stages})
+        seen.append({arrays.device_of(stage.parameters.flat) for stage in self.pipeline.stages})
         return original(self, step)
 
     monkeypatch.setattr(Trainer, "step", watched)
@@ -160,7 +160,7 @@ def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypa
     kept, step = [], Trainer.step
 
     def watched(self, number):
-        kept.append((self.norm.on_device, self.progress.pipeline.ranks.nccl.sums))
+        kept.append((self.norm.on_device, self.pipeline.ranks.nccl.sums))
         return step(self, number)
 
     monkeypatch.setattr(Trainer, "step", watched)

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from mpipipe.errors import BackendError, ConfigError
-from mpipipe.train import metrics
-from mpipipe.train.metrics import TensorBoard
+from mpipipe.train import report
+from mpipipe.train.report import TensorBoard
 
 RECORDS = [
     {"step": 0, "validation": 5.5, "time": 1e9, "seconds": 0.5},
@@ -78,7 +78,7 @@ def test_a_library_that_fails_is_left_out_with_one_warning(tmp_path, monkeypatch
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(BackendError, match="tensorboardX") as caught:
-        metrics.check_tensorboard()
+        report.check_tensorboard()
     assert "'.[tensorboard]'" in caught.value.remedy
 
 
@@ -91,15 +91,15 @@ LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
 @pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', "{"])
 @pytest.mark.parametrize("step", [0, 1, 3, 4, 7])
 def test_records_behind_a_step_and_a_torn_line_are_cut_off_and_nothing_else_is_touched(tmp_path, step, tail):
-    path = tmp_path / metrics.NAME
+    path = tmp_path / report.METRICS
     path.write_text("".join(LINES) + tail)
     before = path.stat().st_ino
-    metrics.cut(tmp_path, step)
+    report.cut(tmp_path, step)
     assert path.read_text() == "".join(LINES[: step + 1] if step else [])
-    assert [file.name for file in tmp_path.iterdir()] == [metrics.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [report.METRICS]
     if not tail and step >= 4:
         assert path.stat().st_ino == before  # what needs no cut is not written anew
-    metrics.cut(tmp_path / "absent", step)
+    report.cut(tmp_path / "absent", step)
     assert not (tmp_path / "absent").exists()
 
 
@@ -107,8 +107,8 @@ def test_records_behind_a_step_and_a_torn_line_are_cut_off_and_nothing_else_is_t
     "text", ["precious", "precious\n", "[]\n", '{"loss": 1}\n', '{"step": "1"}\n', '{"step": 1}\n\n', "\xff\n"]
 )
 def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
-    path = tmp_path / metrics.NAME
+    path = tmp_path / report.METRICS
     path.write_bytes(text.encode("latin1"))
     with pytest.raises(ConfigError, match="cannot be used") as caught:
-        metrics.cut(tmp_path, 3)
+        report.cut(tmp_path, 3)
     assert caught.value.found == str(path) and path.read_bytes() == text.encode("latin1")

@@ -10,7 +10,9 @@ import pytest
 from support.small_training import config_in
 
 from mpipipe import files
+from mpipipe.checkpoint import owner
 from mpipipe.errors import ConfigError, OwnerError, StorageError
+from mpipipe.job import inprocess
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import output_folder, train
 from mpipipe.train.trainer import Trainer
@@ -76,11 +78,10 @@ def test_two_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_pa
     assert all(path.is_dir() for path in made)
 
 
-def test_nothing_is_written_through_links(comm, mpi_tmp_path, config, monkeypatch):
-    """A file behind a link with the name of a marker, of an owner or of an unfinished file stays as it is."""
-    monkeypatch.setattr(output_folder.secrets, "token_hex", lambda count: "0" * 2 * count)  # names can be guessed
+def test_nothing_is_written_through_links(comm, mpi_tmp_path, config):
+    """A file behind a link with the name of an owner or of an unfinished file stays as it is."""
     out, precious = mpi_tmp_path / "run", mpi_tmp_path / "precious"
-    names = (".mpipipe-marker", f".mpipipe-marker-{'0' * 32}", "config.toml.partial", "owner.json")
+    names = ("config.toml.partial", "owner.json")
     for name in names:
         if comm.rank == 0:
             out.mkdir(exist_ok=True)
@@ -100,7 +101,7 @@ def test_nothing_is_written_through_links(comm, mpi_tmp_path, config, monkeypatc
             shutil.rmtree(out)
 
 
-def test_a_training_that_is_refused_leaves_no_folder_and_a_marker_is_removed(comm, mpi_tmp_path, config):
+def test_a_training_that_is_refused_leaves_no_folder_and_nothing_is_in_a_new_one(comm, mpi_tmp_path, config):
     with pytest.raises(ConfigError):
         train(config(out=str(mpi_tmp_path / "a"), pipe=1, batch=7, microbatches=100), GPT, comm)
     comm.Barrier()
@@ -137,9 +138,15 @@ def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm,
 
 
 def test_a_process_that_can_open_no_more_files_does_not_blame_the_folder(tmp_path, monkeypatch):
-    def refuse(path, size):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+    """The file that cannot be written then says so."""
 
-    monkeypatch.setattr(output_folder.files, "read_text", refuse)
-    with pytest.raises(ConfigError, match="Too many open files"):
-        output_folder._sees(tmp_path / output_folder.MARKER, "token")
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path))
+
+    def job(comm):
+        monkeypatch.setattr(owner, "read", refuse)
+        kept = owner.Owner(tmp_path, "token")
+        output_folder.make_folder(tmp_path, comm, writes=True)
+        kept.release()
+
+    inprocess.run(1, job)

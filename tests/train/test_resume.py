@@ -19,7 +19,7 @@ from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption
 from mpipipe.language.models import GPT
 from mpipipe.options import option_of
-from mpipipe.train import resume, train
+from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
 pytestmark = pytest.mark.few
@@ -293,7 +293,7 @@ def test_an_older_checkpoint_is_resumed_and_those_behind_it_are_set_aside(comm, 
     cut_short(chosen, comm, 5)
     older = checkpoint.newest(chosen.out).with_name("step-00000002")
     cut_short(config(resume=str(older)), comm, 3)
-    root = resume.checkpoints_of(Path(chosen.out))
+    root = Path(chosen.out, "checkpoints")
     assert sorted(path.name for path in root.iterdir()) == ["aside-step-00000004", "step-00000002"]
     assert ("is now called" in capsys.readouterr().out) == (comm.rank == 0)
     train(config(resume="auto"), GPT, comm)
