@@ -24,7 +24,7 @@ NOTABLE = 0.02  # share of a time
 
 
 def read_links(nics_per_node: int, nic: str) -> Links:
-    """Return links of nodes with so many NICs, from a text as for `Links.read`.
+    """Return links of nodes with this number of NICs, from a text as for `Links.read`.
 
     Raises ArgumentError where ranks do not share the NICs evenly.
     """

@@ -112,7 +112,7 @@ Port = tuple[bool, int]  # whether of what comes in, and the number of a NIC
 class Pair:
     """A rank that sends and one that receives, and the messages that wait.
 
-    messages : for each its seconds alone, and what happens so many seconds after it was sent
+    messages : for each its seconds alone, its latency, and what follows
     ports : those that it shares, each with the number of replicas that do the same there
     left, since, speed : seconds that the first message would still take alone at a time, and what
         part of the bandwidth it has had from then on

@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, checks, classic, zero_bubble
 from mpipipe.schedules.checks import at_least_one, counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
-from mpipipe.schedules.simulate import EQUAL_COSTS, SAME, Costs, peak_of, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, SAME, Costs, simulate
 from mpipipe.text import near
 
 # With one stage on a rank, with two, and with any number.
@@ -180,12 +180,11 @@ def advise(
     microbatches : int, optional
         M, if it is not to be chosen: all schedules of `by_name` that train with V stages per rank
         are simulated. Of those that are equally fast, the one that holds the fewest activations is
-        taken. By default M is four for each rank, and the schedule is 1F1B over the chunks with its
-        bubble (P-1) / (VM + P-1).
+        taken. By default M is four for each rank, and the schedule is 1F1B over the chunks.
     costs : Costs, optional
         Times of the stages in the simulation; by default one unit for each of F, I and W.
     slices : int, optional
-        n, slices of each sequence. M n is 4P or more then, and stands for M in the bubble.
+        n, slices of each sequence. M n is 4P or more then.
 
     Examples
     --------
@@ -196,19 +195,13 @@ def advise(
     >>> advise(ranks=4, microbatches=8).schedule
     'zero_bubble_h1'
     """
+    tried = names(chunks)
     if microbatches is None:
         ranks, chunks, slices = counts(ranks=ranks, chunks=chunks, slices=slices)
         microbatches = -(-PER_RANK * ranks // slices)
-        name = "one_f_one_b"
-        if chunks > 1:
-            name = "interleaved_1f1b"
-        schedule = by_name(
-            name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices
-        )
-        bubble = (ranks - 1) / (chunks * schedule.units + ranks - 1)
-        return Advice(microbatches, bubble, name, peak_of(schedule, schedule.orders[0]))
+        tried = ["one_f_one_b" if chunks == 1 else "interleaved_1f1b"]
     timelines = []
-    for name in names(chunks):
+    for name in tried:
         schedule = by_name(
             name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices, costs=costs
         )

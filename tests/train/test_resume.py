@@ -123,6 +123,7 @@ def close_records(found, expected, dtype="float64"):
 
 CUTS = {
     "pipe 2 x data": dict(pipe=2),
+    "data x pipe 2": dict(pipe=2, mesh_order="data,pipe,seq"),
     "data": dict(pipe=1),
     "two chunks": dict(pipe=2, schedule="interleaved_1f1b", chunks=2, microbatches=4),
     "seq": dict(seq=2, pipe=None),
