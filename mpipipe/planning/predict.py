@@ -114,44 +114,38 @@ def _costs(profile: Profile, plan: LayerPlan) -> Costs:
     schedule = plan.schedule
     size = plan.microbatch_rows
     share = plan.rows / (size * schedule.units)
-    last = schedule.stages - 1
     splits = _splits(schedule)
     links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
-    forward = []
-    input_grad = []
-    weight_grad = []
-    recompute = []
+    times = []
     for stage, rank in enumerate(schedule.placement):
-        costs = profile.costs[size][rank]
-        action = costs.action
-        work = 0.0
+        measured = profile.costs[size][rank]
+        action = measured.action
+        forward = 0.0
         again = 0.0
-        first = 0.0
-        second = 0.0
+        input_grad = 0.0
+        weight_grad = 0.0
         for place in range(*plan.layer_ranges[stage]):
-            layer = costs.layers[profile.kinds[place]]
-            work += layer.forward
-            if layer.again is None:
-                again += layer.forward
-            else:
-                again += layer.again
+            layer = measured.layers[profile.kinds[place]]
+            forward += layer.forward
+            again += layer.forward if layer.again is None else layer.again
             if stage in splits:
-                first += layer.input_grad
-                second += layer.weight_grad
+                input_grad += layer.input_grad
+                weight_grad += layer.weight_grad
             else:
-                first += layer.backward
-        messages = links[stage].message
-        if stage < last:
-            messages += links[stage + 1].message
-        else:
-            work += costs.loss
-        forward.append(share * work + (action + messages))
-        input_grad.append(share * first + (action + messages))
-        weight_grad.append(0.0)
-        if stage in splits:
-            weight_grad[stage] = share * second + action
-        recompute.append(share * again + action)
-    return Costs(forward, input_grad, weight_grad, [link.transfer for link in links], recompute)
+                input_grad += layer.backward
+        if stage == schedule.stages - 1:
+            forward += measured.loss
+        messages = action + sum(link.message for link in links[stage : stage + 2])
+        times.append(
+            (
+                share * forward + messages,
+                share * input_grad + messages,
+                share * weight_grad + action * (stage in splits),
+                links[stage].transfer,
+                share * again + action,
+            )
+        )
+    return Costs(*map(list, zip(*times)))
 
 
 def _splits(schedule: Schedule) -> set[int]:

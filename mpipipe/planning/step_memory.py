@@ -382,10 +382,13 @@ def rank_bytes(
             counts = []
             for part in attentions([layer]):
                 counts.append(2 * part.kv_heads * part.head_dim * rows * length)
-            if problem.seq > 1:
-                layers[place] = _with_ring(layers[place], counts, problem.dtype)
-            if schedule.slices > 1:
-                layers[place] = _with_slices(layers[place], counts, problem.dtype)
+            layers[place] = _spread(
+                layers[place],
+                counts,
+                problem.dtype,
+                ring=problem.seq > 1,
+                slices=schedule.slices > 1,
+            )
     stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
     inputs = [stage.input for stage in stages]
     sources = {}
@@ -589,32 +592,32 @@ def share_of(whole: StageBytes, share: float) -> StageBytes:
 # `counts` are the keys and values of each attention of a layer on this rank, for a micro-batch.
 
 
-def _with_ring(measured: StageBytes, counts: Sequence[int], dtype: str) -> StageBytes:
-    """Return the bytes of a layer that was measured on one rank, for a ring.
+def _spread(
+    measured: StageBytes, counts: Sequence[int], dtype: str, *, ring: bool, slices: bool
+) -> StageBytes:
+    """Return the bytes of a layer that was measured on one rank, for a ring, and for slices.
 
-    A forward keeps the last block that has come by, and has another one on its way. In a backward
-    two messages are under way, each with a block and its gradients, which are sums in the wider
-    dtype.
+    In a ring a forward keeps the last block that has come by, and has another one on its way. In a
+    backward two messages are under way, each with a block and its gradients, which are sums in the
+    wider dtype. In slices keys and values are apart.
     """
     kind = arrays.dtype(dtype)
-    kept = sum(counts) * kind.itemsize
-    largest = max(counts, default=0)
-    under_way = 2 * largest * (kind.itemsize + arrays.accumulator(kind).itemsize)
-    return replace(
-        measured,
-        saved=measured.saved + kept,
-        forward=measured.forward + kept + largest * kind.itemsize,
-        backward=measured.backward + under_way,
-        input_grad=measured.input_grad + under_way,
-    )
-
-
-def _with_slices(measured: StageBytes, counts: Sequence[int], dtype: str) -> StageBytes:
-    """Return the bytes of a layer measured on whole sequences, with keys and values apart."""
-    kind = arrays.dtype(dtype)
+    wide = arrays.accumulator(kind).itemsize
     keys = sum(counts) * kind.itemsize
-    sums = sum(counts) * arrays.accumulator(kind).itemsize
-    return replace(measured, saved=measured.saved - keys, keys=keys, sums=sums)
+    largest = max(counts, default=0)
+    if ring:
+        under_way = 2 * largest * (kind.itemsize + wide)
+        measured = replace(
+            measured,
+            saved=measured.saved + keys,
+            forward=measured.forward + keys + largest * kind.itemsize,
+            backward=measured.backward + under_way,
+            input_grad=measured.input_grad + under_way,
+        )
+    if slices:
+        sums = sum(counts) * wide
+        measured = replace(measured, saved=measured.saved - keys, keys=keys, sums=sums)
+    return measured
 
 
 # -- Models and batches that do not fit into this machine are refused ------------------------------
@@ -636,11 +639,8 @@ def check_training(
     hands to the next for a micro-batch.
     """
     layers = plan.layers_of(rank)
-    count = 0
-    trained = 0
-    for layer in layers:
-        count += parameters_of([problem.layers[layer]])
-        trained += problem.trained_counts[layer]
+    count = parameters_of([problem.layers[layer] for layer in layers])
+    trained = sum(problem.trained_counts[layer] for layer in layers)
     needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * problem.wide}
     if device == "cpu":
         state = trained * problem.wide + problem.moment_bytes(trained)
