@@ -77,10 +77,13 @@ def names_in(out: Path) -> set[str]:
 
 def using(out: Path) -> AbstractContextManager[None]:
     """Turn an OSError into the error for a folder that cannot be used."""
-    expected = "a folder that can be made and written to"
-    remedy = "choose another one with --out"
     return files.reading(
-        "the folder for metrics", out, ConfigError, expected=expected, remedy=remedy, done="used"
+        "the folder for metrics",
+        out,
+        ConfigError,
+        expected="a folder that can be made and written to",
+        remedy="choose another one with --out",
+        done="used",
     )
 
 
@@ -266,8 +269,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
 
 def newest_state(run: Path) -> Checkpoint:
     """Return the weights of a run folder or its newest checkpoint, whichever was written last."""
-    states = [checkpoint.newest(run / "weights"), checkpoint.newest(run)]
-    paths = list(filter(None, states))
+    paths = list(filter(None, (checkpoint.newest(run / "weights"), checkpoint.newest(run))))
     if not paths:
         raise ConfigError(
             "the run folder has neither weights nor a checkpoint",

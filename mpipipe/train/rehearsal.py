@@ -469,8 +469,8 @@ def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pa
     if not fine or loss.over_batch:
         return line, fine
     how = f"for {len(alone)} rows, where the first is the mean of each alone"
-    arguments = (loss, alone, (output, target), NEAR, how, still)
-    problem = call(loss.task, "loss", *arguments, by=mean_error)
+    whole = output, target
+    problem = call(loss.task, "loss", loss, alone, whole, NEAR, how, still, by=mean_error)
     if problem is not None:
         reason = [problem.message, problem.found, problem.expected, problem.remedy]
         return f"loss: {'; '.join(map(str, reason))}", False

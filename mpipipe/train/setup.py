@@ -66,8 +66,9 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     owner = take_folder(out, group, output_folder.using)
     owner.made = owner.made or config.out is None
     with released_at_end(owner, group):
-        mend = partial(output_folder.mend, out, task.folders)
-        group.from_one("train: what a killed job has left", mend)
+        group.from_one(
+            "train: what a killed job has left", partial(output_folder.mend, out, task.folders)
+        )
         config = with_order(config, comm)
         pipe = pipe_of(config, comm.size)
         with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
