@@ -11,7 +11,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import datetime
@@ -380,12 +380,13 @@ def plain(values: Any) -> Any:
     return json.loads(json.dumps(values))
 
 
-def leave_behind(start: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename what was saved after the resumed checkpoint, which would be the newest else."""
+def leave_behind(start: Checkpoint | None, out: Path) -> Iterator[Path]:
+    """Rename what was saved after the resumed checkpoint, which would be the newest else.
+
+    Yields the new names.
+    """
     if start is None or not _is_in(start, out):
-        return []
-    renamed = []
+        return
     for path in [*checkpoint.find(out / CHECKPOINTS), *checkpoint.find(out / "weights")]:
         if checkpoint.step_of(path) >= start.step and path.name != start.path.name:
-            renamed.append(checkpoint.set_aside(path))
-    return renamed
+            yield checkpoint.set_aside(path)

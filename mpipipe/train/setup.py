@@ -136,7 +136,6 @@ def _reporter(
             return NullReporter()
         done = trainer.done
         with output_folder.using(out):
-            renamed = output_folder.leave_behind(start, out)
             report.cut(out, done)
             reporter = Reporter(
                 config.steps,
@@ -146,10 +145,10 @@ def _reporter(
                 done=None if config.resume == "no" else done,
                 tensorboard=config.tensorboard,
             )
-        for path in renamed:
-            reporter.say(
-                f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
-            )
+            for path in output_folder.leave_behind(start, out):
+                reporter.say(
+                    f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
+                )
         microbatches = trainer.pipeline.schedule.microbatches
         chosen = {"device": device, "pipe": mesh.pipe.size, "microbatches": microbatches}
         keys = output_folder.resolved(config, task, chosen)
