@@ -296,7 +296,56 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
 
     def __post_init__(self) -> None:
         read_fields(self)
-        _check_together(self)
+        # Values that contradict each other, or that no range tells.
+        for name in ("watchdog", "loss_scale"):
+            value = getattr(self, name)
+            if value is not None and 0 < value < 1:
+                raise ConfigError(f"{name} is too small", found=value, expected="0, or at least 1")
+        if self.resume == "auto" and self.out is None:
+            raise ConfigError(
+                "resume = auto without out",
+                expected="the folder in which to look",
+                remedy="name it with --out",
+            )
+        init = getattr(self, "init", None)
+        if self.resume not in ("auto", "no") and init is not None:
+            raise _both_given(
+                "resume and init",
+                f"resume {self.resume}, init {init}",
+                "a checkpoint that is resumed has weights",
+            )
+        if self.recompute and self.recompute_limit is not None:
+            raise _both_given(
+                "recompute and recompute_limit",
+                f"recompute_limit {self.recompute_limit}",
+                "recompute runs all forwards again, recompute_limit some",
+            )
+        if self.plan != "auto":
+            for name in ("memory_limit", "fixed"):
+                if getattr(self, name) not in (None, ()):
+                    raise ConfigError(
+                        f"{name} without plan = auto",
+                        found=f"{name} {getattr(self, name)}",
+                        expected="none: it says which plans may be chosen",
+                        remedy="give plan = auto, too, or leave it out; recompute_limit limits the "
+                        "memory of a given schedule",
+                    )
+            return
+        for name in self.fixed:
+            optional = name in ("microbatches", "partition")
+            if name not in PLANNED or (optional and getattr(self, name) is None):
+                raise ConfigError(
+                    f"fixed names {name}, which no plan decides, or which has no value",
+                    found=f"fixed {', '.join(self.fixed)}",
+                    expected=" or ".join(PLANNED) + ", as the configuration has it",
+                    remedy=f"give {name} a value, or leave it out of fixed",
+                )
+        if is_path(self.schedule) or is_table(self.schedule):
+            raise _both_given(
+                "plan = auto and an order of a schedule",
+                f"schedule {self.schedule:.80}",
+                "an order is made for its own ranks, chunks and micro-batches",
+            )
 
     @property
     def may_save(self) -> bool:
@@ -354,59 +403,6 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
 
 
 document(TaskConfig)
-
-
-def _check_together(config: TaskConfig) -> None:
-    """Raise ConfigError for values that contradict each other, or that no range tells."""
-    for name in ("watchdog", "loss_scale"):
-        value = getattr(config, name)
-        if value is not None and 0 < value < 1:
-            raise ConfigError(f"{name} is too small", found=value, expected="0, or at least 1")
-    if config.resume == "auto" and config.out is None:
-        raise ConfigError(
-            "resume = auto without out",
-            expected="the folder in which to look",
-            remedy="name it with --out",
-        )
-    init = getattr(config, "init", None)
-    if config.resume not in ("auto", "no") and init is not None:
-        raise _both_given(
-            "resume and init",
-            f"resume {config.resume}, init {init}",
-            "a checkpoint that is resumed has weights",
-        )
-    if config.recompute and config.recompute_limit is not None:
-        raise _both_given(
-            "recompute and recompute_limit",
-            f"recompute_limit {config.recompute_limit}",
-            "recompute runs all forwards again, recompute_limit some",
-        )
-    if config.plan != "auto":
-        for name in ("memory_limit", "fixed"):
-            if getattr(config, name) not in (None, ()):
-                raise ConfigError(
-                    f"{name} without plan = auto",
-                    found=f"{name} {getattr(config, name)}",
-                    expected="none: it says which plans may be chosen",
-                    remedy="give plan = auto, too, or leave it out; recompute_limit limits the "
-                    "memory of a given schedule",
-                )
-        return
-    for name in config.fixed:
-        optional = name in ("microbatches", "partition")
-        if name not in PLANNED or (optional and getattr(config, name) is None):
-            raise ConfigError(
-                f"fixed names {name}, which no plan decides, or which has no value",
-                found=f"fixed {', '.join(config.fixed)}",
-                expected=" or ".join(PLANNED) + ", as the configuration has it",
-                remedy=f"give {name} a value, or leave it out of fixed",
-            )
-    if is_path(config.schedule) or is_table(config.schedule):
-        raise _both_given(
-            "plan = auto and an order of a schedule",
-            f"schedule {config.schedule:.80}",
-            "an order is made for its own ranks, chunks and micro-batches",
-        )
 
 
 def _both_given(names: str, values: str, why: str) -> ConfigError:

@@ -11,7 +11,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import datetime
@@ -77,10 +77,13 @@ def names_in(out: Path) -> set[str]:
 
 def using(out: Path) -> AbstractContextManager[None]:
     """Turn an OSError into the error for a folder that cannot be used."""
-    expected = "a folder that can be made and written to"
-    remedy = "choose another one with --out"
     return files.reading(
-        "the folder for metrics", out, ConfigError, expected=expected, remedy=remedy, done="used"
+        "the folder for metrics",
+        out,
+        ConfigError,
+        expected="a folder that can be made and written to",
+        remedy="choose another one with --out",
+        done="used",
     )
 
 
@@ -266,8 +269,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
 
 def newest_state(run: Path) -> Checkpoint:
     """Return the weights of a run folder or its newest checkpoint, whichever was written last."""
-    states = [checkpoint.newest(run / "weights"), checkpoint.newest(run)]
-    paths = list(filter(None, states))
+    paths = list(filter(None, (checkpoint.newest(run / "weights"), checkpoint.newest(run))))
     if not paths:
         raise ConfigError(
             "the run folder has neither weights nor a checkpoint",
@@ -378,12 +380,13 @@ def plain(values: Any) -> Any:
     return json.loads(json.dumps(values))
 
 
-def leave_behind(start: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename what was saved after the resumed checkpoint, which would be the newest else."""
+def leave_behind(start: Checkpoint | None, out: Path) -> Iterator[Path]:
+    """Rename what was saved after the resumed checkpoint, which would be the newest else.
+
+    Yields the new names.
+    """
     if start is None or not _is_in(start, out):
-        return []
-    renamed = []
+        return
     for path in [*checkpoint.find(out / CHECKPOINTS), *checkpoint.find(out / "weights")]:
         if checkpoint.step_of(path) >= start.step and path.name != start.path.name:
-            renamed.append(checkpoint.set_aside(path))
-    return renamed
+            yield checkpoint.set_aside(path)

@@ -420,7 +420,7 @@ def _checked(name: str, stage: object, x: Tree, position: nn.Position | None = N
 
 def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
     """Yield lines about ties, state, dtypes between layers and backwards."""
-    ties: dict[str, list[tuple[str, arrays.Shape]]] = defaultdict(list)
+    ties: dict[str, dict[str, arrays.Shape]] = defaultdict(dict)
     state: list[str] = []
     whole: list[str] = []
     between: list[str] = []
@@ -431,12 +431,12 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
             whole.append(f"layers[{stage.first}]")
         for key, names in stage.ties.items():
             for name in names:
-                ties[key].append((name, stage.parameters[name].shape))
+                ties[key][name] = stage.parameters[name].shape
     fine = True
     tied = []
     for entries in ties.values():
-        fine = fine and len(set(dict(entries).values())) == 1
-        tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries))
+        fine = fine and len(set(entries.values())) == 1
+        tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries.items()))
     end = "; tied parameters have one shape"
     if fine:
         end = ""
@@ -469,8 +469,8 @@ def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pa
     if not fine or loss.over_batch:
         return line, fine
     how = f"for {len(alone)} rows, where the first is the mean of each alone"
-    arguments = (loss, alone, (output, target), NEAR, how, still)
-    problem = call(loss.task, "loss", *arguments, by=mean_error)
+    whole = output, target
+    problem = call(loss.task, "loss", loss, alone, whole, NEAR, how, still, by=mean_error)
     if problem is not None:
         reason = [problem.message, problem.found, problem.expected, problem.remedy]
         return f"loss: {'; '.join(map(str, reason))}", False

@@ -66,8 +66,9 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     owner = take_folder(out, group, output_folder.using)
     owner.made = owner.made or config.out is None
     with released_at_end(owner, group):
-        mend = partial(output_folder.mend, out, task.folders)
-        group.from_one("train: what a killed job has left", mend)
+        group.from_one(
+            "train: what a killed job has left", partial(output_folder.mend, out, task.folders)
+        )
         config = with_order(config, comm)
         pipe = pipe_of(config, comm.size)
         made = Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order)
@@ -136,7 +137,6 @@ def _reporter(
             return NullReporter()
         done = trainer.done
         with output_folder.using(out):
-            renamed = output_folder.leave_behind(start, out)
             report.cut(out, done)
             reporter = Reporter(
                 config.steps,
@@ -146,10 +146,10 @@ def _reporter(
                 done=None if config.resume == "no" else done,
                 tensorboard=config.tensorboard,
             )
-        for path in renamed:
-            reporter.say(
-                f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
-            )
+            for path in output_folder.leave_behind(start, out):
+                reporter.say(
+                    f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
+                )
         microbatches = trainer.pipeline.schedule.microbatches
         chosen = {"device": device, "pipe": mesh.pipe.size, "microbatches": microbatches}
         keys = output_folder.resolved(config, task, chosen)

@@ -34,7 +34,6 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
 from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
-from mpipipe.options import Values
 from mpipipe.pipeline import Loss
 from mpipipe.planning import LayerPlan, name_ends
 from mpipipe.train.config import TaskConfig
@@ -185,14 +184,12 @@ def make_optimizer(
                     remedy="leave out shard_optimizer, or let the task return None",
                 )
             return optimizer
-    common: Values = {
-        "weight_decay": config.weight_decay,
-        "groups": task.groups,
-        "replicas": replicas,
-    }
-    if config.optimizer == "adamw":
-        return optim.AdamW(stages, config.lr, **common)
-    return optim.SGD(stages, config.lr, momentum=config.momentum, **common)
+    kind: Callable[..., Any] = optim.AdamW
+    if config.optimizer == "sgd":
+        kind = partial(optim.SGD, momentum=config.momentum)
+    return kind(
+        stages, config.lr, weight_decay=config.weight_decay, groups=task.groups, replicas=replicas
+    )
 
 
 def make_scaler(config: TaskConfig) -> optim.LossScaler:

@@ -103,8 +103,8 @@ class Trainer:
             slice_lengths=reader.shard.slice_lengths,
         )
         stack.enter_context(self.pipeline)
-        norm = optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas)
-        self.norm = stack.enter_context(norm)
+        self.norm = optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas)
+        stack.enter_context(self.norm)
         with self.group.raise_together("train: the optimizer"):
             self.optimizer = make_optimizer(task, stages, config, mesh)
         self.scaler = make_scaler(config)
@@ -158,15 +158,15 @@ class Trainer:
     def _introduce(self) -> None:
         """Say what is trained, and validate what a new training begins with."""
         task = self.task
-        mesh = self.mesh
+        shape = self.mesh.shape
         say = self.reporter.say
-        schedule = self.reader.plan.schedule
+        schedule = self.pipeline.schedule
         place = "GPUs"
         if self.stages[0].device == "cpu":
             place = "CPUs"
         say(
-            f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
-            f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
+            f"mpipipe: {counted(self.group.size, 'rank')} = "
+            f"pipe {shape.pipe} x data {shape.data} x seq {shape.seq}; "
             f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}\n"
             f"mpipipe: {task.description(place)}\n"
             f"mpipipe: metrics in {self.out}"
@@ -305,17 +305,15 @@ class Trainer:
 
     def whereabouts(self) -> str:
         """Return after which step this is, and in a second line how to go on."""
-        done = self.done
         steps = self.config.steps
-        out = self.out
-        saved = checkpoint.newest(out)
-        place = f"after step {done} of {steps}"
+        saved = checkpoint.newest(self.out)
+        place = f"after step {self.done} of {steps}"
         if saved is not None:
-            return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
-        if done:
-            return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
+            return f"{place}\n--resume auto --out {self.out} goes on from {saved.name}"
+        if self.done:
+            return f"{place}; nothing is saved to go on from\nmetrics are in {self.out}"
         place = f"before step 1 of {steps}; there is nothing to save"
-        return f"{place}\n--resume auto --out {out} begins"
+        return f"{place}\n--resume auto --out {self.out} begins"
 
     def step(self, step: int) -> Made:
         """Make one step. On a GPU with the whole model it is under way when this returns."""
@@ -356,8 +354,8 @@ class Trainer:
         if trace is None or self.trace is None:
             return
         say = self.reporter.say
-        steps = counted(len(trace.records[0].steps), "step")
-        say(f"mpipipe: where the time of {steps} went\n{trace.table()}")
+        steps = trace.records[0].steps
+        say(f"mpipipe: where the time of {counted(len(steps), 'step')} went\n{trace.table()}")
         try:
             trace.write(self.trace)
             say(f"mpipipe: the trace is in {self.trace}")
@@ -401,13 +399,16 @@ class Trainer:
         if isinstance(self.loss, TaskLoss) and self.loss.has_metrics:
             scores = self.loss
             scores.sums = new_sums()
-        evaluate = self.pipeline.weighed_evaluation
         total = 0.0
         weights = 0.0
         for index in range(self.config.eval_batches):
             batch = self.reader.pair("validation", index)
             value, weight = call(
-                self.task, "layers", *batch, when=" in the validation", by=evaluate
+                self.task,
+                "layers",
+                *batch,
+                when=" in the validation",
+                by=self.pipeline.weighed_evaluation,
             )
             total += value * weight
             weights += weight
@@ -452,13 +453,14 @@ class Trainer:
         if times[0] == 0:
             return {}
         pipeline = self.pipeline
-        costs = pipeline.durations()
         of_ranks = self.group.gather("train: the time of all ranks", times.tolist())
         steps, seconds, busy, elapsed = zip(*of_ranks)
         return {
             self.task.per_second: steps[0] * self.config.batch * self.task.units / max(seconds),
             "bubble": 1 - sum(busy) / sum(elapsed),
-            "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
+            "predicted": schedules.simulate(
+                pipeline.schedule, pipeline.durations()
+            ).bubble_fraction,
         }
 
 

@@ -60,10 +60,9 @@ def plan_layers(
     if microbatches is None:
         microbatches = min(rows, schedules.PER_RANK * pipe)
     if rows < microbatches:
-        replicas = counted(problem.replicas, "replica")
         raise ConfigError(
             "fewer sequences than micro-batches",
-            found=f"{counted(rows, 'sequence')} in each of {replicas}",
+            found=f"{counted(rows, 'sequence')} in each of {counted(problem.replicas, 'replica')}",
             expected=f"at least {microbatches}, the number of micro-batches",
             remedy="raise batch, or lower microbatches",
         )
@@ -147,13 +146,12 @@ def problem_of(
     config: TaskConfig, task: Task, pipe: int, replicas: int
 ) -> planning.PlanningProblem:
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
-    rows, rest = divmod(config.batch, replicas)
-    if rest:
+    if config.batch % replicas:
         raise ConfigError(
             "the batch does not divide among the replicas",
             found=f"batch {config.batch}, {counted(replicas, 'replica')}",
             expected=f"a multiple of {replicas}",
-            remedy=f"for example batch = {(rows + 1) * replicas}",
+            remedy=f"for example batch = {(config.batch // replicas + 1) * replicas}",
         )
     fixed: Values = {name: getattr(config, name) for name in config.fixed}
     if config.slices > 1:
