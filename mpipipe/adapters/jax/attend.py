@@ -42,9 +42,9 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
         return call_back(host.forward, host.results(q, k, v)[0], q, k, v)
 
     @differentiable_once
-    def forward(q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[JaxArray, JaxArray]:
-        out, *saved = call_back(host.forward_saving, host.results(q, k, v), q, k, v)
-        return out, (q, k, v, out, *saved)
+    def forward(*qkv: JaxArray) -> tuple[JaxArray, JaxArray]:
+        out, *saved = call_back(host.forward_saving, host.results(*qkv), *qkv)
+        return out, (*qkv, out, *saved)
 
     @differentiable_once
     def backward(saved: JaxArray, dout: JaxArray) -> JaxArray:
@@ -138,9 +138,9 @@ class HostAttend:
         )
 
     @called_back
-    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> JaxArray:
+    def forward(self, *qkv: np.ndarray) -> JaxArray:
         """Return out."""
-        return self.attend.forward(q, k, v)[0]
+        return self.attend.forward(*qkv)[0]
 
     @called_back
     def forward_saving(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> JaxArray:

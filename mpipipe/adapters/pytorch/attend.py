@@ -41,8 +41,7 @@ class TorchAttend(torch.nn.Module):
                 remedy="compile the parts before and after it; or torch.compiler.disable the "
                 "module that holds it",
             )
-        out: Tensor = Attention.apply(self.attend, q, k, v)
-        return out
+        return Attention.apply(self.attend, q, k, v)
 
 
 class Attention(torch.autograd.Function):

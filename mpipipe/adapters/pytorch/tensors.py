@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Structure, array_of, flatten
+from mpipipe.arrays import Array, Structure, array_of, flatten, tensor_of
 from mpipipe.errors import ArgumentError
 
 # torch.Tensor: PyTorch may be missing where types are checked.
@@ -97,12 +97,13 @@ def flatten_output(output: object) -> tuple[list[Tensor], Structure]:
 COMPILED = "OptimizedModule"
 
 
-def check_module(module: torch.nn.Module) -> None:
-    """Raise ArgumentError for what is no module, or has parameters without a shape."""
+def checked_devices(module: torch.nn.Module) -> set[str]:
+    """Return the devices of a module. ArgumentError for what is none, or cannot be a stage."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
             "torch_stage", found=type(module).__name__, expected="a torch.nn.Module"
         )
+    devices = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise ArgumentError(
@@ -110,7 +111,7 @@ def check_module(module: torch.nn.Module) -> None:
                 found=name,
                 remedy="run the module once before it becomes a stage",
             )
-        device_of(tensor)
+        devices.add(device_of(tensor))
     if any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in module.modules()):
         raise ArgumentError(
             "a module has SyncBatchNorm",
@@ -118,6 +119,7 @@ def check_module(module: torch.nn.Module) -> None:
             "of a pipeline",
             remedy="torch.nn.BatchNorm1d, 2d or 3d; or module.eval() of that part, and no gradient",
         )
+    return devices
 
 
 def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -143,36 +145,26 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
-    """Return real numbers as complex ones, where the tensor that they stand for is complex."""
+def as_kind_of(tensor: Tensor, reals: Array) -> Tensor:
+    """Return a tensor on an array of reals: of complex numbers, where the first tensor has such."""
+    values = tensor_of(reals)
     if tensor.is_complex():
-        return torch.view_as_complex(real)
-    return real
-
-
-def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
-    """Return the dtypes of parameters that follow the stage: those of the trained ones.
-
-    Without such ones float32 and float64. What is frozen in another dtype, such as integers of a
-    quantized model, stays as it is.
-    """
-    parameters = module.parameters()
-    trained = set()
-    for parameter in parameters:
-        if parameter.requires_grad:
-            trained.add(parameter.dtype.to_real())
-    return trained or {torch.float32, torch.float64}
+        return torch.view_as_complex(values)
+    return values
 
 
 def move_state(
-    module: torch.nn.Module, declared: Collection[str], dtype: torch.dtype | None, device: str
+    module: torch.nn.Module,
+    declared: Collection[str],
+    own: Collection[torch.dtype],
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
     """Move what is not `declared` to a device; buffers keep to the dtype of the parameters.
 
-    Those of other dtypes stay as they are: a table of angles is complex, a clock in seconds needs
-    all of its digits.
+    Those of other dtypes than the parameters' `own` stay as they are: a table of angles is complex,
+    a clock in seconds needs all of its digits.
     """
-    before = own_dtypes(module)
     for name, parameter in module.named_parameters():
         if name not in declared:
             parameter.data = parameter.data.to(device)
@@ -181,7 +173,7 @@ def move_state(
             if buffer is None:
                 continue
             kind = buffer.dtype
-            if dtype is not None and buffer.dtype.to_real() in before:
+            if declared and buffer.dtype.to_real() in own:
                 narrows = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
                 if not narrows or [*part.parameters(recurse=False)]:
                     kind = dtype
