@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import compress, repeat
+from itertools import compress, islice, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -269,16 +269,14 @@ def returned(output: object, names: Sequence[str]) -> Sequence[Tree]:
     )
 
 
-def applied(
-    function: Callable[..., Tree], first: Sequence[object], parts: Sequence[Tree], **options: object
-) -> Tree:
-    """Return what a function returns for these parts, after arguments that come first."""
+def applied(function: Callable[..., Tree], parts: Sequence[Tree], **options: object) -> Tree:
+    """Return what a function returns for these parts."""
     main, *taken = parts
     if isinstance(main, dict):
-        return function(*first, *taken, **main, **options)
+        return function(*taken, **main, **options)
     if not isinstance(main, tuple):
         main = (main,)
-    return function(*first, *main, *taken, **options)
+    return function(*main, *taken, **options)
 
 
 def flatten_parts(
@@ -296,12 +294,8 @@ def flatten_parts(
 
 def unflatten_parts(leaves: Leaves, structures: Structures) -> list[Tree]:
     """Return the parts with these arrays."""
-    parts = []
-    start = 0
-    for structure, count in structures:
-        parts.append(unflatten(leaves[start : start + count], structure))
-        start += count
-    return parts
+    source = iter(leaves)
+    return [unflatten([*islice(source, count)], structure) for structure, count in structures]
 
 
 def spread(

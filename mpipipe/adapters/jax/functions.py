@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from itertools import compress
 from typing import Any, TypeAlias
@@ -76,15 +76,13 @@ def compiled(
         def run(values: list, some: list) -> JaxTree:
             parameters = jax.tree.unflatten(tree, values)
             parts = unflatten_parts(spread(some, floating, inputs), structures)
-            output = applied(function, (parameters,), parts, **chosen)
+            output = applied(partial(function, parameters), parts, **chosen)
             after = state
             if "state" in takes:
                 output, after = with_state(output, state)
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
             kinds = floating_of(leaves)
-            rest = []
-            for leaf, is_floating in zip(leaves, kinds):
-                rest.append(None if is_floating else leaf)
+            rest = spread([None] * len(leaves), kinds, leaves)
             return list(compress(leaves, kinds)), (unflatten_parts(rest, shapes), after)
 
         some = list(compress(inputs, floating))
@@ -135,6 +133,11 @@ def with_state(output: JaxTree, before: JaxTree) -> tuple[JaxTree, JaxTree]:
 def floating_of(leaves: Sequence[Array]) -> tuple[bool, ...]:
     """Tell for each array whether gradients exist for its dtype."""
     return tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
+
+
+def kinds_of(some: Sequence[Array]) -> tuple:
+    """Return the shape and the dtype of each array."""
+    return tuple((array.shape, array.dtype) for array in some)
 
 
 def flatten_output(output: JaxTree) -> tuple[list, Structure]:

@@ -29,6 +29,7 @@ from mpipipe.adapters.jax.functions import (
     JaxArray,
     JaxTree,
     floating_of,
+    kinds_of,
     put,
     taken,
     waiting_for_jax,
@@ -152,12 +153,11 @@ class JaxLayer(ForeignLayer):
         # Without the floating arrays, in whose places None stands.
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
-        kinds = [(array.shape, array.dtype) for array in results]
         sizes = {}
         if THREAD.counts:
             for array in jax.tree.leaves(pull):
                 sizes[array.unsafe_buffer_pointer()] = array.nbytes
-        tape = Tape((pull, kinds), structures, floating, output, differentiable, sizes)
+        tape = Tape((pull, kinds_of(results)), structures, floating, output, differentiable, sizes)
         return taken(spread(results, differentiable, without)), tape
 
     def _backward(self, slopes: Leaves, tape: Tape, whole: bool) -> tuple[Leaves, list[Array]]:

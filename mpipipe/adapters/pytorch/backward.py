@@ -64,16 +64,12 @@ torch.Tensor.register_hook = _counted_register_hook
 def _has_hooks(node: Node) -> bool:
     """True if a hook is registered at a node: a handle of ours shows the hooks of all."""
     for register in (node.register_prehook, node.register_hook):
-        handle = register(_nothing)
+        handle = register(lambda *_gradients: None)
         others = len(handle.hooks_dict_ref()) > 1
         handle.remove()
         if others:
             return True
     return False
-
-
-def _nothing(*_gradients: Tensor) -> None:
-    return None
 
 
 # -- The graph of a micro-batch --------------------------------------------------------------------

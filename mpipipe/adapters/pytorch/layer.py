@@ -55,7 +55,6 @@ from mpipipe.adapters.pytorch.tensors import (
     modules_for_hooks,
     move_state,
     on_stream,
-    real_shape,
     slope_of,
 )
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
@@ -125,10 +124,7 @@ class TorchLayer(ForeignLayer):
         device = self.stage.device
         if device == "cuda":
             device = f"cuda:{arrays.current_gpu()}"
-        shared = []
-        for name, buffer in module.named_buffers():
-            if hasattr(buffer, SHARED):
-                shared.append(name)
+        shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
         move_state(module, self.declared, self._own, getattr(torch, self.stage.dtype.name), device)
         self._parameters = []
         for name in self.declared:
@@ -274,7 +270,7 @@ class TorchLayer(ForeignLayer):
             # The memory of inputs belongs to another stage or to the user, and a module may write
             # to copies.
             copies = [tensor.clone() for tensor in inputs]
-            output = applied(self.entry, (), unflatten_parts(copies, structures))
+            output = applied(self.entry, unflatten_parts(copies, structures))
             outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
             results = list(map(array_of, outputs))
         floating = tuple(tensor.requires_grad for tensor in inputs)
@@ -414,12 +410,17 @@ class TorchStage(ForeignStage):
 
 
 def _declared(parameter: Tensor) -> Parameter:
+    shape = [*parameter.shape]
+    wide = torch.float64
+    if parameter.is_complex():
+        shape.append(2)
+        wide = torch.complex128
+
     def values(*_: object) -> Array:
-        wide = torch.complex128 if parameter.is_complex() else torch.float64
         return arrays.as_reals(parameter.to(wide).numpy(force=True))
 
     return Parameter(
-        real_shape(parameter),
+        tuple(shape),
         values,
         decay=parameter.ndim > 1,
         tie=getattr(parameter, TIE, None),

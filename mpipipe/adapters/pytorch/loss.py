@@ -78,12 +78,11 @@ class TorchLoss:
                 factor *= weigh(weight[0] if weight else None)
             if value.requires_grad and not self._looked:
                 self._look(value, taking)
-            inputs = taking
             if position is not None and position.training:
-                inputs = [*taking, *self.parameters]
+                taking += self.parameters
             # A weight of 0 may come with NaN.
             if value.requires_grad and factor:
-                torch.autograd.backward(value, torch.full_like(value, factor), inputs=inputs)
+                torch.autograd.backward(value, torch.full_like(value, factor), inputs=taking)
             slopes = []
             for tensor in outputs:
                 slopes.append(slope_of(tensor) if tensor.requires_grad else None)

@@ -38,7 +38,11 @@ class ModuleState:
 
     @contextmanager
     def drawing(self, device: str, seed: int, position: Position | None) -> Iterator[None]:
-        """Within, a forward of this position draws its own random numbers, and finds its state."""
+        """Within, a forward of this position draws its own random numbers, and finds its state.
+
+        In an evaluation no part is in training. Afterwards all that must not stay is put back: each
+        part is as its owner had set it.
+        """
         if position is None:
             yield
             return
@@ -48,27 +52,19 @@ class ModuleState:
         with THREAD.turn, ExitStack() as after:
             after.callback(generator.set_state, generator.get_state())
             generator.manual_seed(seed)
-            self._prepare(position, after)
+            if not position.training:
+                for part in self._module.modules():
+                    if part.training:
+                        after.callback(setattr, part, "training", True)
+                        part.training = False
+            elif position.recompute == "later":
+                snapshot = ModuleSnapshot.of(self._module, self._before.latest)
+                self._before.note(position, snapshot)
+            before = self._before.take(position)
+            if before is not None:
+                after.callback(ModuleSnapshot.of(self._module, before).restore)
+                before.restore()
             yield
-
-    def _prepare(self, position: Position, after: ExitStack) -> None:
-        """Let a forward find its state; `after` it, what must not stay is put back.
-
-        In an evaluation no part is in training; after it each is as its owner had set it.
-        """
-        if not position.training:
-            for part in self._module.modules():
-                if part.training:
-                    after.callback(setattr, part, "training", True)
-                    part.training = False
-            return
-        before = self._before.take(position)
-        if before is not None:
-            after.callback(ModuleSnapshot.of(self._module, before).restore)
-            before.restore()
-        if position.recompute == "later":
-            snapshot = ModuleSnapshot.of(self._module, self._before.latest)
-            self._before.note(position, snapshot)
 
 
 # -- A copy of the state ---------------------------------------------------------------------------
@@ -102,22 +98,20 @@ class ModuleSnapshot(NamedTuple):
         for part in module.modules():
             holders += [part._buffers, vars(part)]
         entries = {}
-        for holder in holders:
-            for key, value in _state_in(holder):
-                place = id(holder), key
-                entry = known.get(place)
-                if entry is None or entry.value is not value or _has_changed(value, entry.content):
-                    entry = Entry(holder, key, value, _content(value, copies=True))
-                entries[place] = entry
+        for holder, key, value in _state_in(holders):
+            place = id(holder), key
+            entry = known.get(place)
+            if entry is None or entry.value is not value or _has_changed(value, entry.content):
+                entry = Entry(holder, key, value, _content(value, copies=True))
+            entries[place] = entry
         return cls(holders, entries, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
         """Put everything back, in the objects where it was."""
-        for holder in self.holders:
-            for key, _ in _state_in(holder):
-                # A forward has made it since.
-                if (id(holder), key) not in self.entries:
-                    del holder[key]
+        for holder, key, _ in [*_state_in(self.holders)]:
+            # A forward has made it since.
+            if (id(holder), key) not in self.entries:
+                del holder[key]
         for holder, key, value, content in self.entries.values():
             if holder.get(key) is not value:
                 holder[key] = value
@@ -132,13 +126,12 @@ NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple)
 STATE = (torch.Tensor, np.ndarray, *CONTAINERS, *GENERATORS, *NUMBERS)
 
 
-def _state_in(holder: Holder) -> list[tuple[str, object]]:
-    """Return what a forward may change: no modules, functions and objects, no graph."""
-    state = []
-    for key, value in holder.items():
-        if key not in OF_PYTORCH and isinstance(value, STATE) and not _has_gradient(value):
-            state.append((key, value))
-    return state
+def _state_in(holders: Iterable[Holder]) -> Iterator[tuple[Holder, str, object]]:
+    """Yield what a forward may change: no modules, functions and objects, no graph."""
+    for holder in holders:
+        for key, value in holder.items():
+            if key not in OF_PYTORCH and isinstance(value, STATE) and not _has_gradient(value):
+                yield holder, key, value
 
 
 def _has_gradient(value: object) -> bool:

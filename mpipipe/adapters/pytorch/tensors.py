@@ -138,13 +138,6 @@ def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 # -- Dtypes of parameters, and the state of a module -----------------------------------------------
 
 
-def real_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor in a flat array of real numbers."""
-    if tensor.is_complex():
-        return (*tensor.shape, 2)
-    return tuple(tensor.shape)
-
-
 def as_kind_of(tensor: Tensor, reals: Array) -> Tensor:
     """Return a tensor on an array of reals: of complex numbers, where the first tensor has such."""
     values = tensor_of(reals)
