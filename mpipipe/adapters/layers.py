@@ -85,33 +85,31 @@ def check_entries(layers: Sequence[object]) -> Iterator[tuple[int, str, bool]]:
         thing = skips.entry
         kind = _kind(thing)
         meetings: Iterable[tuple[str, bool]] = skips.names
+        parts: Iterable[tuple[str, object]] = ()
         if kind == "layer":
-            for name, part in thing.walk(f"{place}"):
-                _check_new(objects, name, part)
+            parts = thing.walk(f"{place}")
             if thing is entry:
                 meetings = nn.names_within(skips.entry)
         elif kind == "module":
-            _check_new(objects, f"{place}", thing)
+            parts = [(f"{place}", thing)]
             modules[place] = thing
         elif kind == "loss":
             modules[place] = thing.module
         elif kind == "function" and "jax" in sys.modules and not skips.ties:
             import_module("mpipipe.adapters.jax.layer").check_new_arrays(leaves, place, thing[1])
+        for name, part in parts:
+            first = objects.setdefault(id(part), name)
+            if first != name:
+                raise ArgumentError(
+                    f"one {type(part).__name__} is layer {first} and layer {name}",
+                    expected="a layer object of its own in each place",
+                    remedy="make a second one, and let it share parameters: second.weight = "
+                    "first.weight in PyTorch, nn.Parameter(tie=...) here",
+                )
         for name, gives in meetings:
             yield place, name, gives
     if len(modules) > 1:
         import_module("mpipipe.adapters.pytorch.ties").tie_shared(modules)
-
-
-def _check_new(objects: dict[int, str], name: str, part: object) -> None:
-    first = objects.setdefault(id(part), name)
-    if first != name:
-        raise ArgumentError(
-            f"one {type(part).__name__} is layer {first} and layer {name}",
-            expected="a layer object of its own in each place",
-            remedy="make a second one, and let it share parameters: second.weight = first.weight "
-            "in PyTorch, nn.Parameter(tie=...) here",
-        )
 
 
 def _kind(thing: object) -> str:

@@ -7,7 +7,7 @@ backward       pull(dy) -> both gradients
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature
@@ -52,7 +52,7 @@ def both(pull: Pull, dy: list[JaxArray]) -> Gradients:
 
 
 def compiled(
-    function: Callable[..., JaxTree], takes: Collection[str], tree: JaxTree, gives: Sequence[str]
+    function: Callable[..., JaxTree], tree: JaxTree, gives: Sequence[str]
 ) -> Callable[..., JaxTree]:
     """Return the compiled form of a function that takes some of `OPTIONS`.
 
@@ -60,6 +60,7 @@ def compiled(
     gradients, and whether this is a training. It gives (floating outputs, pull, (the output without
     them, the new state)).
     """
+    takes = options_of(function)
 
     def call(
         values: list,

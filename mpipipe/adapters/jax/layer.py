@@ -64,7 +64,7 @@ class JaxLayer(ForeignLayer):
                 found=type(function).__name__,
                 expected="a function (parameters, x) -> y",
             )
-        self._takes = takes = functions.options_of(function)
+        takes = functions.options_of(function)
         if ("state" in takes) != (state is not None):
             raise ArgumentError(
                 "a function of JAX with a parameter `state` and a state belong together",
@@ -85,7 +85,7 @@ class JaxLayer(ForeignLayer):
 
     @cached_property
     def _compiled(self) -> Callable[..., JaxTree]:
-        return functions.compiled(self.entry[0], self._takes, self._tree, self.gives)
+        return functions.compiled(self.entry[0], self._tree, self.gives)
 
     def bound(self) -> None:
         super().bound()
@@ -215,7 +215,8 @@ def named_leaves(parameters: JaxTree) -> dict[str, Array]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         kind = getattr(leaf, "dtype", type(leaf).__name__)
-        is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", object), jax.dtypes.prng_key)
+        # The dtype of a key of JAX is none of numpy.
+        is_key = not isinstance(kind, (np.dtype, str))
         if is_key or callable(leaf) or np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
                 f"{name} in a tree of a function of JAX is no array of numbers",
@@ -266,14 +267,12 @@ class JaxLoss:
             def value_of(some: list) -> JaxTree:
                 parts = unflatten_parts(spread(some, floating, leaves), structures)
                 result = function(*parts, **options)
-                if isinstance(result, tuple):
-                    return result[0], result[1:]
-                return result, ()
+                value, *weights = result if isinstance(result, tuple) else (result,)
+                return value, weights
 
             some = list(compress(leaves, floating))
             value, pull, weights = jax.vjp(value_of, some, has_aux=True)
-            gradients = functions.both(pull, jax.numpy.asarray(factor, value.dtype))[0]
-            return value, weights, gradients
+            return value, weights, *functions.both(pull, jax.numpy.asarray(factor, value.dtype))
 
         self._compute = jax.jit(compute, static_argnums=(3, 4))
 

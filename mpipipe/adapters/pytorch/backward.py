@@ -82,7 +82,7 @@ class AutogradGraph:
     ----------
     branching : dict
         Node of the trunk -> the parameters that its branches alone lead to.
-    again : list of Tensor
+    again : set of Tensor
         Parameters with several branches, or of outputs that depend on no input: a second walk goes
         through everything for these.
     strange : list of Tensor
@@ -102,33 +102,24 @@ class AutogradGraph:
         # Parameters that a node leads to; None for one of the trunk, which leads to an input.
         self._leads_to: dict[Node, set[Tensor] | None] = {}
         self.strange: list[Tensor] = []
+        self.branching: dict[Node, set[Tensor]] = {}
         roots = [get_gradient_edge(tensor).node for tensor in outputs]
         self._classify(roots)
-        branching: dict[Node, set[Tensor]] = {}
-        for node, several in self._leads_to.items():
-            if several is None:
-                branching[node] = self._parameters_of(_inputs_of(node))
-        again = self._parameters_of(roots)
-        for parameter, count in Counter(chain(*branching.values())).items():
+        self.again = self._parameters_of(roots)
+        for parameter, count in Counter(chain(*self.branching.values())).items():
             if count > 1:
-                again.add(parameter)
-        self.again = [*again]
-        self.branching: dict[Node, list[Tensor]] = {}
-        for node, several in branching.items():
-            if several:
-                self.branching[node] = [*several - again]
-        self.reentrant = any(type(node).__name__ == REENTRANT_NODE for node in self._leads_to)
-        self.divisible = not self.reentrant and not self._is_whole()
-
-    def _is_whole(self) -> bool:
-        """True if one walk has to do everything."""
-        for node in self._leads_to:
-            if isinstance(node, BackwardCFunction):
-                if node in self.branching or type(node).__name__ == COMPILED_NODE:
-                    return True
+                self.again.add(parameter)
+        for branch in self.branching.values():
+            branch -= self.again
+        kinds = {type(node).__name__ for node in self._leads_to}
+        self.reentrant = REENTRANT_NODE in kinds
         # These are gone through in both halves.
         twice: Iterable[Node] = self._leads_to if self.again else self.branching
-        return any(map(_has_hooks, twice))
+        self.divisible = not (
+            kinds & {REENTRANT_NODE, COMPILED_NODE}
+            or any(isinstance(node, BackwardCFunction) for node in self.branching)
+            or any(map(_has_hooks, twice))
+        )
 
     def _parameters_of(self, nodes: Iterable[Node]) -> set[Tensor]:
         """Return the parameters that those of the nodes lead to which lead to no input."""
@@ -141,25 +132,22 @@ class AutogradGraph:
             node, is_left = stack.pop()
             if node in self._leads_to:
                 continue
-            after = _inputs_of(node)
+            after = [other for other, _ in node.next_functions if other is not None]
             if not is_left:
                 stack.append((node, True))
                 stack += [(other, False) for other in after if other not in self._leads_to]
                 continue
+            below = self._parameters_of(after)
             if node in self._inputs or None in map(self._leads_to.get, after):
                 self._leads_to[node] = None
+                if below:
+                    self.branching[node] = below
                 continue
-            below = self._parameters_of(after)
             if node in self._parameters:
                 below.add(self._parameters[node])
             elif not after and hasattr(node, "variable"):
                 self.strange.append(node.variable)
             self._leads_to[node] = below
-
-
-def _inputs_of(node: Node) -> list[Node]:
-    """Return the nodes that come after one in a backward."""
-    return [other for other, _ in node.next_functions if other is not None]
 
 
 # -- The two halves --------------------------------------------------------------------------------
@@ -196,9 +184,9 @@ def begin_backward(
             if gradient is not None:
                 edges.append(GradientEdge(node, place))
                 of_edges.append(gradient)
-        walks.append((edges, of_edges, graph.branching[node]))
+        walks.append((edges, of_edges, [*graph.branching[node]]))
     if graph.again:
-        walks.append((outputs, gradients, graph.again))
+        walks.append((outputs, gradients, [*graph.again]))
     return walks
 
 

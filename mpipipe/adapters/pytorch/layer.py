@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import compress
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from mpipipe import arrays
 from mpipipe.adapters.foreign import (
@@ -255,11 +255,12 @@ class TorchLayer(ForeignLayer):
         position = self.stage.position
         trains = position.training
         hooks = THREAD.hooks
-        sizes: dict[int, int] = {}
+        sizes = Sizes()
+        noting = saved_tensors_hooks(sizes.note, lambda tensor: tensor)
         with (
             self._state.drawing(self.stage.device, self.random_seed("torch"), position),
             torch.set_grad_enabled(trains),
-            _noting(sizes),
+            noting if THREAD.counts else NOTHING,
         ):
             inputs = list(map(tensor_of, leaves))
             # The first time also where they are not needed: what refuses to be differentiated in
@@ -281,7 +282,7 @@ class TorchLayer(ForeignLayer):
             self._look(taking, giving)
         if THREAD.counts:
             for tensor in (*taking, *giving):
-                _note(sizes, tensor)
+                sizes.note(tensor)
         graph = taking, giving, THREAD.hooks > hooks
         return results, Tape(graph, structures, floating, shapes, differentiable, sizes)
 
@@ -340,17 +341,13 @@ class TorchLayer(ForeignLayer):
         self._looked = not graph.reentrant
 
 
-def _note(sizes: dict[int, int], tensor: Tensor) -> Tensor:
-    memory = tensor.untyped_storage()
-    sizes[memory.data_ptr()] = memory.nbytes()
-    return tensor
+class Sizes(dict[int, int]):
+    """Bytes of memory by its address."""
 
-
-def _noting(sizes: dict[int, int]) -> AbstractContextManager[object]:
-    """Note the bytes that PyTorch keeps for a backward, by address, where they are counted."""
-    if not THREAD.counts:
-        return NOTHING
-    return torch.autograd.graph.saved_tensors_hooks(partial(_note, sizes), lambda tensor: tensor)
+    def note(self, tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        self[memory.data_ptr()] = memory.nbytes()
+        return tensor
 
 
 class LossLayer(TorchLayer):

@@ -83,13 +83,8 @@ class TorchLoss:
             # A weight of 0 may come with NaN.
             if value.requires_grad and factor:
                 torch.autograd.backward(value, torch.full_like(value, factor), inputs=taking)
-            slopes = []
-            for tensor in outputs:
-                slopes.append(slope_of(tensor) if tensor.requires_grad else None)
-            if value.is_cpu:
-                number = value.item()
-            else:
-                number = array_of(value.detach())
+            slopes = [slope_of(tensor) if tensor.requires_grad else None for tensor in outputs]
+            number = value.item() if value.is_cpu else array_of(value.detach())
             return (number, unflatten(slopes, structure), *weight)
 
     def _look(self, value: Tensor, taking: Sequence[Tensor]) -> None:

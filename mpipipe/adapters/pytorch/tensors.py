@@ -166,10 +166,8 @@ def move_state(
             if buffer is None:
                 continue
             kind = buffer.dtype
-            if declared and buffer.dtype.to_real() in own:
-                narrows = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
+            if declared and kind.to_real() in own:
+                narrows = buffer.is_floating_point() and kind.itemsize > dtype.itemsize
                 if not narrows or [*part.parameters(recurse=False)]:
-                    kind = dtype
-                    if buffer.is_complex():
-                        kind = dtype.to_complex()
+                    kind = dtype.to_complex() if buffer.is_complex() else dtype
             part._buffers[key] = buffer.to(device, kind).contiguous()
