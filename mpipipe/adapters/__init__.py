@@ -86,8 +86,8 @@ def torch_stage(
         A loss that is a module: its parameters are trained with this stage, the last one.
     """
     room = _room("pytorch.layer", "torch", "PyTorch")
-    layer = room.TorchLayer(with_skips(module, gives=gives, takes=takes, ties=ties))
-    return room.TorchStage(layer, prefix, seed, loss)
+    entry = with_skips(module, gives=gives, takes=takes, ties=ties)
+    return room.TorchStage(room.TorchLayer(entry), prefix, seed, loss)
 
 
 def torch_loss(function: Callable[..., object], *, seed: int = 0) -> TorchLoss:
@@ -142,9 +142,8 @@ def jax_stage(
         PyTorch does, and has no gradient.
     """
     room = _room("jax.layer", "jax", "JAX")
-    entry = function, parameters, state
-    layer = room.JaxLayer(with_skips(entry, gives=gives, takes=takes, ties=ties))
-    return room.JaxStage(layer, prefix, seed)
+    entry = with_skips((function, parameters, state), gives=gives, takes=takes, ties=ties)
+    return room.JaxStage(room.JaxLayer(entry), prefix, seed)
 
 
 def jax_loss(function: Callable[..., object], *, seed: int = 0) -> JaxLoss:

@@ -47,27 +47,24 @@ class Tape(NamedTuple):
     bytes: dict[int, int]
 
 
-class StatesBefore:
+class StatesBefore(dict[tuple, Any]):
     """States that forwards found which will be run again, by step, micro-batch and replica."""
-
-    def __init__(self) -> None:
-        self._states: dict[tuple, Any] = {}
 
     @property
     def latest(self) -> Any:
-        return next(reversed(self._states.values()), None)
+        return next(reversed(self.values()), None)
 
     def note(self, position: Position, state: object) -> None:
         """Remember a state. Those of another step are left by one that has failed."""
-        if any(step != position.step for step, *_ in self._states):
-            self._states = {}
-        self._states[position[:3]] = state
+        if any(step != position.step for step, *_ in self):
+            self.clear()
+        self[position[:3]] = state
 
     def take(self, position: Position) -> Any:
         """Return the state of a forward that is run again, and forget it; None for others."""
         if position.recompute != "now":
             return None
-        return self._states.pop(position[:3], None)
+        return self.pop(position[:3], None)
 
 
 @dataclass(frozen=True)
@@ -153,20 +150,6 @@ class ForeignLayer(nn.Layer):
         place = stage.index if self.place is None else self.place
         return random_seed(library, stage.seed, place, *stage.position[:3])
 
-    def one_dtype(self) -> str:
-        """Return the dtype of all parameters that are trained."""
-        kinds = self.dtypes
-        if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
-            raise ArgumentError(
-                "the parameters of a module or function must have one dtype, since they lie in one "
-                "array",
-                found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
-                expected="float64, float32, float16 or bfloat16, or complex numbers of one of "
-                "these",
-                remedy=self.cast_remedy,
-            )
-        return min(kinds, default="float32")
-
     def poll(self) -> None:
         """Let messages move."""
         if self.stage.poll is not None:
@@ -225,11 +208,22 @@ class ForeignStage(nn.Stage):
         device: str = "cpu",
         loss: ForeignLayer | None = None,
     ) -> None:
+        kinds = layer.dtypes
+        if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
+            raise ArgumentError(
+                "the parameters of a module or function must have one dtype, since they lie in one "
+                "array",
+                found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
+                expected="float64, float32, float16 or bfloat16, or complex numbers of one of "
+                "these",
+                remedy=layer.cast_remedy,
+            )
         self.layer = layer
         self._by_name: list[tuple[str, nn.Layer]] = [(prefix.rstrip("."), layer)]
         if loss is not None:
             self._by_name.append((f"{prefix}loss", loss))
-        super().__init__([layer for _, layer in self._by_name], layer.one_dtype(), seed, device)
+        layers = [layer for _, layer in self._by_name]
+        super().__init__(layers, min(kinds, default="float32"), seed, device)
 
     def _named_layers(self) -> list[tuple[str, nn.Layer]]:
         return self._by_name

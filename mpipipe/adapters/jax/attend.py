@@ -77,9 +77,7 @@ def make_room_for_calls_back() -> None:
     another.
     """
     threads = os.environ.get("NPROC", "")
-    has_two = not own_cores().isdigit()
-    if threads.isdigit():
-        has_two = int(threads) > 1
+    has_two = int(threads) > 1 if threads.isdigit() else not own_cores().isdigit()
     if has_two:
         return
     # It may be set until JAX has begun.
@@ -104,8 +102,11 @@ class HostAttend:
 
     def __init__(self, attend: Local | Ring):
         if type(attend) not in (Local, Ring):
-            expected = "an attention.Local or an attention.Ring"
-            raise ArgumentError("jax_attend", found=type(attend).__name__, expected=expected)
+            raise ArgumentError(
+                "jax_attend",
+                found=type(attend).__name__,
+                expected="an attention.Local or an attention.Ring",
+            )
         self.attend: Any = attend
         self.ranks = 1
         if isinstance(attend, Ring):

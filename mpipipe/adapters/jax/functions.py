@@ -146,7 +146,7 @@ def flatten_output(output: JaxTree) -> tuple[list, Structure]:
 
     The keys of a dict are sorted: JAX sorts them in what leaves a compiled function.
     """
-    if output is None or isinstance(output, (jax.Array, jax.core.Tracer)):
+    if output is None or isinstance(output, jax.Array):
         return [output], None
     if isinstance(output, dict):
         output = dict(sorted(output.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import compress
 from typing import Any
@@ -125,25 +124,18 @@ class JaxLayer(ForeignLayer):
         """The state by the paths in its tree, on the host: views, which a load may write to."""
         return self._state
 
-    def _state_for(self, position: Position) -> JaxTree:
-        """Return the state that a forward finds."""
-        values = self._before.take(position) or self._state.values()
-        # What the backward keeps must not change with the state.
-        copies = [array.copy() for array in values]
-        if position.training and position.recompute == "later":
-            self._before.note(position, copies)
-        return jax.tree.unflatten(self._state_tree, [*map(put, copies)])
-
-    _computing: Callable[[], AbstractContextManager[object]] = staticmethod(waiting_for_jax)
+    _computing = staticmethod(waiting_for_jax)
 
     def _forward(self, leaves: Leaves, structures: Structures) -> tuple[Leaves, Tape]:
         position = self.stage.position
-        if self.ends:
-            floating = (False,) * len(leaves)
-        else:
-            floating = floating_of(leaves)
+        floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
         key = key_of(self.random_seed("jax"))
-        before = self._state_for(position)
+        # What the backward keeps must not change with the state.
+        values = self._before.take(position) or self._state.values()
+        copies = [array.copy() for array in values]
+        if position.training and position.recompute == "later":
+            self._before.note(position, copies)
+        before = jax.tree.unflatten(self._state_tree, [*map(put, copies)])
         results, pull, (rest, state) = self._compiled(
             self._values, [*map(put, leaves)], key, before, structures, floating, position.training
         )
@@ -250,7 +242,7 @@ def check_new_arrays(leaves: dict[int, str], place: int, parameters: JaxTree) ->
 class JaxLoss:
     """See `mpipipe.adapters.jax_loss`, which makes it."""
 
-    def __init__(self, function: Callable[..., JaxTree], seed: int = 0):
+    def __init__(self, function: Callable[..., JaxTree], seed: int):
         self.function = function
         self.seed = seed
         draws = "key" in functions.options_of(function)

@@ -55,6 +55,7 @@ from mpipipe.adapters.pytorch.tensors import (
     modules_for_hooks,
     move_state,
     on_stream,
+    reals_of,
     slope_of,
 )
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
@@ -100,10 +101,7 @@ class TorchLayer(ForeignLayer):
         self._pieces = {}
         self._shared: dict[str, Tensor] = {}
         parameters = dict(self.entry.named_parameters())
-        trained = {}
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                trained[parameter.dtype.to_real()] = name
+        trained = {p.dtype.to_real(): name for name, p in parameters.items() if p.requires_grad}
         self.dtypes = {str(kind).removeprefix("torch."): name for kind, name in trained.items()}
         # What is frozen in another dtype, such as integers of a quantized model, stays as it is.
         self._own = trained.keys() or {torch.float32, torch.float64}
@@ -149,11 +147,9 @@ class TorchLayer(ForeignLayer):
     def _place(self, name: str, parameter: Tensor) -> None:
         """Let a parameter and its gradient lie where the stage has them."""
         gradient = getattr(self, f"{name}_grad")
-        parameter.grad = None
         parameter.data = as_kind_of(parameter, getattr(self, name))
         parameter.requires_grad_(gradient is not None)
-        if gradient is not None:
-            parameter.grad = as_kind_of(parameter, gradient)
+        parameter.grad = None if gradient is None else as_kind_of(parameter, gradient)
         self._pieces[name] = PlacedParameter(parameter, parameter.data_ptr(), parameter.grad)
 
     def _follow_ties(self) -> None:
@@ -255,7 +251,7 @@ class TorchLayer(ForeignLayer):
         position = self.stage.position
         trains = position.training
         hooks = THREAD.hooks
-        sizes = Sizes()
+        sizes = KeptMemory()
         noting = saved_tensors_hooks(sizes.note, lambda tensor: tensor)
         with (
             self._state.drawing(self.stage.device, self.random_seed("torch"), position),
@@ -341,7 +337,7 @@ class TorchLayer(ForeignLayer):
         self._looked = not graph.reentrant
 
 
-class Sizes(dict[int, int]):
+class KeptMemory(dict[int, int]):
     """Bytes of memory by its address."""
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -387,9 +383,7 @@ class LossLayer(TorchLayer):
 class TorchStage(ForeignStage):
     """See `mpipipe.adapters.torch_stage`, which makes it."""
 
-    def __init__(
-        self, layer: TorchLayer, prefix: str = "", seed: int = 0, loss: TorchLoss | None = None
-    ) -> None:
+    def __init__(self, layer: TorchLayer, prefix: str, seed: int, loss: TorchLoss | None) -> None:
         self.module = layer.entry
         devices = layer.devices
         last = None
@@ -407,18 +401,9 @@ class TorchStage(ForeignStage):
 
 
 def _declared(parameter: Tensor) -> Parameter:
-    shape = [*parameter.shape]
-    wide = torch.float64
-    if parameter.is_complex():
-        shape.append(2)
-        wide = torch.complex128
-
-    def values(*_: object) -> Array:
-        return arrays.as_reals(parameter.to(wide).numpy(force=True))
-
     return Parameter(
-        tuple(shape),
-        values,
+        tuple(reals_of(parameter).shape),
+        lambda *_: reals_of(parameter).double().numpy(force=True),
         decay=parameter.ndim > 1,
         tie=getattr(parameter, TIE, None),
         frozen=not parameter.requires_grad,

@@ -33,7 +33,7 @@ class TorchLoss:
     # True once a graph has been looked at for tensors whose gradients are summed nowhere.
     _looked = False
 
-    def __init__(self, function: Callable[..., object], seed: int = 0):
+    def __init__(self, function: Callable[..., object], seed: int):
         self.function = function
         self.seed = seed
         self.is_module = isinstance(function, torch.nn.Module)

@@ -101,7 +101,11 @@ class ModuleSnapshot(NamedTuple):
         for holder, key, value in _state_in(holders):
             place = id(holder), key
             entry = known.get(place)
-            if entry is None or entry.value is not value or _has_changed(value, entry.content):
+            if (
+                entry is None
+                or entry.value is not value
+                or not _same(_content(value), entry.content)
+            ):
                 entry = Entry(holder, key, value, _content(value, copies=True))
             entries[place] = entry
         return cls(holders, entries, random.getstate(), np.random.get_state())
@@ -162,18 +166,11 @@ def _content(value: object, copies: bool = False) -> Any:
     return value
 
 
-def _has_changed(value: object, content: Any) -> bool:
-    """Return True unless an object has this content: it is written to only where it must be."""
-    return not _same(_content(value), content)
-
-
 def _same(content: Any, other: Any) -> bool:
     if content is other:
         return True
     if isinstance(content, torch.Tensor):
-        if not isinstance(other, torch.Tensor):
-            return False
-        alike = content.shape == other.shape and content.dtype == other.dtype
+        alike = isinstance(other, torch.Tensor) and content.dtype == other.dtype
         return alike and torch.equal(content, other)
     if isinstance(content, np.ndarray):
         return np.array_equal(content, other)
@@ -188,8 +185,8 @@ def _same(content: Any, other: Any) -> bool:
 
 
 def _restore(value: Any, content: Any) -> None:
-    """Let an object have the content that it had."""
-    if not _has_changed(value, content):
+    """Let an object have the content that it had: it is written to only where it must be."""
+    if _same(_content(value), content):
         return
     if isinstance(value, torch.Tensor):
         # Not counted as a write in place: graphs hold these tensors, and do not read them.

@@ -46,24 +46,8 @@ def on_stream(device: str) -> AbstractContextManager[object]:
     if device == "cpu":
         return NOTHING
     pointer = arrays.stream().ptr
-    if not pointer:
-        return torch.cuda.stream(torch.cuda.default_stream())
-    return torch.cuda.stream(torch.cuda.ExternalStream(pointer))
-
-
-def device_of(tensor: Tensor) -> str:
-    """Return "cpu", or "cuda:1" of a GPU; raises ArgumentError for other devices."""
-    kind = tensor.device.type
-    if kind not in ("cpu", "cuda"):
-        raise ArgumentError(
-            "a module on a device that arrays do not know",
-            found=tensor.device,
-            expected="cpu or cuda",
-            remedy="module.to('cpu'); of meta module.to_empty(device='cpu') and initial values",
-        )
-    if kind == "cpu":
-        return kind
-    return f"cuda:{tensor.device.index}"
+    stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+    return torch.cuda.stream(stream)
 
 
 def flatten_output(output: object) -> tuple[list[Tensor], Structure]:
@@ -98,7 +82,10 @@ COMPILED = "OptimizedModule"
 
 
 def checked_devices(module: torch.nn.Module) -> set[str]:
-    """Return the devices of a module. ArgumentError for what is none, or cannot be a stage."""
+    """Return the devices of a module, such as "cpu" and "cuda:1".
+
+    Raises ArgumentError for what is no module, or cannot be a stage.
+    """
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
             "torch_stage", found=type(module).__name__, expected="a torch.nn.Module"
@@ -111,7 +98,14 @@ def checked_devices(module: torch.nn.Module) -> set[str]:
                 found=name,
                 remedy="run the module once before it becomes a stage",
             )
-        devices.add(device_of(tensor))
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ArgumentError(
+                "a module on a device that arrays do not know",
+                found=tensor.device,
+                expected="cpu or cuda",
+                remedy="module.to('cpu'); of meta module.to_empty(device='cpu') and initial values",
+            )
+        devices.add(str(tensor.device))
     if any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in module.modules()):
         raise ArgumentError(
             "a module has SyncBatchNorm",
@@ -136,6 +130,11 @@ def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 # -- Dtypes of parameters, and the state of a module -----------------------------------------------
+
+
+def reals_of(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, on an axis more, and others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_kind_of(tensor: Tensor, reals: Array) -> Tensor:
