@@ -219,14 +219,13 @@ class ForeignStage(nn.Stage):
                 remedy=layer.cast_remedy,
             )
         self.layer = layer
-        self._by_name: list[tuple[str, nn.Layer]] = [(prefix.rstrip("."), layer)]
+        self._by_name = {prefix.rstrip("."): layer}
         if loss is not None:
-            self._by_name.append((f"{prefix}loss", loss))
-        layers = [layer for _, layer in self._by_name]
-        super().__init__(layers, min(kinds, default="float32"), seed, device)
+            self._by_name[f"{prefix}loss"] = loss
+        super().__init__([*self._by_name.values()], min(kinds, default="float32"), seed, device)
 
     def _named_layers(self) -> list[tuple[str, nn.Layer]]:
-        return self._by_name
+        return [*self._by_name.items()]
 
     @property
     def gradients(self) -> FlatBuffer:

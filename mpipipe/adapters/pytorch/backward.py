@@ -166,7 +166,7 @@ def begin_backward(
         return []
     walks: list[Walk] = []
     # Gradients that arrive at each node with a branch.
-    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+    arrived: dict[Node, Sequence[Tensor]] = {}
     if inputs:
         handles = []
         for node, branch in graph.branching.items():

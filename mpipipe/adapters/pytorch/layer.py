@@ -53,7 +53,6 @@ from mpipipe.adapters.pytorch.tensors import (
     flatten_output,
     is_differentiable,
     modules_for_hooks,
-    move_state,
     on_stream,
     reals_of,
     slope_of,
@@ -101,7 +100,10 @@ class TorchLayer(ForeignLayer):
         self._pieces = {}
         self._shared: dict[str, Tensor] = {}
         parameters = dict(self.entry.named_parameters())
-        trained = {p.dtype.to_real(): name for name, p in parameters.items() if p.requires_grad}
+        trained = {}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                trained[parameter.dtype.to_real()] = name
         self.dtypes = {str(kind).removeprefix("torch."): name for kind, name in trained.items()}
         # What is frozen in another dtype, such as integers of a quantized model, stays as it is.
         self._own = trained.keys() or {torch.float32, torch.float64}
@@ -119,11 +121,8 @@ class TorchLayer(ForeignLayer):
             return
         super().bound()
         module = self.entry
-        device = self.stage.device
-        if device == "cuda":
-            device = f"cuda:{arrays.current_gpu()}"
         shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
-        move_state(module, self.declared, self._own, getattr(torch, self.stage.dtype.name), device)
+        self._move_state()
         self._parameters = []
         for name in self.declared:
             parameter = module.get_parameter(name)
@@ -142,7 +141,31 @@ class TorchLayer(ForeignLayer):
             if isinstance(part, TorchAttend):
                 part.attend.poll = self.poll
 
-    # -- where parameters and gradients lie
+    # -- where parameters, gradients and buffers lie
+
+    def _move_state(self) -> None:
+        """Move what is not declared to the device; buffers keep to the dtype of the parameters.
+
+        Those of other dtypes than the parameters had stay as they are: a table of angles is
+        complex, a clock in seconds needs all of its digits.
+        """
+        device = self.stage.device
+        if device == "cuda":
+            device = f"cuda:{arrays.current_gpu()}"
+        dtype = getattr(torch, self.stage.dtype.name)
+        for name, parameter in self.entry.named_parameters():
+            if name not in self.declared:
+                parameter.data = parameter.data.to(device)
+        for part in self.entry.modules():
+            for key, buffer in part._buffers.items():
+                if buffer is None:
+                    continue
+                kind = buffer.dtype
+                if self.declared and kind.to_real() in self._own:
+                    narrows = buffer.is_floating_point() and kind.itemsize > dtype.itemsize
+                    if not narrows or [*part.parameters(recurse=False)]:
+                        kind = dtype.to_complex() if buffer.is_complex() else dtype
+                part._buffers[key] = buffer.to(device, kind).contiguous()
 
     def _place(self, name: str, parameter: Tensor) -> None:
         """Let a parameter and its gradient lie where the stage has them."""

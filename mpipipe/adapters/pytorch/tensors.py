@@ -7,7 +7,7 @@ it: no emulated GPU is for PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -60,10 +60,7 @@ def flatten_output(output: object) -> tuple[list[Tensor], Structure]:
     elif isinstance(output, (tuple, list)):
         tree = tuple(output)
     leaves, structure = flatten(tree)
-    strange = []
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            strange.append(type(leaf).__name__)
+    strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if strange or not leaves:
         raise ArgumentError(
             "the output of a module",
@@ -129,7 +126,7 @@ def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from modules_for_hooks(part)
 
 
-# -- Dtypes of parameters, and the state of a module -----------------------------------------------
+# -- Complex numbers as pairs of real ones ---------------------------------------------------------
 
 
 def reals_of(tensor: Tensor) -> Tensor:
@@ -143,30 +140,3 @@ def as_kind_of(tensor: Tensor, reals: Array) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_complex(values)
     return values
-
-
-def move_state(
-    module: torch.nn.Module,
-    declared: Collection[str],
-    own: Collection[torch.dtype],
-    dtype: torch.dtype,
-    device: str,
-) -> None:
-    """Move what is not `declared` to a device; buffers keep to the dtype of the parameters.
-
-    Those of other dtypes than the parameters' `own` stay as they are: a table of angles is complex,
-    a clock in seconds needs all of its digits.
-    """
-    for name, parameter in module.named_parameters():
-        if name not in declared:
-            parameter.data = parameter.data.to(device)
-    for part in module.modules():
-        for key, buffer in part._buffers.items():
-            if buffer is None:
-                continue
-            kind = buffer.dtype
-            if declared and kind.to_real() in own:
-                narrows = buffer.is_floating_point() and kind.itemsize > dtype.itemsize
-                if not narrows or [*part.parameters(recurse=False)]:
-                    kind = dtype.to_complex() if buffer.is_complex() else dtype
-            part._buffers[key] = buffer.to(device, kind).contiguous()
