@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from mpipipe import processor
 from mpipipe.adapters.foreign import (
     ForeignLayer,
-    Held,
+    Tape,
     WithSkips,
     counting,
     let_draw_in_turn,
     seeded,
     skip_names,
 )
-from mpipipe.adapters.layers import as_layer, check_distinct, names_of_entry, tie_shared, with_loss
+from mpipipe.adapters.layers import as_layer, check_entries, with_loss
 from mpipipe.nn import ForwardAndBackward
 from mpipipe.text import optional_library
 
@@ -86,9 +86,8 @@ def torch_stage(
         A loss that is a module: its parameters are trained with this stage, the last one.
     """
     room = _room("pytorch.layer", "torch", "PyTorch")
-    layer = room.TorchLayer(with_skips(module, gives=gives, takes=takes, ties=ties))
-    made: TorchStage = room.TorchStage(layer, prefix, seed, loss)
-    return made
+    entry = with_skips(module, gives=gives, takes=takes, ties=ties)
+    return room.TorchStage(room.TorchLayer(entry), prefix, seed, loss)
 
 
 def torch_loss(function: Callable[..., object], *, seed: int = 0) -> TorchLoss:
@@ -104,8 +103,7 @@ def torch_loss(function: Callable[..., object], *, seed: int = 0) -> TorchLoss:
     seed : int
         Of the random numbers that it draws, which also depend on step, micro-batch and replica.
     """
-    made: TorchLoss = _room("pytorch.loss", "torch", "PyTorch").TorchLoss(function, seed)
-    return made
+    return _room("pytorch.loss", "torch", "PyTorch").TorchLoss(function, seed)
 
 
 def jax_stage(
@@ -144,12 +142,8 @@ def jax_stage(
         PyTorch does, and has no gradient.
     """
     room = _room("jax.layer", "jax", "JAX")
-    entry: tuple[Any, ...] = (function, parameters)
-    if state is not None:
-        entry = (*entry, state)
-    layer = room.JaxLayer(with_skips(entry, gives=gives, takes=takes, ties=ties))
-    made: JaxStage = room.JaxStage(layer, prefix, seed)
-    return made
+    entry = with_skips((function, parameters, state), gives=gives, takes=takes, ties=ties)
+    return room.JaxStage(room.JaxLayer(entry), prefix, seed)
 
 
 def jax_loss(function: Callable[..., object], *, seed: int = 0) -> JaxLoss:
@@ -164,8 +158,7 @@ def jax_loss(function: Callable[..., object], *, seed: int = 0) -> JaxLoss:
     seed : int
         Of these keys, which also depend on step, micro-batch and replica.
     """
-    made: JaxLoss = _room("jax.layer", "jax", "JAX").JaxLoss(function, seed)
-    return made
+    return _room("jax.layer", "jax", "JAX").JaxLoss(function, seed)
 
 
 def with_skips(
@@ -224,8 +217,7 @@ def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
     `torch.compile`, and where second derivatives are asked for (`create_graph=True`). Raises
     BackendError where PyTorch is not installed, and ArgumentError for what cannot attend.
     """
-    made: TorchAttend = _room("pytorch.attend", "torch", "PyTorch").TorchAttend(attend)
-    return made
+    return _room("pytorch.attend", "torch", "PyTorch").TorchAttend(attend)
 
 
 def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
@@ -250,8 +242,7 @@ def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
         second derivatives are asked for. An error of the ring itself is a `JaxRuntimeError` with
         its text; a `jax_stage` raises the error itself.
     """
-    made: Callable[[Any, Any, Any], Any] = _room("jax.attend", "jax", "JAX").attend_function(attend)
-    return made
+    return _room("jax.attend", "jax", "JAX").attend_function(attend)
 
 
 def _room(name: str, library: str, title: str) -> ModuleType:

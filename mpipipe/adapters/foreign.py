@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import compress, islice, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpipipe import nn
+from mpipipe import arrays, nn
 from mpipipe.arrays import Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position, random_seed
@@ -35,7 +35,8 @@ class Tape(NamedTuple):
     """What the forward of a micro-batch leaves for its backward.
 
     `of_library` is what PyTorch or JAX need; `structures` are those of the parts of the input,
-    `floating` says which of its arrays take gradients; the others are the same of the output.
+    `floating` says which of its arrays take gradients; the next two are the same of the output.
+    `bytes` are those that the library keeps, by their address, where they are counted.
     """
 
     of_library: nn.Saved
@@ -43,38 +44,27 @@ class Tape(NamedTuple):
     floating: tuple[bool, ...]
     output: Structures
     differentiable: tuple[bool, ...]
-
-
-# The output of a forward, and its Tape in training.
-Forwarded: TypeAlias = "tuple[Leaves, Structures, Tape | None]"
-
-
-class Held(NamedTuple):
-    """What a layer saved, and the bytes that PyTorch or JAX keep for it, by their address."""
-
-    saved: nn.Saved
     bytes: dict[int, int]
 
 
-class StatesBefore:
+class StatesBefore(dict[tuple, Any]):
     """States that forwards found which will be run again, by step, micro-batch and replica."""
-
-    def __init__(self) -> None:
-        self._states: dict[tuple, Any] = {}
 
     @property
     def latest(self) -> Any:
-        return next(reversed(self._states.values()), None)
+        return next(reversed(self.values()), None)
 
     def note(self, position: Position, state: object) -> None:
         """Remember a state. Those of another step are left by one that has failed."""
-        if any(step != position.step for step, *_ in self._states):
-            self._states = {}
-        self._states[position[:3]] = state
+        if any(step != position.step for step, *_ in self):
+            self.clear()
+        self[position[:3]] = state
 
     def take(self, position: Position) -> Any:
-        """Return the state of a forward that is run again, and forget it."""
-        return self._states.pop(position[:3], None)
+        """Return the state of a forward that is run again, and forget it; None for others."""
+        if position.recompute != "now":
+            return None
+        return self.pop(position[:3], None)
 
 
 @dataclass(frozen=True)
@@ -87,6 +77,11 @@ class WithSkips:
     # Keys by names of parameters within the entry.
     ties: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def names(self) -> list[tuple[str, bool]]:
+        """The names that it takes, with False, and those that it gives, with True."""
+        return [*zip(self.takes, repeat(False)), *zip(self.gives, repeat(True))]
+
 
 class ForeignLayer(nn.Layer):
     """A module or function as a layer; a library has its own methods of lists of arrays.
@@ -98,17 +93,17 @@ class ForeignLayer(nn.Layer):
     """
 
     takes_any = True
+    # How a user gives all parameters one dtype.
+    cast_remedy: str
+    # Real dtypes of what is trained, with the name of a parameter that has it; see `_declare`.
+    dtypes: dict[str, str]
 
     _declare: Callable[[], dict[str, Parameter]]
     _computing: Callable[[], AbstractContextManager[object]]
-    _forward: Callable[[Leaves, Structures], Forwarded]
-    # It counts what the library keeps for the backward: bytes by their address.
-    _counted: Callable[[Leaves, Structures], tuple[Forwarded, dict[int, int]]]
+    _forward: Callable[[Leaves, Structures], tuple[Leaves, Tape]]
     # The last argument is True for a backward that is not divided: it leaves nothing pending.
     _backward: Callable[[Leaves, Tape, bool], tuple[Leaves, nn.Pending]]
     _backward_weight: Callable[[nn.Pending], None]
-    # It computes with the arrays that a pipeline has given to tied parameters.
-    _follow_ties: Callable[[], None]
 
     def __init__(self, skips: WithSkips, place: int | None = None) -> None:
         self.entry = skips.entry
@@ -129,10 +124,7 @@ class ForeignLayer(nn.Layer):
     @property
     def mixes_positions(self) -> bool:  # type: ignore[override]
         """True, unless the module or the function has an attribute of this name that is False."""
-        if isinstance(self.entry, tuple):
-            module = self.entry[0]
-        else:
-            module = self.entry
+        module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
         return bool(getattr(module, "mixes_positions", True))
 
     def forget(self) -> ForeignLayer:
@@ -155,10 +147,7 @@ class ForeignLayer(nn.Layer):
     def random_seed(self, library: str) -> int:
         """Return a seed for random numbers: the same again in a recomputation, others elsewhere."""
         stage: Any = self.stage
-        if self.place is None:
-            place = stage.index
-        else:
-            place = self.place
+        place = stage.index if self.place is None else self.place
         return random_seed(library, stage.seed, place, *stage.position[:3])
 
     def poll(self) -> None:
@@ -166,38 +155,32 @@ class ForeignLayer(nn.Layer):
         if self.stage.poll is not None:
             self.stage.poll()
 
-    def forward(self, x: Tree) -> tuple[Tree, Held]:
+    def forward(self, x: Tree) -> tuple[Tree, Tape]:
         stage = self.stage
-        self._follow_ties()
         leaves, structures = flatten_parts([x, *map(stage.taken, self.takes)])
-        sizes: dict[int, int] = {}
         with self._computing():
-            if THREAD.counts:
-                result, sizes = self._counted(leaves, structures)
-            else:
-                result = self._forward(leaves, structures)
-        outputs, output, tape = result
-        y, *named = unflatten_parts(outputs, output)
+            outputs, tape = self._forward(leaves, structures)
+        if THREAD.counts:
+            for name in self.declared:
+                tape.bytes.pop(arrays.address(getattr(self, name)), None)
+        y, *named = unflatten_parts(outputs, tape.output)
         for name, tree in zip(self.gives, named):
             stage.give(name, tree)
-        return y, Held(tape, sizes)
+        return y, tape
 
-    def backward_input(self, dy: Tree, saved: Held) -> tuple[Tree, Held]:
+    def backward_input(self, dy: Tree, saved: Tape) -> tuple[Tree, Tape]:
         return self._walk(dy, saved, whole=False)
 
-    def backward_weight(self, pending: Held) -> None:
-        self._follow_ties()
+    def backward_weight(self, pending: Tape) -> None:
         with self._computing():
-            self._backward_weight(pending.saved)
+            self._backward_weight(pending.of_library)
 
-    def backward(self, dy: Tree, saved: Held) -> Tree:
+    def backward(self, dy: Tree, saved: Tape) -> Tree:
         return self._walk(dy, saved, whole=True)[0]
 
-    def _walk(self, dy: Tree, saved: Held, whole: bool) -> tuple[Tree, Held]:
+    def _walk(self, dy: Tree, tape: Tape, whole: bool) -> tuple[Tree, Tape]:
         """Return the gradient of the input, with None for an array that has none."""
         stage = self.stage
-        tape = saved.saved
-        self._follow_ties()
         leaves: Leaves = []
         for part, (structure, count) in zip([dy, *map(stage.gradient_of, self.gives)], tape.output):
             leaves += _leaves_like(part, structure, count)
@@ -206,7 +189,7 @@ class ForeignLayer(nn.Layer):
         dx, *taken = unflatten_parts(spread(slopes, tape.floating), tape.structures)
         for name, gradient in zip(self.takes, taken):
             stage.add_gradient(name, gradient)
-        return dx, Held(pending, saved.bytes)
+        return dx, tape._replace(of_library=pending)
 
 
 class ForeignStage(nn.Stage):
@@ -218,10 +201,28 @@ class ForeignStage(nn.Stage):
     keeps_halves = True
 
     def __init__(
-        self, layers: Mapping[str, ForeignLayer], dtype: str, seed: int, device: str
+        self,
+        layer: ForeignLayer,
+        prefix: str,
+        seed: int,
+        device: str = "cpu",
+        loss: ForeignLayer | None = None,
     ) -> None:
-        self._by_name = {prefix.rstrip("."): layer for prefix, layer in layers.items()}
-        super().__init__([*layers.values()], dtype, seed, device)
+        kinds = layer.dtypes
+        if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
+            raise ArgumentError(
+                "the parameters of a module or function must have one dtype, since they lie in one "
+                "array",
+                found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
+                expected="float64, float32, float16 or bfloat16, or complex numbers of one of "
+                "these",
+                remedy=layer.cast_remedy,
+            )
+        self.layer = layer
+        self._by_name = {prefix.rstrip("."): layer}
+        if loss is not None:
+            self._by_name[f"{prefix}loss"] = loss
+        super().__init__([*self._by_name.values()], min(kinds, default="float32"), seed, device)
 
     def _named_layers(self) -> list[tuple[str, nn.Layer]]:
         return [*self._by_name.items()]
@@ -232,19 +233,6 @@ class ForeignStage(nn.Stage):
         for layer in self.layers:
             layer.begin_call()
         return self.buffers.gradients
-
-
-def one_dtype(kinds: Mapping[str, str], remedy: str) -> str:
-    """Return the dtype of all parameters, of {dtype: name of one that has it}."""
-    if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
-        raise ArgumentError(
-            "the parameters of a module or function must have one dtype, since they lie in one "
-            "array",
-            found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
-            expected="float64, float32, float16 or bfloat16, or complex numbers of one of these",
-            remedy=remedy,
-        )
-    return min(kinds, default="float32")
 
 
 # -- Parts as lists of arrays ----------------------------------------------------------------------
@@ -274,16 +262,14 @@ def returned(output: object, names: Sequence[str]) -> Sequence[Tree]:
     )
 
 
-def applied(
-    function: Callable[..., Tree], first: Sequence[object], parts: Sequence[Tree], **options: object
-) -> Tree:
-    """Return what a function returns for these parts, after arguments that come first."""
+def applied(function: Callable[..., Tree], parts: Sequence[Tree], **options: object) -> Tree:
+    """Return what a function returns for these parts."""
     main, *taken = parts
     if isinstance(main, dict):
-        return function(*first, *taken, **main, **options)
+        return function(*taken, **main, **options)
     if not isinstance(main, tuple):
         main = (main,)
-    return function(*first, *main, *taken, **options)
+    return function(*main, *taken, **options)
 
 
 def flatten_parts(
@@ -301,28 +287,25 @@ def flatten_parts(
 
 def unflatten_parts(leaves: Leaves, structures: Structures) -> list[Tree]:
     """Return the parts with these arrays."""
-    parts = []
-    start = 0
-    for structure, count in structures:
-        parts.append(unflatten(leaves[start : start + count], structure))
-        start += count
-    return parts
-
-
-def spread(leaves: Leaves, places: Sequence[bool]) -> Leaves:
-    """Return the arrays in the places that are true, and None in the others."""
     source = iter(leaves)
-    return [next(source) if place else None for place in places]
+    return [unflatten([*islice(source, count)], structure) for structure, count in structures]
+
+
+def spread(
+    leaves: Leaves, places: Sequence[bool], others: Iterable[object] = repeat(None)
+) -> Leaves:
+    """Return the arrays in the places that are true, and what `others` have in the rest."""
+    source = iter(leaves)
+    return [next(source) if place else other for place, other in zip(places, others)]
 
 
 def _leaves_like(tree: Tree | None, structure: Structure, count: int) -> Leaves:
     """Return the gradients for arrays of a structure, in their order; None where there is none."""
     if tree is None:
         return [None] * count
+    if isinstance(tree, dict) and isinstance(structure, tuple) and tree.keys() == {*structure}:
+        return [tree[name] for name in structure]
     leaves, other = flatten(tree)
-    if isinstance(structure, tuple) and isinstance(other, tuple) and {*structure} == {*other}:
-        by_name = dict(zip(other, leaves))
-        return [by_name[name] for name in structure]
     if other != structure:
         raise ArgumentError(
             "the gradient of an output has another structure than the output",

@@ -8,8 +8,6 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from mpipipe import nn
 from mpipipe.adapters.foreign import WithSkips, seeded
 from mpipipe.errors import ArgumentError
@@ -27,13 +25,14 @@ def as_layer(entry: object, place: int, seed: int = 0) -> nn.Layer:
     """
     skips = skips_of(entry)
     thing = skips.entry
-    is_made = isinstance(thing, (nn.Layer, tuple)) or is_module(thing) or _is_loss(thing)
-    if callable(thing) and not is_made:
+    if callable(thing) and not _kind(thing):
         with seeded(seed, place):
             thing = thing()
-    if isinstance(thing, nn.Layer):
+    skips = replace(skips, entry=thing)
+    kind = _kind(thing)
+    if kind == "layer":
         names = {*nn.names_within(thing)}
-        if {*names_of_entry(entry)} != names or skips.ties:
+        if thing is not entry and ({*skips.names} != names or skips.ties):
             raise ArgumentError(
                 f"layers[{place}] is made by a function, and takes or gives names, which each "
                 "rank must know",
@@ -45,14 +44,12 @@ def as_layer(entry: object, place: int, seed: int = 0) -> nn.Layer:
                 "its names; ties of a "
                 "layer of nn are those of its parameters",
             )
-        return thing
-    skips = replace(skips, entry=thing)
-    layer: nn.Layer
-    if _is_loss(thing):
+        layer: nn.Layer = thing
+    elif kind == "loss":
         layer = import_module("mpipipe.adapters.pytorch.layer").LossLayer(thing, place)
-    elif is_module(thing):
+    elif kind == "module":
         layer = import_module("mpipipe.adapters.pytorch.layer").TorchLayer(skips, place)
-    elif isinstance(thing, tuple) and len(thing) in (2, 3) and callable(thing[0]):
+    elif kind == "function":
         layer = import_module("mpipipe.adapters.jax.layer").JaxLayer(skips, place)
     else:
         raise ArgumentError(
@@ -72,80 +69,65 @@ def skips_of(entry: object) -> WithSkips:
     return WithSkips(entry)
 
 
-def names_of_entry(entry: object) -> Iterator[tuple[str, bool]]:
-    """Yield the names that an entry takes, with False, and those that it gives, with True."""
-    if isinstance(entry, WithSkips):
-        yield from ((name, False) for name in entry.takes)
-        yield from ((name, True) for name in entry.gives)
-    elif isinstance(entry, nn.Layer):
-        yield from nn.names_within(entry)
+def check_entries(layers: Sequence[object]) -> Iterator[tuple[int, str, bool]]:
+    """Yield (place, name, whether it is given) for the names that entries take and give.
 
+    Parameters that modules of several entries share are tied, by the name of their first place.
 
-def check_distinct(layers: Sequence[object]) -> None:
-    """Raise ArgumentError for one layer or module in two places: a cut would untie them."""
-    names: dict[int, str] = {}
+    Raises ArgumentError for one layer or module in two places, which a cut would untie, and for an
+    array in two functions of JAX.
+    """
+    objects: dict[int, str] = {}
+    leaves: dict[int, str] = {}
+    modules: dict[int, Any] = {}
     for place, entry in enumerate(layers):
-        thing = skips_of(entry).entry
-        walked: Iterable[tuple[str, Any]] = ()
-        if isinstance(thing, nn.Layer):
-            walked = thing.walk(f"{place}")
-        elif is_module(thing):
-            walked = [(f"{place}", thing)]
-        for name, part in walked:
-            first = names.setdefault(id(part), name)
+        skips = skips_of(entry)
+        thing = skips.entry
+        kind = _kind(thing)
+        meetings: Iterable[tuple[str, bool]] = skips.names
+        parts: Iterable[tuple[str, object]] = ()
+        if kind == "layer":
+            parts = thing.walk(f"{place}")
+            if thing is entry:
+                meetings = nn.names_within(skips.entry)
+        elif kind == "module":
+            parts = [(f"{place}", thing)]
+            modules[place] = thing
+        elif kind == "loss":
+            modules[place] = thing.module
+        elif kind == "function" and "jax" in sys.modules and not skips.ties:
+            import_module("mpipipe.adapters.jax.layer").check_new_arrays(leaves, place, thing[1])
+        for name, part in parts:
+            first = objects.setdefault(id(part), name)
             if first != name:
                 raise ArgumentError(
                     f"one {type(part).__name__} is layer {first} and layer {name}",
                     expected="a layer object of its own in each place",
                     remedy="make a second one, and let it share parameters: second.weight = "
-                    "first.weight in PyTorch, "
-                    "nn.Parameter(tie=...) here",
+                    "first.weight in PyTorch, nn.Parameter(tie=...) here",
                 )
-
-
-def tie_shared(layers: Sequence[object]) -> None:
-    """Tie parameters that modules of several entries share, by the name of their first place."""
-    modules: dict[int, Any] = {}
-    names: dict[int, str] = {}
-    for place, entry in enumerate(layers):
-        skips = skips_of(entry)
-        thing = skips.entry
-        if _is_loss(thing):
-            thing = thing.module
-        if isinstance(thing, tuple) and not skips.ties:
-            _refuse_shared(place, thing[1:2], names)
-        elif is_module(thing):
-            modules[place] = thing
+        for name, gives in meetings:
+            yield place, name, gives
     if len(modules) > 1:
         import_module("mpipipe.adapters.pytorch.ties").tie_shared(modules)
 
 
-def _refuse_shared(place: int, parameters: object, names: dict[int, str]) -> None:
-    """Raise ArgumentError for an array in two functions of JAX: it might mean one parameter."""
-    jax: Any = sys.modules.get("jax")
-    if jax is None:
-        return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]:
-        name = f"{place}.{jax.tree_util.keystr(path[1:], simple=True, separator='.')}"
-        other = names.setdefault(id(leaf), name)
-        if other.partition(".")[0] != f"{place}" and np.ndim(leaf):
-            raise ArgumentError(
-                f"one array is the parameter {other} and the parameter {name}",
-                expected="an array of its own for each, or ties",
-                remedy="with_skips(entry, ties={name: key}) in both entries for one parameter, "
-                "jnp.array(x) for two",
-            )
+def _kind(thing: object) -> str:
+    """Return "layer", "loss", "module", "function" of JAX, or "" for anything else.
 
-
-def is_module(thing: object) -> bool:
-    """True for a module of PyTorch, which is not imported for the question."""
+    PyTorch is not imported for the question.
+    """
+    if isinstance(thing, nn.Layer):
+        return "layer"
+    if isinstance(thing, tuple) and len(thing) in (2, 3) and callable(thing[0]):
+        return "function"
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(thing, torch.nn.Module)
-
-
-def _is_loss(thing: object) -> bool:
+    if torch is not None and isinstance(thing, torch.nn.Module):
+        return "module"
     room = sys.modules.get("mpipipe.adapters.pytorch.loss")
-    return room is not None and isinstance(thing, room.TorchLoss)
+    if room is not None and isinstance(thing, room.TorchLoss):
+        return "loss"
+    return ""
 
 
 def with_loss(layers: Sequence[object], loss: Any, seed: int) -> list[Any]:
@@ -154,7 +136,7 @@ def with_loss(layers: Sequence[object], loss: Any, seed: int) -> list[Any]:
     The loss draws its random numbers for the seed.
     """
     entries = [*layers]
-    if _is_loss(loss):
+    if _kind(loss) == "loss":
         loss.seed = seed
         if loss.parameters and not any(entry is loss for entry in layers):
             entries.append(loss)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpipipe import nn
-from mpipipe.adapters import as_layer, check_distinct, names_of_entry, tie_shared
+from mpipipe.adapters import as_layer, check_entries
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Schedule, with_skips
 
@@ -88,14 +88,9 @@ def name_ends(layers: Sequence[object]) -> dict[str, tuple[int | None, list[int]
     Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer,
     and for a layer that stands in two places.
     """
-    check_distinct(layers)
-    tie_shared(layers)
+    names = [*check_entries(layers)]
     nn.check_slices(layers)
-    places = []
-    for place, entry in enumerate(layers):
-        for name, gives in names_of_entry(entry):
-            places.append((place, name, gives))
-    ends = nn.ends_of_names(places)
+    ends = nn.ends_of_names(names)
     for name, (giver, takers) in ends.items():
         if not takers:
             raise ArgumentError(

@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 
 from mpipipe import arrays, nn, processor
-from mpipipe.adapters import Held
+from mpipipe.adapters import Tape
 from mpipipe.errors import ConfigError
 from mpipipe.text import exact_bytes, shown_bytes
 
@@ -171,7 +171,7 @@ def array_bytes(thing: object) -> dict[int, int]:
     waiting = [thing]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, Held):
+        if isinstance(part, Tape):
             sizes |= part.bytes
         elif isinstance(part, np.ndarray):
             while isinstance(part.base, np.ndarray):

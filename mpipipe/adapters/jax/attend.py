@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from mpipipe import arrays
-from mpipipe.adapters.jax.functions import JaxArray, called_back, wait_for_calls_back
+from mpipipe.adapters.jax.functions import JaxArray, called_back, kinds_of, wait_for_calls_back
 from mpipipe.attention import Local, Ring
 from mpipipe.attention.kernels import check_arrays
 from mpipipe.errors import ArgumentError
@@ -42,13 +42,13 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
         return call_back(host.forward, host.results(q, k, v)[0], q, k, v)
 
     @differentiable_once
-    def forward(q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[JaxArray, JaxArray]:
-        out, *saved = call_back(host.forward_saving, host.results(q, k, v), q, k, v)
-        return out, (q, k, v, out, *saved)
+    def forward(*qkv: JaxArray) -> tuple[JaxArray, JaxArray]:
+        out, *saved = call_back(host.forward_saving, host.results(*qkv), *qkv)
+        return out, (*qkv, out, *saved)
 
     @differentiable_once
     def backward(saved: JaxArray, dout: JaxArray) -> JaxArray:
-        like = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in saved[:3])
+        like = tuple(jax.ShapeDtypeStruct(*kind) for kind in kinds_of(saved[:3]))
         return call_back(host.backward, like, dout, *saved)
 
     attention.defvjp(forward, backward)
@@ -77,9 +77,7 @@ def make_room_for_calls_back() -> None:
     another.
     """
     threads = os.environ.get("NPROC", "")
-    has_two = not own_cores().isdigit()
-    if threads.isdigit():
-        has_two = int(threads) > 1
+    has_two = int(threads) > 1 if threads.isdigit() else not own_cores().isdigit()
     if has_two:
         return
     # It may be set until JAX has begun.
@@ -104,8 +102,11 @@ class HostAttend:
 
     def __init__(self, attend: Local | Ring):
         if type(attend) not in (Local, Ring):
-            expected = "an attention.Local or an attention.Ring"
-            raise ArgumentError("jax_attend", found=type(attend).__name__, expected=expected)
+            raise ArgumentError(
+                "jax_attend",
+                found=type(attend).__name__,
+                expected="an attention.Local or an attention.Ring",
+            )
         self.attend: Any = attend
         self.ranks = 1
         if isinstance(attend, Ring):
@@ -128,8 +129,8 @@ class HostAttend:
         batch, seq, heads, _ = q.shape
         room = 0
         if self.ranks > 1:
-            rows = k.shape[1] + SPREAD
-            room = batch * rows * k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+            _, rows, kv_heads, dim = k.shape
+            room = batch * (rows + SPREAD) * kv_heads * (dim + v.shape[3]) * k.dtype.itemsize
         return (
             jax.ShapeDtypeStruct((batch, seq, heads, v.shape[3]), q.dtype),
             jax.ShapeDtypeStruct((batch, heads, seq), arrays.accumulator(q.dtype)),
@@ -138,28 +139,28 @@ class HostAttend:
         )
 
     @called_back
-    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> JaxArray:
+    def forward(self, *qkv: np.ndarray) -> JaxArray:
         """Return out."""
-        return self.attend.forward(q, k, v)[0]
+        return self.attend.forward(*qkv)[0]
 
     @called_back
-    def forward_saving(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> JaxArray:
+    def forward_saving(self, *qkv: np.ndarray) -> JaxArray:
         """Return what `results` says."""
-        out, saved = self.attend.forward(q, k, v)
+        out, saved = self.attend.forward(*qkv)
         lengths = saved.plan.layout.seq_len, sum(saved.plan.message.lengths)
-        room = np.zeros(self.results(q, k, v)[3].shape, np.uint8)
+        room = np.zeros(self.results(*qkv)[3].shape, np.uint8)
         if saved.message is not None:
             room[: saved.message.size] = saved.message
         bare = saved._replace(message=None, **dict.fromkeys(ARRAYS))
-        self._saved[q.shape, k.shape, v.shape, q.dtype, lengths] = bare
+        self._saved[kinds_of(qkv), lengths] = bare
         return out, saved.lse, np.array([saved.call, *lengths], np.int32), room
 
     @called_back
     def backward(self, dout: np.ndarray, *arguments: np.ndarray) -> JaxArray:
         """Return the gradients of q, k and v."""
-        q, k, v, *_, numbers, message = arguments
+        numbers, message = arguments[-2:]
         call, *lengths = numbers.tolist()
-        saved = self._saved[q.shape, k.shape, v.shape, q.dtype, tuple(lengths)]
+        saved = self._saved[kinds_of(arguments[:3]), tuple(lengths)]
         if saved.plan.steps > 1:
             # The rank whose block it is.
             last = self.attend.group.rank + 1 - saved.plan.steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from itertools import compress
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from mpipipe.adapters.foreign import (
     applied,
     flatten_parts,
     returned,
+    spread,
     unflatten_parts,
 )
 from mpipipe.arrays import Array, Structure, flatten
@@ -50,58 +51,48 @@ def both(pull: Pull, dy: list[JaxArray]) -> Gradients:
     return jax.tree.map(jax.numpy.conj, pull(jax.tree.map(jax.numpy.conj, dy)))
 
 
-class Functions:
-    """The compiled forms of a function.
+def compiled(
+    function: Callable[..., JaxTree], tree: JaxTree, gives: Sequence[str]
+) -> Callable[..., JaxTree]:
+    """Return the compiled form of a function that takes some of `OPTIONS`.
 
-    `forward` takes (parameters, inputs, key, state, structures), and gives (floating outputs, (the
-    output without them, the new state)). `with_gradients` takes which inputs get gradients as well,
-    and gives (floating outputs, pull, the same pair).
+    It takes parameters, inputs, a key, a state, the structures of the inputs, which of them get
+    gradients, and whether this is a training. It gives (floating outputs, pull, (the output without
+    them, the new state)).
     """
+    takes = options_of(function)
 
-    def __init__(self, function: Callable[..., JaxTree], tree: JaxTree, gives: Sequence[str]):
-        takes = options_of(function)
+    def call(
+        values: list,
+        inputs: list,
+        key: JaxArray,
+        state: JaxTree,
+        structures: Structures,
+        floating: tuple[bool, ...],
+        training: bool,
+    ) -> JaxTree:
+        options = {"key": key, "training": training, "state": state}
+        chosen = {name: options[name] for name in takes}
 
-        def call(
-            values: list,
-            inputs: list,
-            key: JaxArray,
-            state: JaxTree,
-            structures: Structures,
-            training: bool = False,
-        ) -> JaxTree:
-            parameters = jax.tree_util.tree_unflatten(tree, values)
-            parts = unflatten_parts(inputs, structures)
-            options = {"key": key, "training": training, "state": state}
-            chosen = {name: options[name] for name in takes}
-            output = applied(function, (parameters,), parts, **chosen)
+        def run(values: list, some: list) -> JaxTree:
+            parameters = jax.tree.unflatten(tree, values)
+            parts = unflatten_parts(spread(some, floating, inputs), structures)
+            output = applied(partial(function, parameters), parts, **chosen)
+            after = state
             if "state" in takes:
-                output, state = with_state(output, state)
+                output, after = with_state(output, state)
             leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
             kinds = floating_of(leaves)
-            rest = []
-            for leaf, is_floating in zip(leaves, kinds):
-                rest.append(None if is_floating else leaf)
-            return list(compress(leaves, kinds)), (unflatten_parts(rest, shapes), state)
+            rest = spread([None] * len(leaves), kinds, leaves)
+            return list(compress(leaves, kinds)), (unflatten_parts(rest, shapes), after)
 
-        def with_gradients(
-            values: list,
-            inputs: list,
-            key: JaxArray,
-            state: JaxTree,
-            structures: Structures,
-            floating: tuple[bool, ...],
-        ) -> JaxTree:
-            def train(values: list, some: list) -> JaxTree:
-                source = iter(some)
-                every = []
-                for leaf, has in zip(inputs, floating):
-                    every.append(next(source) if has else leaf)
-                return call(values, every, key, state, structures, training=True)
+        some = list(compress(inputs, floating))
+        if training:
+            return jax.vjp(run, values, some, has_aux=True)
+        outputs, rest = run(values, some)
+        return outputs, None, rest
 
-            return jax.vjp(train, values, list(compress(inputs, floating)), has_aux=True)
-
-        self.forward = jax.jit(call, static_argnums=4)
-        self.with_gradients = jax.jit(with_gradients, static_argnums=(4, 5))
+    return jax.jit(call, static_argnums=(4, 5, 6))
 
 
 def options_of(function: Callable[..., JaxTree]) -> set[str]:
@@ -127,10 +118,10 @@ def with_state(output: JaxTree, before: JaxTree) -> tuple[JaxTree, JaxTree]:
     state = None
     if isinstance(output, tuple) and len(output) == 2:
         state = output[1]
-    tree = jax.tree_util.tree_structure(before)
-    shapes = list(map(np.shape, jax.tree.leaves(before)))
-    other = jax.tree_util.tree_structure(state)
-    others = list(map(np.shape, jax.tree.leaves(state)))
+    leaves, tree = jax.tree.flatten(before)
+    shapes = list(map(np.shape, leaves))
+    leaves, other = jax.tree.flatten(state)
+    others = list(map(np.shape, leaves))
     if tree != other or shapes != others:
         raise ArgumentError(
             "a function with a state returns no state like it",
@@ -145,12 +136,17 @@ def floating_of(leaves: Sequence[Array]) -> tuple[bool, ...]:
     return tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
 
 
+def kinds_of(some: Sequence[Array]) -> tuple:
+    """Return the shape and the dtype of each array."""
+    return tuple((array.shape, array.dtype) for array in some)
+
+
 def flatten_output(output: JaxTree) -> tuple[list, Structure]:
     """Return (arrays, structure) of a part of an output; an error of `flatten` for what is no tree.
 
     The keys of a dict are sorted: JAX sorts them in what leaves a compiled function.
     """
-    if output is None or isinstance(output, (jax.Array, jax.core.Tracer)):
+    if output is None or isinstance(output, jax.Array):
         return [output], None
     if isinstance(output, dict):
         output = dict(sorted(output.items()))

@@ -41,24 +41,21 @@ class TorchAttend(torch.nn.Module):
                 remedy="compile the parts before and after it; or torch.compiler.disable the "
                 "module that holds it",
             )
-        out: Tensor = Attention.apply(self.attend, q, k, v)
-        return out
+        return Attention.apply(self.attend, q, k, v)
 
 
 class Attention(torch.autograd.Function):
     """Attention with the backward of the object that attends."""
 
     @staticmethod
-    def forward(ctx: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, attend: Any, *qkv: Tensor) -> Tensor:
         """Attend; tensors that the backward reads are saved: PyTorch sees who writes to them."""
-        with on_stream(q.device.type):
-            inputs = []
-            for tensor in (q, k, v):
-                inputs.append(array_of(tensor, contiguous=tensor.is_cuda))
+        with on_stream(qkv[0].device.type):
+            inputs = [array_of(tensor, contiguous=tensor.is_cuda) for tensor in qkv]
             out, ctx.saved = attend.forward(*inputs)
             result = tensor_of(out)
         ctx.attend = attend
-        ctx.save_for_backward(q, k, v, result)
+        ctx.save_for_backward(*qkv, result)
         return result
 
     @staticmethod

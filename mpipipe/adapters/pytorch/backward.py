@@ -38,6 +38,9 @@ from mpipipe.adapters.foreign import THREAD
 Tensor: TypeAlias = Any
 Node: TypeAlias = Any
 
+# A walk through a part of a graph: tensors or edges to begin at, their gradients, and parameters.
+Walk: TypeAlias = "tuple[Sequence[Any], Sequence[Tensor], list[Tensor]]"
+
 # Node of a graph that torch.compile has made.
 COMPILED_NODE = "CompiledFunctionBackward"
 # Node of torch.utils.checkpoint, which has its parameters to itself.
@@ -61,16 +64,12 @@ torch.Tensor.register_hook = _counted_register_hook
 def _has_hooks(node: Node) -> bool:
     """True if a hook is registered at a node: a handle of ours shows the hooks of all."""
     for register in (node.register_prehook, node.register_hook):
-        handle = register(_nothing)
+        handle = register(lambda *_gradients: None)
         others = len(handle.hooks_dict_ref()) > 1
         handle.remove()
         if others:
             return True
     return False
-
-
-def _nothing(*_gradients: Tensor) -> None:
-    return None
 
 
 # -- The graph of a micro-batch --------------------------------------------------------------------
@@ -82,9 +81,10 @@ class AutogradGraph:
     Attributes
     ----------
     branching : dict
-        Node of the trunk -> numbers of the parameters that its branches alone lead to.
-    shared, apart : list of int
-        Parameters with several branches, and those of outputs that depend on no input.
+        Node of the trunk -> the parameters that its branches alone lead to.
+    again : set of Tensor
+        Parameters with several branches, or of outputs that depend on no input: a second walk goes
+        through everything for these.
     strange : list of Tensor
         Tensors that take gradients and are neither inputs nor parameters.
     divisible : bool
@@ -96,138 +96,105 @@ class AutogradGraph:
     def __init__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
     ):
-        self._numbers = {}
-        for number, parameter in enumerate(parameters):
-            self._numbers[get_gradient_edge(parameter).node] = number
+        # A tensor is equal to itself alone in a set or a dict.
+        self._parameters = {get_gradient_edge(tensor).node: tensor for tensor in parameters}
         self._inputs = {get_gradient_edge(tensor).node for tensor in inputs}
         # Parameters that a node leads to; None for one of the trunk, which leads to an input.
-        self._leads_to: dict[Node, frozenset[int] | None] = {}
+        self._leads_to: dict[Node, set[Tensor] | None] = {}
         self.strange: list[Tensor] = []
+        self.branching: dict[Node, set[Tensor]] = {}
         roots = [get_gradient_edge(tensor).node for tensor in outputs]
-        for root in roots:
-            self._visit(root)
-        branching: dict[Node, set[int]] = {}
-        for node, numbers in self._leads_to.items():
-            if numbers is None:
-                several = set(chain(*filter(None, map(self._leads_to.get, _inputs_of(node)))))
-                if several:
-                    branching[node] = several
-        lone = list(chain(*filter(None, map(self._leads_to.get, roots))))
-        times = Counter(chain(*branching.values(), lone))
-        shared = set()
-        for number, count in times.items():
+        self._classify(roots)
+        self.again = self._parameters_of(roots)
+        for parameter, count in Counter(chain(*self.branching.values())).items():
             if count > 1:
-                shared.add(number)
-        self.shared = sorted(shared)
-        self.apart = sorted({*lone} - shared)
-        self.branching = {node: sorted(several - shared) for node, several in branching.items()}
-        self.reentrant = any(type(node).__name__ == REENTRANT_NODE for node in self._leads_to)
-        self.divisible = not self.reentrant and not self._is_whole()
+                self.again.add(parameter)
+        for branch in self.branching.values():
+            branch -= self.again
+        kinds = {type(node).__name__ for node in self._leads_to}
+        self.reentrant = REENTRANT_NODE in kinds
+        # These are gone through in both halves.
+        twice: Iterable[Node] = self._leads_to if self.again else self.branching
+        self.divisible = not (
+            kinds & {REENTRANT_NODE, COMPILED_NODE}
+            or any(isinstance(node, BackwardCFunction) for node in self.branching)
+            or any(map(_has_hooks, twice))
+        )
 
-    def _is_whole(self) -> bool:
-        """True if one walk has to do everything."""
-        for node in self._leads_to:
-            if isinstance(node, BackwardCFunction):
-                if node in self.branching or type(node).__name__ == COMPILED_NODE:
-                    return True
-        # These are gone through in both halves: where a second walk goes through everything, all
-        # of them.
-        twice: Iterable[Node] = self.branching
-        if self.shared or self.apart:
-            twice = self._leads_to
-        return any(map(_has_hooks, twice))
+    def _parameters_of(self, nodes: Iterable[Node]) -> set[Tensor]:
+        """Return the parameters that those of the nodes lead to which lead to no input."""
+        return {*chain(*filter(None, map(self._leads_to.get, nodes)))}
 
-    def _visit(self, root: Node) -> None:
-        """Classify all nodes from this one on, without recursion: graphs are deep."""
-        stack = [(root, False)]
+    def _classify(self, roots: Sequence[Node]) -> None:
+        """Classify all nodes from these on, without recursion: graphs are deep."""
+        stack = [(root, False) for root in roots]
         while stack:
             node, is_left = stack.pop()
             if node in self._leads_to:
                 continue
-            after = _inputs_of(node)
+            after = [other for other, _ in node.next_functions if other is not None]
             if not is_left:
                 stack.append((node, True))
                 stack += [(other, False) for other in after if other not in self._leads_to]
                 continue
-            below = [self._leads_to[other] for other in after]
-            if node in self._inputs or None in below:
+            below = self._parameters_of(after)
+            if node in self._inputs or None in map(self._leads_to.get, after):
                 self._leads_to[node] = None
+                if below:
+                    self.branching[node] = below
                 continue
-            if node in self._numbers:
-                below.append(frozenset([self._numbers[node]]))
+            if node in self._parameters:
+                below.add(self._parameters[node])
             elif not after and hasattr(node, "variable"):
                 self.strange.append(node.variable)
-            self._leads_to[node] = frozenset(chain(*filter(None, below)))
-
-
-def _inputs_of(node: Node) -> list[Node]:
-    """Return the nodes that come after one in a backward."""
-    return [other for other, _ in node.next_functions if other is not None]
+            self._leads_to[node] = below
 
 
 # -- The two halves --------------------------------------------------------------------------------
 
 
-class SplitBackward:
-    """A backward under way: inputs have their `.grad`, and those of parameters follow."""
-
-    def __init__(
-        self,
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        hooked: bool,
-    ):
-        # Walks that are left: tensors or edges to begin at, their gradients, and parameters.
-        self.parts: list[tuple[list[Any], list[Tensor], list[Tensor]]] = []
-        if hooked or not parameters:
-            graph = None
-        else:
-            graph = AutogradGraph(outputs, inputs, parameters)
-        if graph is None or not graph.divisible:
-            torch.autograd.backward(outputs, gradients)
-            return
-        if inputs:
-            arrived = _walk_trunk(graph, outputs, gradients, inputs)
-            for node, several in arrived.items():
-                edges = []
-                of_edges = []
-                for place, gradient in enumerate(several):
-                    if gradient is not None:
-                        edges.append(GradientEdge(node, place))
-                        of_edges.append(gradient)
-                branch = list(map(parameters.__getitem__, graph.branching[node]))
-                self.parts.append((edges, of_edges, branch))
-        whole = list(map(parameters.__getitem__, sorted({*graph.shared, *graph.apart})))
-        if whole:
-            self.parts.append((list(outputs), list(gradients), whole))
-
-    def finish(self) -> None:
-        """Add the gradients of the parameters to their `.grad`.
-
-        A graph may be kept by others, so nothing is freed.
-        """
-        while self.parts:
-            edges, gradients, parameters = self.parts.pop()
-            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=parameters)
-
-
-def _walk_trunk(
-    graph: AutogradGraph,
+def begin_backward(
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor],
-) -> dict[Node, tuple[Tensor | None, ...]]:
-    """Compute the gradients of inputs; return those that arrive at each node with a branch."""
-    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = []
-    for node, numbers in graph.branching.items():
-        if numbers:
-            handles.append(node.register_prehook(partial(setitem, arrived, node)))
-    try:
-        torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return arrived
+    parameters: Sequence[Tensor],
+) -> list[Walk]:
+    """Compute the `.grad` of inputs; return the walks that are left for those of parameters."""
+    graph = AutogradGraph(outputs, inputs, parameters)
+    if not graph.divisible:
+        torch.autograd.backward(outputs, gradients)
+        return []
+    walks: list[Walk] = []
+    # Gradients that arrive at each node with a branch.
+    arrived: dict[Node, Sequence[Tensor]] = {}
+    if inputs:
+        handles = []
+        for node, branch in graph.branching.items():
+            if branch:
+                handles.append(node.register_prehook(partial(setitem, arrived, node)))
+        try:
+            torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+    for node, several in arrived.items():
+        edges = []
+        of_edges = []
+        for place, gradient in enumerate(several):
+            if gradient is not None:
+                edges.append(GradientEdge(node, place))
+                of_edges.append(gradient)
+        walks.append((edges, of_edges, [*graph.branching[node]]))
+    if graph.again:
+        walks.append((outputs, gradients, [*graph.again]))
+    return walks
+
+
+def finish_backward(walks: list[Walk]) -> None:
+    """Add the gradients of the parameters to their `.grad`.
+
+    A graph may be kept by others, so nothing is freed.
+    """
+    while walks:
+        begins, gradients, parameters = walks.pop()
+        torch.autograd.backward(begins, gradients, retain_graph=True, inputs=parameters)

@@ -18,40 +18,43 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from mpipipe import arrays
 from mpipipe.adapters.foreign import (
     THREAD,
     ForeignLayer,
     ForeignStage,
-    Forwarded,
     Leaves,
     Structures,
     Tape,
     WithSkips,
     applied,
     flatten_parts,
-    one_dtype,
     returned,
     unflatten_parts,
 )
 from mpipipe.adapters.pytorch.attend import TorchAttend
-from mpipipe.adapters.pytorch.backward import AutogradGraph, SplitBackward, register_hook
+from mpipipe.adapters.pytorch.backward import (
+    AutogradGraph,
+    Walk,
+    begin_backward,
+    finish_backward,
+    register_hook,
+)
 from mpipipe.adapters.pytorch.loss import TorchLoss
 from mpipipe.adapters.pytorch.state import ModuleState
 from mpipipe.adapters.pytorch.tensors import (
+    NOTHING,
     Tensor,
     as_kind_of,
-    check_module,
+    checked_devices,
     described,
-    device_of,
     flatten_output,
     is_differentiable,
     modules_for_hooks,
-    move_state,
     on_stream,
-    own_dtypes,
-    real_shape,
+    reals_of,
     slope_of,
 )
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
@@ -81,6 +84,9 @@ class TorchLayer(ForeignLayer):
     ends = False
     freezes_parts = True
     mixes_positions = ForeignLayer.mixes_positions
+    cast_remedy = (
+        "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward"
+    )
     _pieces: dict[str, PlacedParameter]
     # Seconds of a clock.
     _polled = 0.0
@@ -90,72 +96,91 @@ class TorchLayer(ForeignLayer):
     _looked = False
 
     def _declare(self) -> dict[str, Parameter]:
-        check_module(self.entry)
+        self.devices = checked_devices(self.entry)
         self._pieces = {}
         self._shared: dict[str, Tensor] = {}
-        dtypes = own_dtypes(self.entry)
+        parameters = dict(self.entry.named_parameters())
+        trained = {}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                trained[parameter.dtype.to_real()] = name
+        self.dtypes = {str(kind).removeprefix("torch."): name for kind, name in trained.items()}
+        # What is frozen in another dtype, such as integers of a quantized model, stays as it is.
+        self._own = trained.keys() or {torch.float32, torch.float64}
         declared = {}
-        for name, parameter in self.entry.named_parameters():
-            if parameter.requires_grad or parameter.dtype.to_real() in dtypes:
+        for name, parameter in parameters.items():
+            if parameter.dtype.to_real() in self._own:
                 declared[name] = _declared(parameter)
         return declared
 
     def bound(self) -> None:
         # A tied parameter shares the storage of another place.
         if self._pieces:
-            self._follow_ties()
+            for name in self._tied:
+                self._place(name, self._pieces[name].parameter)
             return
         super().bound()
         module = self.entry
-        device = self.stage.device
-        if device == "cuda":
-            device = f"cuda:{arrays.current_gpu()}"
-        shared = []
-        for name, buffer in module.named_buffers():
-            if hasattr(buffer, SHARED):
-                shared.append(name)
-        dtype = None
+        shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
+        self._move_state()
+        self._parameters = []
         for name in self.declared:
-            dtype = tensor_of(getattr(self, name)).dtype
-        move_state(module, self.declared, dtype, device)
-        parameters = dict(module.named_parameters())
-        for name in self.declared:
-            before = parameters[name].grad
-            parameters[name].grad = None
-            slope = self._place(name, parameters[name])
-            if before is not None and slope is not None:
-                slope.copy_(before)
-        trained = filter(lambda piece: piece.gradient is not None, self._pieces.values())
-        self._parameters = [piece.parameter for piece in trained]
+            parameter = module.get_parameter(name)
+            before = parameter.grad
+            self._place(name, parameter)
+            if parameter.requires_grad:
+                self._parameters.append(parameter)
+                if before is not None:
+                    parameter.grad.copy_(before)
         self._state = ModuleState(module)
         self._shared = {name: module.get_buffer(name).clone() for name in shared}
         for part in modules_for_hooks(module):
+            # No bound method: a copy of the module would copy the stage.
             part.register_forward_hook(lambda _module, _inputs, output: self._move_messages(output))
         for part in module.modules():
             if isinstance(part, TorchAttend):
                 part.attend.poll = self.poll
 
-    # -- where parameters and gradients lie
+    # -- where parameters, gradients and buffers lie
 
-    def _place(self, name: str, parameter: Tensor) -> Tensor | None:
-        """Let a parameter and its gradient lie where the stage has them; return the gradient."""
+    def _move_state(self) -> None:
+        """Move what is not declared to the device; buffers keep to the dtype of the parameters.
+
+        Those of other dtypes than the parameters had stay as they are: a table of angles is
+        complex, a clock in seconds needs all of its digits.
+        """
+        device = self.stage.device
+        if device == "cuda":
+            device = f"cuda:{arrays.current_gpu()}"
+        dtype = getattr(torch, self.stage.dtype.name)
+        for name, parameter in self.entry.named_parameters():
+            if name not in self.declared:
+                parameter.data = parameter.data.to(device)
+        for part in self.entry.modules():
+            for key, buffer in part._buffers.items():
+                if buffer is None:
+                    continue
+                kind = buffer.dtype
+                if self.declared and kind.to_real() in self._own:
+                    narrows = buffer.is_floating_point() and kind.itemsize > dtype.itemsize
+                    if not narrows or [*part.parameters(recurse=False)]:
+                        kind = dtype.to_complex() if buffer.is_complex() else dtype
+                part._buffers[key] = buffer.to(device, kind).contiguous()
+
+    def _place(self, name: str, parameter: Tensor) -> None:
+        """Let a parameter and its gradient lie where the stage has them."""
         gradient = getattr(self, f"{name}_grad")
-        slope = None
-        if gradient is not None:
-            slope = as_kind_of(parameter, tensor_of(gradient))
-        parameter.data = as_kind_of(parameter, tensor_of(getattr(self, name)))
-        parameter.requires_grad_(slope is not None)
-        parameter.grad = slope
-        self._pieces[name] = PlacedParameter(parameter, parameter.data_ptr(), slope)
-        return slope
+        parameter.data = as_kind_of(parameter, getattr(self, name))
+        parameter.requires_grad_(gradient is not None)
+        parameter.grad = None if gradient is None else as_kind_of(parameter, gradient)
+        self._pieces[name] = PlacedParameter(parameter, parameter.data_ptr(), parameter.grad)
 
     def _follow_ties(self) -> None:
-        """Compute with the arrays that a pipeline has given to tied parameters."""
+        """Add to the gradients that a pipeline has given to tied parameters."""
         for name in self._tied:
-            parameter, address, slope = self._pieces[name]
+            parameter, _, slope = self._pieces[name]
             gradient = getattr(self, f"{name}_grad")
-            moved = slope is not None and arrays.address(gradient) != slope.data_ptr()
-            if moved or arrays.address(getattr(self, name)) != address:
+            if slope is not None and arrays.address(gradient) != slope.data_ptr():
                 self._place(name, parameter)
 
     def begin_call(self) -> None:
@@ -166,14 +191,10 @@ class TorchLayer(ForeignLayer):
             self._check_parameters()
         for parameter, _, gradient in self._pieces.values():
             other = parameter.grad
-            if gradient is None or other is gradient:
-                continue
-            with torch.no_grad():
-                if other is None:
-                    gradient.zero_()
-                else:
-                    gradient.copy_(other)
-            parameter.grad = gradient
+            if gradient is not None and other is not gradient:
+                with torch.no_grad():
+                    gradient[...] = 0 if other is None else other
+                parameter.grad = gradient
         for name, before in self._shared.items():
             if not torch.equal(self.entry.get_buffer(name), before):
                 raise ArgumentError(
@@ -187,15 +208,12 @@ class TorchLayer(ForeignLayer):
     def _check_parameters(self) -> None:
         """Raise ArgumentError for parameters that are not those of the stage, or lie elsewhere."""
         now = dict(self.entry.named_parameters())
-        changed = []
+        changed = [*self._pieces.keys() - now.keys()]
         for name, parameter in now.items():
-            if parameter.requires_grad and name not in self._pieces:
+            own, address, gradient = self._pieces.get(name, (parameter, None, None))
+            if own is not parameter or parameter.requires_grad != (gradient is not None):
                 changed.append(name)
-        for name, (parameter, address, gradient) in self._pieces.items():
-            is_new = now.get(name) is not parameter
-            if is_new or parameter.requires_grad != (gradient is not None):
-                changed.append(name)
-            elif parameter.data_ptr() != address:
+            elif address not in (None, parameter.data_ptr()):
                 raise ArgumentError(
                     f"the parameter {name} of a module lies elsewhere than in the stage's flat "
                     "array",
@@ -216,6 +234,7 @@ class TorchLayer(ForeignLayer):
 
     def _check_gradients(self) -> None:
         """Raise ArgumentError if a gradient was replaced within a step: its sum would be lost."""
+        self._follow_ties()
         for name, (parameter, _, gradient) in self._pieces.items():
             other = parameter.grad
             if other is not gradient:
@@ -251,13 +270,16 @@ class TorchLayer(ForeignLayer):
     def _computing(self) -> AbstractContextManager[object]:
         return on_stream(self.stage.device)
 
-    def _forward(self, leaves: Leaves, structures: Structures) -> Forwarded:
+    def _forward(self, leaves: Leaves, structures: Structures) -> tuple[Leaves, Tape]:
         position = self.stage.position
         trains = position.training
         hooks = THREAD.hooks
+        sizes = KeptMemory()
+        noting = saved_tensors_hooks(sizes.note, lambda tensor: tensor)
         with (
             self._state.drawing(self.stage.device, self.random_seed("torch"), position),
             torch.set_grad_enabled(trains),
+            noting if THREAD.counts else NOTHING,
         ):
             inputs = list(map(tensor_of, leaves))
             # The first time also where they are not needed: what refuses to be differentiated in
@@ -268,43 +290,22 @@ class TorchLayer(ForeignLayer):
             # The memory of inputs belongs to another stage or to the user, and a module may write
             # to copies.
             copies = [tensor.clone() for tensor in inputs]
-            output = applied(self.entry, (), unflatten_parts(copies, structures))
+            output = applied(self.entry, unflatten_parts(copies, structures))
             outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
             results = list(map(array_of, outputs))
-        if not trains:
-            return results, shapes, None
         floating = tuple(tensor.requires_grad for tensor in inputs)
         differentiable = tuple(tensor.requires_grad for tensor in outputs)
         taking = list(compress(inputs, floating))
         giving = list(compress(outputs, differentiable))
-        if not self._looked:
+        if trains and not self._looked:
             self._look(taking, giving)
+        if THREAD.counts:
+            for tensor in (*taking, *giving):
+                sizes.note(tensor)
         graph = taking, giving, THREAD.hooks > hooks
-        return results, shapes, Tape(graph, structures, floating, shapes, differentiable)
+        return results, Tape(graph, structures, floating, shapes, differentiable, sizes)
 
-    def _counted(self, leaves: Leaves, structures: Structures) -> tuple[Forwarded, dict[int, int]]:
-        """Return what `_forward` does, and bytes that PyTorch keeps for it, by their address."""
-        sizes: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            memory = tensor.untyped_storage()
-            sizes[memory.data_ptr()] = memory.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = self._forward(leaves, structures)
-        tape = result[2]
-        if tape is not None:
-            inputs, outputs, _ = tape.of_library
-            for tensor in (*inputs, *outputs):
-                note(tensor)
-        for piece in self._pieces.values():
-            sizes.pop(piece.address, None)
-        return result, sizes
-
-    def _backward(
-        self, slopes: Leaves, tape: Tape, whole: bool
-    ) -> tuple[Leaves, SplitBackward | None]:
+    def _backward(self, slopes: Leaves, tape: Tape, whole: bool) -> tuple[Leaves, list[Walk]]:
         self._check_gradients()
         inputs, giving, hooked = tape.of_library
         outputs = []
@@ -313,11 +314,13 @@ class TorchLayer(ForeignLayer):
             if slope is not None:
                 outputs.append(output)
                 gradients.append(tensor_of(slope))
-        split = None
+        walks: list[Walk] = []
         if outputs:
-            parameters = self._parameters
             versions = [gradient._version for gradient in gradients]
-            split = SplitBackward(outputs, gradients, inputs, parameters, whole or hooked)
+            if whole or hooked or not self._parameters:
+                torch.autograd.backward(outputs, gradients)
+            else:
+                walks = begin_backward(outputs, gradients, inputs, self._parameters)
             if versions != [gradient._version for gradient in gradients]:
                 raise ArgumentError(
                     "the backward of a module writes to the gradient that it is given in place",
@@ -327,19 +330,18 @@ class TorchLayer(ForeignLayer):
                     "x = x.clone() first",
                 )
             if not whole:
-                self.in_one_walk = bool(parameters) and not split.parts
-        return list(map(slope_of, inputs)), split
+                self.in_one_walk = bool(self._parameters) and not walks
+        return list(map(slope_of, inputs)), walks
 
-    def _backward_weight(self, pending: SplitBackward | None) -> None:
+    def _backward_weight(self, pending: list[Walk]) -> None:
         self._check_gradients()
-        if pending is not None:
-            pending.finish()
+        finish_backward(pending)
 
     def _move_messages(self, output: object) -> None:
         """Poll after the forward of a module, and before its backward; but not all the time."""
         if self.stage.poll is not None and perf_counter() > self._polled + BETWEEN_POLLS:
             self._polled = perf_counter()
-            self.stage.poll()
+            self.poll()
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 register_hook(output, lambda _gradient: self.poll())
 
@@ -358,6 +360,15 @@ class TorchLayer(ForeignLayer):
         self._looked = not graph.reentrant
 
 
+class KeptMemory(dict[int, int]):
+    """Bytes of memory by its address."""
+
+    def note(self, tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        self[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+
 class LossLayer(TorchLayer):
     """The parameters of a loss, in the buffers of a stage. Its output is its input."""
 
@@ -366,7 +377,7 @@ class LossLayer(TorchLayer):
     mixes_positions = False
 
     def __init__(self, loss: TorchLoss, place: int | None = None) -> None:
-        if loss.module is None:
+        if not loss.is_module:
             raise ArgumentError(
                 "a loss without parameters in a list of layers",
                 found=getattr(loss.function, "__name__", type(loss.function).__name__),
@@ -395,49 +406,27 @@ class LossLayer(TorchLayer):
 class TorchStage(ForeignStage):
     """See `mpipipe.adapters.torch_stage`, which makes it."""
 
-    def __init__(
-        self, layer: TorchLayer, prefix: str = "", seed: int = 0, loss: TorchLoss | None = None
-    ) -> None:
-        module = self.module = layer.entry
-        layers: dict[str, ForeignLayer] = {prefix: layer}
-        tensors = [*module.parameters(), *module.buffers()]
-        if loss is not None and loss.module is not None:
-            layers[f"{prefix}loss."] = LossLayer(loss)
-            tensors += [*loss.module.parameters(), *loss.module.buffers()]
-        places = sorted({*map(device_of, tensors)} or {"cpu"})
-        if len(places) > 1:
+    def __init__(self, layer: TorchLayer, prefix: str, seed: int, loss: TorchLoss | None) -> None:
+        self.module = layer.entry
+        devices = layer.devices
+        last = None
+        if loss is not None and loss.is_module:
+            last = LossLayer(loss)
+            devices = devices | last.devices
+        if len(devices) > 1:
             raise ArgumentError(
                 "a module on several devices",
-                found=", ".join(places),
+                found=", ".join(sorted(devices)),
                 expected="one",
                 remedy="module.to(device)",
             )
-        kinds = {}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                kinds[str(parameter.dtype.to_real()).removeprefix("torch.")] = name
-        remedy = (
-            "module.to(dtype); for mixed precision float32 parameters and torch.autocast "
-            "within forward"
-        )
-        super().__init__(layers, one_dtype(kinds, remedy), seed, places[0])
+        super().__init__(layer, prefix, seed, min(devices, default="cpu"), last)
 
 
 def _declared(parameter: Tensor) -> Parameter:
-    def values(*_: object) -> Array:
-        if parameter.is_complex():
-            kind = torch.complex128
-        else:
-            kind = torch.float64
-        wide = parameter.detach().to(kind).cpu()
-        reals = wide
-        if wide.is_complex():
-            reals = torch.view_as_real(wide)
-        return reals.numpy()
-
     return Parameter(
-        real_shape(parameter),
-        values,
+        tuple(reals_of(parameter).shape),
+        lambda *_: reals_of(parameter).double().numpy(force=True),
         decay=parameter.ndim > 1,
         tie=getattr(parameter, TIE, None),
         frozen=not parameter.requires_grad,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,20 +33,17 @@ class TorchLoss:
     # True once a graph has been looked at for tensors whose gradients are summed nowhere.
     _looked = False
 
-    def __init__(self, function: Callable[..., object], seed: int = 0):
+    def __init__(self, function: Callable[..., object], seed: int):
         self.function = function
         self.seed = seed
-        self.module = None
-        if isinstance(function, torch.nn.Module):
-            self.module = function
-        # A module without parts may be false.
-        self._state = ModuleState(torch.nn.Module() if self.module is None else self.module)
+        self.is_module = isinstance(function, torch.nn.Module)
+        # Of a function it is a module with nothing in it.
+        self.module: torch.nn.Module = function if self.is_module else torch.nn.Module()
+        self._state = ModuleState(self.module)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of the loss that are to be trained."""
-        if self.module is None:
-            return []
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def __call__(
@@ -63,16 +59,17 @@ class TorchLoss:
         `weigh` makes of the weight a further factor, for all gradients.
         """
         leaves, structure = flatten(output)
-        goals, of_target = flatten(target)
         device = arrays.device_of(leaves[0])
-        with on_stream(device), torch.enable_grad(), self._at(position, device):
+        seed = random_seed("torch loss", self.seed, *(position or Position())[:3])
+        drawing = self._state.drawing(device, seed, position)
+        with on_stream(device), torch.enable_grad(), drawing:
             outputs = list(map(tensor_of, leaves))
             taking = list(filter(is_differentiable, outputs))
             for tensor in taking:
                 tensor.requires_grad_()
             # The memory belongs to a stage or to the user, and a function may write to copies.
             copies = unflatten([tensor.clone() for tensor in outputs], structure)
-            targets = unflatten([tensor_of(leaf).clone() for leaf in goals], of_target)
+            targets = arrays.mapped(lambda leaf: tensor_of(leaf).clone(), target)
             result = self.function(copies, targets)
             value, *weight = result if isinstance(result, tuple) else (result,)
             weight = list(map(float, weight))
@@ -81,26 +78,14 @@ class TorchLoss:
                 factor *= weigh(weight[0] if weight else None)
             if value.requires_grad and not self._looked:
                 self._look(value, taking)
-            inputs = taking
             if position is not None and position.training:
-                inputs = [*taking, *self.parameters]
+                taking += self.parameters
             # A weight of 0 may come with NaN.
             if value.requires_grad and factor:
-                torch.autograd.backward(value, torch.full_like(value, factor), inputs=inputs)
-            slopes = []
-            for tensor in outputs:
-                slopes.append(slope_of(tensor) if tensor.requires_grad else None)
-            if value.is_cpu:
-                number = value.item()
-            else:
-                number = array_of(value.detach())
+                torch.autograd.backward(value, torch.full_like(value, factor), inputs=taking)
+            slopes = [slope_of(tensor) if tensor.requires_grad else None for tensor in outputs]
+            number = value.item() if value.is_cpu else array_of(value.detach())
             return (number, unflatten(slopes, structure), *weight)
-
-    def _at(self, position: Position | None, device: str) -> AbstractContextManager[object]:
-        if position is None:
-            return nullcontext()
-        seed = random_seed("torch loss", self.seed, *position[:3])
-        return self._state.drawing(device, seed, position)
 
     def _look(self, value: Tensor, taking: Sequence[Tensor]) -> None:
         """Raise ArgumentError for a loss that depends on a tensor which no stage trains."""

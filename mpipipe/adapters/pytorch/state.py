@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import MutableMapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,68 +36,35 @@ class ModuleState:
         self._module = module
         self._before = StatesBefore()
 
-    def drawing(self, device: str, seed: int, position: Position) -> Drawing:
-        """Within, a forward of this position draws its own random numbers, and finds its state."""
+    @contextmanager
+    def drawing(self, device: str, seed: int, position: Position | None) -> Iterator[None]:
+        """Within, a forward of this position draws its own random numbers, and finds its state.
+
+        In an evaluation no part is in training. Afterwards all that must not stay is put back: each
+        part is as its owner had set it.
+        """
+        if position is None:
+            yield
+            return
         generator = torch.default_generator
         if device != "cpu":
             generator = torch.cuda.default_generators[arrays.current_gpu()]
-        return Drawing(self, generator, seed, position)
-
-    def prepare(self, position: Position) -> ExitStack:
-        """Let a forward find its state; what is returned puts back what must not stay.
-
-        In an evaluation no part is in training; after it each is as its owner had set it.
-        """
-        after = ExitStack()
-        if not position.training:
-            for part in self._module.modules():
-                if part.training:
-                    after.callback(setattr, part, "training", True)
-                    part.training = False
-        elif position.recompute == "later":
-            snapshot = ModuleSnapshot.of(self._module, self._before.latest)
-            self._before.note(position, snapshot)
-        elif position.recompute == "now":
+        with THREAD.turn, ExitStack() as after:
+            after.callback(generator.set_state, generator.get_state())
+            generator.manual_seed(seed)
+            if not position.training:
+                for part in self._module.modules():
+                    if part.training:
+                        after.callback(setattr, part, "training", True)
+                        part.training = False
+            elif position.recompute == "later":
+                snapshot = ModuleSnapshot.of(self._module, self._before.latest)
+                self._before.note(position, snapshot)
             before = self._before.take(position)
             if before is not None:
                 after.callback(ModuleSnapshot.of(self._module, before).restore)
                 before.restore()
-        return after
-
-
-class Drawing:
-    """A forward with random numbers of its own, after which the generator is as it was."""
-
-    __slots__ = ("_after", "_before", "_generator", "_position", "_seed", "_state", "_turn")
-
-    def __init__(
-        self, state: ModuleState, generator: torch.Generator, seed: int, position: Position
-    ):
-        self._state = state
-        self._generator = generator
-        self._seed = seed
-        self._position = position
-        self._after: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        self._turn = THREAD.turn
-        self._turn.__enter__()
-        self._before = self._generator.get_state()
-        try:
-            self._generator.manual_seed(self._seed)
-            if not self._position.training or self._position.recompute:
-                self._after = self._state.prepare(self._position)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._after is not None:
-                self._after.close()
-        finally:
-            self._generator.set_state(self._before)
-            self._turn.__exit__(None, None, None)
+            yield
 
 
 # -- A copy of the state ---------------------------------------------------------------------------
@@ -126,34 +93,33 @@ class ModuleSnapshot(NamedTuple):
     @classmethod
     def of(cls, module: torch.nn.Module, latest: ModuleSnapshot | None) -> ModuleSnapshot:
         """Take the state as it is now; what has not changed since the latest one is not copied."""
-        known = {}
-        if latest is not None:
-            known = latest.entries
+        known = {} if latest is None else latest.entries
         holders: list[Holder] = []
         for part in module.modules():
             holders += [part._buffers, vars(part)]
         entries = {}
-        for holder in holders:
-            for key, value in _state_in(holder):
-                place = id(holder), key
-                entry = known.get(place)
-                if entry is None or entry.value is not value or not _same(value, entry.content):
-                    entry = Entry(holder, key, value, _copied(value))
-                entries[place] = entry
+        for holder, key, value in _state_in(holders):
+            place = id(holder), key
+            entry = known.get(place)
+            if (
+                entry is None
+                or entry.value is not value
+                or not _same(_content(value), entry.content)
+            ):
+                entry = Entry(holder, key, value, _content(value, copies=True))
+            entries[place] = entry
         return cls(holders, entries, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
         """Put everything back, in the objects where it was."""
-        for holder in self.holders:
-            for key, _ in _state_in(holder):
-                # A forward has made it since.
-                if (id(holder), key) not in self.entries:
-                    del holder[key]
+        for holder, key, _ in [*_state_in(self.holders)]:
+            # A forward has made it since.
+            if (id(holder), key) not in self.entries:
+                del holder[key]
         for holder, key, value, content in self.entries.values():
             if holder.get(key) is not value:
                 holder[key] = value
-            if not _same(value, content):
-                _fill(value, content)
+            _restore(value, content)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -161,40 +127,36 @@ class ModuleSnapshot(NamedTuple):
 CONTAINERS = (list, dict, set, deque)
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple)
+STATE = (torch.Tensor, np.ndarray, *CONTAINERS, *GENERATORS, *NUMBERS)
 
 
-def _state_in(holder: Holder) -> list[tuple[str, object]]:
-    """Return what a forward may change: no modules, functions and objects, no graph."""
-    state = []
-    for key, value in holder.items():
-        if isinstance(value, torch.Tensor):
-            changes = _is_state(value)
-        else:
-            changes = isinstance(value, (*NUMBERS, *CONTAINERS, *GENERATORS, np.ndarray))
-        if changes and key not in OF_PYTORCH:
-            state.append((key, value))
-    return state
+def _state_in(holders: Iterable[Holder]) -> Iterator[tuple[Holder, str, object]]:
+    """Yield what a forward may change: no modules, functions and objects, no graph."""
+    for holder in holders:
+        for key, value in holder.items():
+            if key not in OF_PYTORCH and isinstance(value, STATE) and not _has_gradient(value):
+                yield holder, key, value
 
 
-def _is_state(tensor: torch.Tensor) -> bool:
-    return tensor.grad_fn is None and not isinstance(tensor, torch.nn.Parameter)
+def _has_gradient(value: object) -> bool:
+    """True for a parameter, and for a tensor that a graph has made."""
+    return getattr(value, "grad_fn", None) is not None or isinstance(value, torch.nn.Parameter)
 
 
-def _copied(value: object) -> Any:
-    """Return a copy of what is in an object; of what is no state, the object.
+def _content(value: object, copies: bool = False) -> Any:
+    """Return what is in an object, or a copy of that; of what is no state, the object.
 
-    A container has each item with its copy: others may hold the item, too.
+    A container has each item with its key and its content: others may hold the item, too.
     """
-    if isinstance(value, torch.Tensor):
-        if _is_state(value):
-            return value.detach().clone()
+    if _has_gradient(value):
         return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if copies else value.detach()
     if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        return {key: (item, _copied(item)) for key, item in value.items()}
+        return value.copy() if copies else value
     if isinstance(value, CONTAINERS):
-        return [(item, _copied(item)) for item in value]
+        items: Iterable = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(key, item, _content(item, copies)) for key, item in items]
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):
@@ -204,30 +166,28 @@ def _copied(value: object) -> Any:
     return value
 
 
-def _same(value: object, content: Any) -> bool:
-    """Return True if an object has what its copy has: it is written to only where it must be."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(content, torch.Tensor):
+def _same(content: Any, other: Any) -> bool:
+    if content is other:
+        return True
+    if isinstance(content, torch.Tensor):
+        alike = isinstance(other, torch.Tensor) and content.dtype == other.dtype
+        return alike and torch.equal(content, other)
+    if isinstance(content, np.ndarray):
+        return np.array_equal(content, other)
+    if isinstance(content, list):
+        if len(content) != len(other):
             return False
-        alike = value.shape == content.shape and value.dtype == content.dtype
-        return alike and torch.equal(value.detach(), content.detach())
-    if isinstance(value, np.ndarray):
-        return np.array_equal(value, content)
-    if isinstance(value, dict):
-        return list(value) == list(content) and _same([*value.values()], [*content.values()])
-    if isinstance(value, CONTAINERS):
-        if len(value) != len(content):
-            return False
-        return all(now is item and _same(now, copy) for now, (item, copy) in zip(value, content))
-    if isinstance(value, torch.Generator):
-        return torch.equal(value.get_state(), content)
-    if isinstance(value, (np.random.Generator, random.Random)):
-        return False
-    return value is content or (isinstance(value, NUMBERS) and bool(value == content))
+        for (key, item, inner), (other_key, other_item, other_inner) in zip(content, other):
+            if item is not other_item or not _same(key, other_key) or not _same(inner, other_inner):
+                return False
+        return True
+    return isinstance(content, NUMBERS) and bool(content == other)
 
 
-def _fill(value: Any, content: Any) -> None:
-    """Write a copy back into the object that it was made of."""
+def _restore(value: Any, content: Any) -> None:
+    """Let an object have the content that it had: it is written to only where it must be."""
+    if _same(_content(value), content):
+        return
     if isinstance(value, torch.Tensor):
         # Not counted as a write in place: graphs hold these tensors, and do not read them.
         value.data.copy_(content)
@@ -239,20 +199,13 @@ def _fill(value: Any, content: Any) -> None:
         value.bit_generator.state = content
     elif isinstance(value, random.Random):
         value.setstate(content)
-    elif isinstance(value, dict):
-        value.clear()
-        value.update((key, _restored(*entry)) for key, entry in content.items())
     else:
         value.clear()
-        if isinstance(value, set):
-            add = value.update
-        else:
-            add = value.extend
-        add(_restored(*entry) for entry in content)
-
-
-def _restored(item: object, copy: object) -> Any:
-    """Return an item of a container with the content that it had."""
-    if not _same(item, copy):
-        _fill(item, copy)
-    return item
+        for key, item, inner in content:
+            _restore(item, inner)
+            if isinstance(value, dict):
+                value[key] = item
+            elif isinstance(value, set):
+                value.add(item)
+            else:
+                value.append(item)

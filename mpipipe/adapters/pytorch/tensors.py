@@ -7,14 +7,14 @@ it: no emulated GPU is for PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Structure, array_of, flatten
+from mpipipe.arrays import Array, Structure, array_of, flatten, tensor_of
 from mpipipe.errors import ArgumentError
 
 # torch.Tensor: PyTorch may be missing where types are checked.
@@ -46,24 +46,8 @@ def on_stream(device: str) -> AbstractContextManager[object]:
     if device == "cpu":
         return NOTHING
     pointer = arrays.stream().ptr
-    if not pointer:
-        return torch.cuda.stream(torch.cuda.default_stream())
-    return torch.cuda.stream(torch.cuda.ExternalStream(pointer))
-
-
-def device_of(tensor: Tensor) -> str:
-    """Return "cpu", or "cuda:1" of a GPU; raises ArgumentError for other devices."""
-    kind = tensor.device.type
-    if kind not in ("cpu", "cuda"):
-        raise ArgumentError(
-            "a module on a device that arrays do not know",
-            found=tensor.device,
-            expected="cpu or cuda",
-            remedy="module.to('cpu'); of meta module.to_empty(device='cpu') and initial values",
-        )
-    if kind == "cpu":
-        return kind
-    return f"cuda:{tensor.device.index}"
+    stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+    return torch.cuda.stream(stream)
 
 
 def flatten_output(output: object) -> tuple[list[Tensor], Structure]:
@@ -76,10 +60,7 @@ def flatten_output(output: object) -> tuple[list[Tensor], Structure]:
     elif isinstance(output, (tuple, list)):
         tree = tuple(output)
     leaves, structure = flatten(tree)
-    strange = []
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            strange.append(type(leaf).__name__)
+    strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if strange or not leaves:
         raise ArgumentError(
             "the output of a module",
@@ -97,12 +78,16 @@ def flatten_output(output: object) -> tuple[list[Tensor], Structure]:
 COMPILED = "OptimizedModule"
 
 
-def check_module(module: torch.nn.Module) -> None:
-    """Raise ArgumentError for what is no module, or has parameters without a shape."""
+def checked_devices(module: torch.nn.Module) -> set[str]:
+    """Return the devices of a module, such as "cpu" and "cuda:1".
+
+    Raises ArgumentError for what is no module, or cannot be a stage.
+    """
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
             "torch_stage", found=type(module).__name__, expected="a torch.nn.Module"
         )
+    devices = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise ArgumentError(
@@ -110,7 +95,14 @@ def check_module(module: torch.nn.Module) -> None:
                 found=name,
                 remedy="run the module once before it becomes a stage",
             )
-        device_of(tensor)
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ArgumentError(
+                "a module on a device that arrays do not know",
+                found=tensor.device,
+                expected="cpu or cuda",
+                remedy="module.to('cpu'); of meta module.to_empty(device='cpu') and initial values",
+            )
+        devices.add(str(tensor.device))
     if any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in module.modules()):
         raise ArgumentError(
             "a module has SyncBatchNorm",
@@ -118,6 +110,7 @@ def check_module(module: torch.nn.Module) -> None:
             "of a pipeline",
             remedy="torch.nn.BatchNorm1d, 2d or 3d; or module.eval() of that part, and no gradient",
         )
+    return devices
 
 
 def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -133,58 +126,17 @@ def modules_for_hooks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from modules_for_hooks(part)
 
 
-# -- Dtypes of parameters, and the state of a module -----------------------------------------------
+# -- Complex numbers as pairs of real ones ---------------------------------------------------------
 
 
-def real_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor in a flat array of real numbers."""
+def reals_of(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, on an axis more, and others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_kind_of(tensor: Tensor, reals: Array) -> Tensor:
+    """Return a tensor on an array of reals: of complex numbers, where the first tensor has such."""
+    values = tensor_of(reals)
     if tensor.is_complex():
-        return (*tensor.shape, 2)
-    return tuple(tensor.shape)
-
-
-def as_kind_of(tensor: Tensor, real: Tensor) -> Tensor:
-    """Return real numbers as complex ones, where the tensor that they stand for is complex."""
-    if tensor.is_complex():
-        return torch.view_as_complex(real)
-    return real
-
-
-def own_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
-    """Return the dtypes of parameters that follow the stage: those of the trained ones.
-
-    Without such ones float32 and float64. What is frozen in another dtype, such as integers of a
-    quantized model, stays as it is.
-    """
-    parameters = module.parameters()
-    trained = set()
-    for parameter in parameters:
-        if parameter.requires_grad:
-            trained.add(parameter.dtype.to_real())
-    return trained or {torch.float32, torch.float64}
-
-
-def move_state(
-    module: torch.nn.Module, declared: Collection[str], dtype: torch.dtype | None, device: str
-) -> None:
-    """Move what is not `declared` to a device; buffers keep to the dtype of the parameters.
-
-    Those of other dtypes stay as they are: a table of angles is complex, a clock in seconds needs
-    all of its digits.
-    """
-    before = own_dtypes(module)
-    for name, parameter in module.named_parameters():
-        if name not in declared:
-            parameter.data = parameter.data.to(device)
-    for part in module.modules():
-        for key, buffer in part._buffers.items():
-            if buffer is None:
-                continue
-            kind = buffer.dtype
-            if dtype is not None and buffer.dtype.to_real() in before:
-                narrows = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
-                if not narrows or [*part.parameters(recurse=False)]:
-                    kind = dtype
-                    if buffer.is_complex():
-                        kind = dtype.to_complex()
-            part._buffers[key] = buffer.to(device, kind).contiguous()
+        return torch.view_as_complex(values)
+    return values
