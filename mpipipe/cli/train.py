@@ -312,6 +312,13 @@ def described(
 
 def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[str]:
     """Say what a step takes with each order of the axes, where ranks share network cards."""
+    if type(estimate.task).costs is Task.costs:
+        raise ConfigError(
+            "--nics-per-node for a task that does not say its operations",
+            found=f"{type(estimate.task).__name__} without costs",
+            remedy="let costs() return the operations of the forward of each layer, for one of "
+            "its units",
+        )
     problem = estimate.problem
     plan = estimate.plan
     schedule = plan.schedule

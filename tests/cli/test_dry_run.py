@@ -34,6 +34,38 @@ def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
     assert f"takes most: {shown_bytes(max(each.total for each in found.ranks))}" in lines[-1]
 
 
+def test_steps_of_ranks_that_share_network_cards_are_foreseen_for_both_placements():
+    """One micro-batch, no sums: each message of 4 replicas on a card waits for three others, those of one for none."""
+    keys = dict(pipe=4, layers=4, batch=4, microbatches=1)
+    found = estimate(TrainConfig(**SIZES | keys), GPT, 16)
+    lines = described(1, "0,1,4", 1e30, found).splitlines()
+    sizes = [sum(memory.inputs.values()) for memory in found.ranks]
+    sums = [2 * 3 / 4 * memory.gradients for memory in found.ranks]
+    # Forwards and backwards take no time: three messages there and three back, then the sum of the first rank.
+    replicas = 4 * 2 * sum(sizes[1:])
+    line = next(line for line in lines if "replicas of a stage on a node (" in line)
+    assert float(re.search(r"takes (\S+) s", line)[1]) == pytest.approx(replicas, rel=1e-3)
+    # All four stages of a pipeline share the card for their sums.
+    line = next(line for line in lines if "with stages of a pipeline on a node (" in line)
+    assert float(re.search(r"takes (\S+) s", line)[1]) == pytest.approx(sum(sums), rel=1e-3)
+    assert "place" in lines[7] and all(len(line) <= 140 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--nic", "0,1"], "--nic without --nics-per-node"),
+        (["--nics-per-node", "3"], "does not hold the ranks of whole NICs"),
+        (["--nics-per-node", "0"], "--nics-per-node"),
+        (["--nics-per-node", "1", "--nic", "fast"], "no model of links"),
+    ],
+)
+def test_network_cards_that_cannot_be_are_one_error(monkeypatch, flags, text):
+    monkeypatch.setattr(train, "launcher_size", lambda environment: None)
+    ended = invoke("train", "--dry-run", *FLAGS, *flags)
+    assert ended.code == 2 and ended.report.count(text) == 1, ended.report
+
+
 def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):
     out = tmp_path / "run"
     job = launch(
