@@ -58,6 +58,25 @@ def test_a_plan_is_made_on_any_mesh(ranks, keys):
     assert not any(each.plans for each in found[1:])
 
 
+@pytest.mark.parametrize(("seq_len", "order"), [(8, "pipe,data,seq"), (256, "data,pipe,seq")])
+def test_plans_are_ranked_by_what_they_take_where_ranks_share_network_cards(seq_len, order, capsys):
+    """Two pipelines of two ranks, two on a node, over a slow card: sums of gradients stay on a node, or messages."""
+
+    def on_each_rank(comm):
+        measured = measured_on(comm, pipe=2, seq_len=seq_len)
+        with measured.mesh:
+            return find_plan(measured, "cpu", nics_per_node=1, nic="0,1e3,2")
+
+    first, *others = inprocess.run(4, on_each_rank)
+    assert first.links.nic_ranks == 2 and {each.choice for each in others} == {first.plans[0].choice}
+    assert first.order == order == first.plans[0].order
+    seconds = [plan.seconds for plan in first.plans[:20]]
+    assert seconds == sorted(seconds) and all(plan.contended > 2 * plan.prediction.seconds for plan in first.plans[:20])
+    show(first)
+    shown = capsys.readouterr().out
+    assert "sharing NICs" in shown.splitlines()[0] and f"--mesh-order {order}" in shown
+
+
 def test_a_plan_is_made_over_mpi(comm):
     measured = measured_on(comm, fixed=("schedule", "microbatches"), microbatches=2, layers=4)
     with measured.mesh:
