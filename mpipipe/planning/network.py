@@ -66,8 +66,9 @@ def ranked(
         )
         seconds = seconds_of_orders(schedule, costs, links, problem.shape)
         order = min(seconds, key=seconds.__getitem__)
-        step = profile.step + profile.scale * (seconds[order] + plan.prediction.update)
-        best.append(replace(plan, order=order, contended=step))
+        # What real steps last longer than predicted is no matter of network cards.
+        waits = seconds[order] - plan.prediction.summed
+        best.append(replace(plan, order=order, contended=plan.prediction.seconds + waits))
     best.sort(key=lambda plan: plan.seconds)
     return [*best, *plans[BEST:]]
 

@@ -28,8 +28,8 @@ class Prediction:
         What runs.
     costs : Costs
         Of its stages.
-    update : float
-        Seconds of clipping and optimizer, which are part of `seconds`.
+    summed : float
+        Seconds until the sums over replicas are there, without `Profile.scale`.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class Prediction:
     memory: tuple[int, ...]
     schedule: Schedule
     costs: Costs
-    update: float
+    summed: float
 
     @property
     def peak(self) -> int:
@@ -105,7 +105,7 @@ def predict(
         memory=tuple(memory),
         schedule=schedule,
         costs=costs,
-        update=updated,
+        summed=summed,
     )
 
 
