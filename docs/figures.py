@@ -14,6 +14,7 @@ from mpipipe.attention import Layout
 FOLDER = Path(__file__).with_name("figures")
 RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
 INK, PAPER, PALE = "#22313f", "#ffffff", "#eef2f5"
+FORWARD, BACKWARD = "#56b4e9", "#009e73"  # the colours of `mpipipe.tracing`
 RANK_COUNT, MICROBATCHES = 4, 8
 
 
@@ -178,6 +179,30 @@ def mesh() -> str:
     return picture.svg()
 
 
+def slices() -> str:
+    """One sequence in a pipeline, whole and in slices, on one axis of time."""
+    count, row, left = 8, 26, 70
+    whole = schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(count, count, count))
+    sliced = schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=count))
+    unit = 620 / whole.makespan
+    picture = Picture(710, 330, "One sequence in a pipeline of four ranks: whole, and in eight slices, on one axis of time")
+    for top, timeline, words in ((34, whole, "the whole sequence"), (184, sliced, f"{count} slices")):
+        bubble = f"makespan {timeline.makespan:.0f}, bubble {timeline.bubble_fraction:.0%}"
+        picture.text(8, top - 12, f"{words}: {bubble}", size=14)
+        for rank, spans in enumerate(timeline.spans):
+            y = top + row * rank
+            picture.text(8, y + 16, f"rank {rank}")
+            picture.box(left, y, unit * timeline.makespan, row - 5, fill=PAPER)
+            for action, start, end in spans:
+                fill = FORWARD if action.op == "F" else BACKWARD
+                picture.box(left + unit * start, y, unit * (end - start), row - 5, fill=fill)
+    for number, (words, fill) in enumerate((("forward", FORWARD), ("backward", BACKWARD), ("bubble", PAPER))):
+        picture.box(left + 120 * number, 302, 14, 14, fill=fill)
+        picture.text(left + 20 + 120 * number, 314, words, size=12)
+    picture.text(700, 314, "time: one axis for both", "end", 12)
+    return picture.svg()
+
+
 def drawn() -> dict[str, str]:
     """Every picture that is made here, by the name of its file."""
     return {
@@ -186,6 +211,7 @@ def drawn() -> dict[str, str]:
         "ring.svg": ring(),
         "layouts.svg": layouts(),
         "mesh.svg": mesh(),
+        "slices.svg": slices(),
     }
 
 
@@ -195,11 +221,9 @@ def draw_schedules(folder: Path) -> None:
     timelines = {
         "gpipe": schedules.simulate(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
         "one_f_one_b": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, MICROBATCHES)),
-        "interleaved_1f1b": schedules.simulate(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half),
+        "interleaved_1f1b": schedules.simulate(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES), half),
         "zero_bubble_h1": schedules.simulate(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
         "v_half": schedules.simulate(schedules.v_half(RANK_COUNT, MICROBATCHES), half),
-        "whole_sequence": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(8, 8, 8)),
-        "slices": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=8)),
     }
     for name, timeline in timelines.items():
         tracing.draw_timeline(timeline, folder / f"{name}.svg")
