@@ -185,7 +185,9 @@ def slices() -> str:
     whole = schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(count, count, count))
     sliced = schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=count))
     unit = 620 / whole.makespan
-    picture = Picture(710, 330, "One sequence in a pipeline of four ranks: whole, and in eight slices, on one axis of time")
+    picture = Picture(
+        710, 330, "One sequence in a pipeline of four ranks: whole, and in eight slices, on one axis of time"
+    )
     for top, timeline, words in ((34, whole, "the whole sequence"), (184, sliced, f"{count} slices")):
         bubble = f"makespan {timeline.makespan:.0f}, bubble {timeline.bubble_fraction:.0%}"
         picture.text(8, top - 12, f"{words}: {bubble}", size=14)
