@@ -77,7 +77,7 @@ def floors() -> str:
         ("4", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring")]),
         ("3", [("schedules", "pure Python"), ("comm", "messages of arrays"), ("nn", "layers, stages, losses")]),
         ("2", [("job", "agreement, waiting, failure, exit")]),
-        ("1", [("arrays", "the door to CuPy")]),
+        ("1", [("arrays", "access to CuPy")]),
         (
             "0",
             [
@@ -99,8 +99,8 @@ def floors() -> str:
 
 
 def microbatch() -> str:
-    """The way of one micro-batch over one edge, forth and back."""
-    picture = Picture(760, 330, "The way of a micro-batch between two ranks")
+    """The path of one micro-batch over one edge, forward and backward."""
+    picture = Picture(760, 330, "The path of a micro-batch between two ranks")
     for x, rank, stage in ((10, 0, 0), (430, 1, 1)):
         picture.box(x, 10, 320, 310, fill=PAPER)
         picture.text(x + 12, 30, f"rank {rank}, stage {stage}", size=14)
@@ -129,7 +129,7 @@ def ring() -> str:
     """Which block of keys each rank attends to in each ring step, and where its message goes meanwhile."""
     layout, cell = Layout("contiguous", RANK_COUNT, 4 * RANK_COUNT), 84
     picture = Picture(790, 290, "Blocks of keys and values in a ring of four ranks")
-    for x, title, backward in ((70, "forward: one block on", False), (440, "backward: the other way round", True)):
+    for x, title, backward in ((70, "forward: one block on", False), (440, "backward: the opposite direction", True)):
         picture.text(x, 22, title, size=14)
         for rank in range(RANK_COUNT):
             for row in layout.table(rank, backward=backward):
@@ -141,7 +141,7 @@ def ring() -> str:
                 picture.box(left, top, cell - 8, 42, f"KV{row.keys_of}, {row.mask}{way}", fill, 11)
     for rank in range(RANK_COUNT):
         picture.text(8, 80 + 50 * rank, f"rank {rank}")
-    text = "A colour is the home of a block. White: later than all queries of the rank, under a causal mask."
+    text = "A block has the colour of its owning rank. White: later than all queries of the rank, under a causal mask."
     picture.text(70, 276, text, size=12)
     return picture.svg()
 

@@ -3,9 +3,9 @@ What happens when one rank fails
 ================================
 
 The stage on rank 2 raises in the third step. The other ranks do not wait for ever: each
-raises PeerError, which says where it happened. Here every rank catches its error and
-tells rank 0 about it. A script that does not catch it ends within seconds, with one
-report and exit code 1, when it is started with ``python -m mpipipe run``.
+raises PeerError, which names the failed rank. Here every rank catches its error and
+sends it to rank 0. A script that does not catch it ends within seconds, with one report
+and exit code 1, when it is started with ``python -m mpipipe run``.
 
 It prints::
 

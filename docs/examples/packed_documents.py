@@ -3,10 +3,10 @@ A long sequence of packed documents
 ===================================
 
 Documents of 300, 50, 900 and 150 positions are packed into one sequence of 1400. With
-``segments`` a query sees its own document only, so the pairs that are computed are few.
+``segments`` a query sees only its own document, so few pairs are computed.
 ``pairs`` counts the (query, key) pairs of each rank: with documents the striped layout
 is the most even one. With a window the contiguous layout needs the fewest ring steps.
-The result for each document equals attention on that document alone.
+The result for each document equals attention on only that document.
 
 It prints::
 

@@ -4,8 +4,8 @@ Data-parallel replicas of a pipeline
 
 ``Mesh(pipe=2)`` on four ranks makes two pipelines of two ranks. Each takes half of the
 batch, and gradients are summed over the ranks that hold the same stage. The gradients
-are those of the mean loss over all rows of both replicas, also where the replicas have
-different numbers of rows: here 24 and 8. One rank alone computes the same loss.
+are those of the mean loss over all rows of both replicas, even if the replicas have
+different numbers of rows: here 24 and 8. A single rank computes the same loss.
 
 It prints::
 

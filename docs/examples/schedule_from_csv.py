@@ -3,10 +3,10 @@ A schedule of your own
 ======================
 
 A schedule is a table: one row for each rank, one cell for each action. ``from_csv``
-reads it, ``check`` proves that it can run, ``simulate`` times it, ``timeline`` draws
-it, and a pipeline runs it. The first table is wrong: rank 1 wants micro-batch 1 first,
-and rank 0 sends that only after the gradient of micro-batch 0. The error says who waits
-for whom.
+reads it, ``check`` tests it for deadlock, ``simulate`` times it, ``timeline`` draws it,
+and a pipeline runs it. The first table is wrong: rank 1 wants micro-batch 1 first, and
+rank 0 sends that only after the gradient of micro-batch 0. The error names the ranks
+that wait for each other.
 
 It prints::
 
