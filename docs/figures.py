@@ -5,11 +5,17 @@ A test draws them again and compares, so that no picture can show what the code 
 
 from __future__ import annotations
 
+import math
+import tempfile
 from html import escape
 from pathlib import Path
 
-from mpipipe import schedules, tracing
+import numpy as np
+
+import mpipipe
+from mpipipe import checkpoint, nn, optim, schedules, tracing
 from mpipipe.attention import Layout
+from mpipipe.job import inprocess
 
 FOLDER = Path(__file__).with_name("figures")
 RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
@@ -205,6 +211,88 @@ def slices() -> str:
     return picture.svg()
 
 
+# -- One curve of losses, however a model is trained ------------------------------------------------------------------
+
+
+STEPS, WIDTH = 100, 16
+CURVES = {
+    "gpipe, 4 ranks": (4, schedules.gpipe(4, MICROBATCHES)),
+    "1F1B, 4 ranks": (4, schedules.one_f_one_b(4, MICROBATCHES)),
+    "interleaved 1F1B, 4 ranks": (4, schedules.interleaved_1f1b(4, 2, MICROBATCHES)),
+    "looped BFS, 4 ranks": (4, schedules.looped_bfs(4, 2, MICROBATCHES)),
+    "ZB-H1, 4 ranks": (4, schedules.zero_bubble_h1(4, MICROBATCHES)),
+    "ZB-2P, 4 ranks": (4, schedules.zero_bubble_2p(4, MICROBATCHES)),
+    "ZB-V, 4 ranks": (4, schedules.zero_bubble_v(4, MICROBATCHES)),
+    "V-Half, 4 ranks": (4, schedules.v_half(4, MICROBATCHES)),
+    "1F1B, 2 ranks": (2, schedules.one_f_one_b(2, MICROBATCHES)),
+    "1 rank": (1, schedules.one_f_one_b(1, MICROBATCHES)),
+}
+RESUMED = "4 ranks, resumed on 2"
+
+
+def train(comm, schedule, first, last, folder="", begin=""):
+    """The losses of steps `first` to `last`, from a checkpoint if `begin` names one, and a checkpoint at the end."""
+    layers = [lambda: nn.Linear(WIDTH, WIDTH), nn.Gelu] * 8
+    x = np.random.default_rng(0).standard_normal((64, WIDTH))
+    losses = []
+    with mpipipe.Mesh(comm, pipe=schedule.ranks) as mesh:
+        stages = mpipipe.cut(layers[:-1], schedule, mesh.pipe.rank, dtype="float64")
+        optimizer = optim.AdamW(stages, lr=1e-2, weight_decay=0.0)
+        inputs = x if stages.is_first else None
+        targets = np.roll(x, 1, axis=1) if stages.is_last else None
+        with mpipipe.Pipeline(stages, schedule, mesh.pipe, nn.mean_squared_error) as pipeline:
+            if begin:
+                checkpoint.load(begin, mesh, stages, optimizer)
+            for _ in range(first, last):
+                losses.append(pipeline.step(inputs, targets).loss)
+                optimizer.step()
+            if folder:
+                checkpoint.save(folder, mesh, stages, optimizer, step=last)
+    return losses
+
+
+def curves() -> dict[str, list[float]]:
+    """The losses of each training; ranks are threads."""
+    found = {}
+    for name, (ranks, schedule) in CURVES.items():
+        found[name] = inprocess.run(ranks, lambda comm, schedule=schedule: train(comm, schedule, 0, STEPS))[0]
+    half, four, two = STEPS // 2, CURVES["1F1B, 4 ranks"][1], CURVES["1F1B, 2 ranks"][1]
+    with tempfile.TemporaryDirectory() as folder:
+        before = inprocess.run(4, lambda comm: train(comm, four, 0, half, folder=folder))[0]
+        after = inprocess.run(2, lambda comm: train(comm, two, half, STEPS, begin=folder))[0]
+    found[RESUMED] = [*before, *after]
+    return found
+
+
+def losses() -> str:
+    """Losses of eight schedules, three cuts and a resume: one curve. Each training has its marks at other steps."""
+    found = curves()
+    reference = found["1 rank"]
+    assert all(math.isclose(a, b, rel_tol=1e-12) for line in found.values() for a, b in zip(line, reference))
+    picture = Picture(710, 320, "Losses of eight schedules, three cuts and a resume lie on one curve")
+    left, top, width, height = 60, 20, 400, 250
+    high = 1.1 * max(reference)
+    places = []
+    for step, loss in enumerate(reference):
+        places.append((left + width * step / (STEPS - 1), top + height * (1 - loss / high)))
+    path = " ".join(f"{x:.0f},{y:.0f}" for x, y in places)
+    picture.box(left, top, width, height, fill=PAPER)
+    picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{INK}"/>')
+    marks = 2  # of each training
+    for number, name in enumerate(found):
+        for turn in range(marks):
+            x, y = places[round((turn * len(found) + number + 0.5) * STEPS / (marks * len(found)))]
+            picture.box(round(x) - 8, round(y) - 8, 16, 16, str(number + 1), RANKS[number % 4], 10)
+        picture.box(490, 20 + 22 * number, 16, 16, str(number + 1), RANKS[number % 4], 10)
+        picture.text(514, 33 + 22 * number, name)
+    picture.text(left + width / 2, 300, "step", "middle")
+    picture.text(8, top + 12, "loss")
+    for loss in range(math.floor(high) + 1):
+        picture.text(left - 8, top + height * (1 - loss / high) + 4, str(loss), "end", 12)
+    picture.text(490, 300, "all losses equal to 1e-12", size=12)
+    return picture.svg()
+
+
 def drawn() -> dict[str, str]:
     """Every picture that is made here, by the name of its file."""
     return {
@@ -214,6 +302,7 @@ def drawn() -> dict[str, str]:
         "layouts.svg": layouts(),
         "mesh.svg": mesh(),
         "slices.svg": slices(),
+        "losses.svg": losses(),
     }
 
 
