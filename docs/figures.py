@@ -5,15 +5,22 @@ A test draws them again and compares, so that no picture can show what the code 
 
 from __future__ import annotations
 
+import math
+import tempfile
 from html import escape
 from pathlib import Path
 
-from mpipipe import schedules, tracing
+import numpy as np
+
+import mpipipe
+from mpipipe import checkpoint, nn, optim, schedules, tracing
 from mpipipe.attention import Layout
+from mpipipe.job import inprocess
 
 FOLDER = Path(__file__).with_name("figures")
 RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
 INK, PAPER, PALE = "#22313f", "#ffffff", "#eef2f5"
+FORWARD, BACKWARD = "#56b4e9", "#009e73"  # the colours of `mpipipe.tracing`
 RANK_COUNT, MICROBATCHES = 4, 8
 
 
@@ -76,7 +83,7 @@ def floors() -> str:
         ("4", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring")]),
         ("3", [("schedules", "pure Python"), ("comm", "messages of arrays"), ("nn", "layers, stages, losses")]),
         ("2", [("job", "agreement, waiting, failure, exit")]),
-        ("1", [("arrays", "the door to CuPy")]),
+        ("1", [("arrays", "access to CuPy")]),
         (
             "0",
             [
@@ -98,8 +105,8 @@ def floors() -> str:
 
 
 def microbatch() -> str:
-    """The way of one micro-batch over one edge, forth and back."""
-    picture = Picture(760, 330, "The way of a micro-batch between two ranks")
+    """The path of one micro-batch over one edge, forward and backward."""
+    picture = Picture(760, 330, "The path of a micro-batch between two ranks")
     for x, rank, stage in ((10, 0, 0), (430, 1, 1)):
         picture.box(x, 10, 320, 310, fill=PAPER)
         picture.text(x + 12, 30, f"rank {rank}, stage {stage}", size=14)
@@ -128,7 +135,7 @@ def ring() -> str:
     """Which block of keys each rank attends to in each ring step, and where its message goes meanwhile."""
     layout, cell = Layout("contiguous", RANK_COUNT, 4 * RANK_COUNT), 84
     picture = Picture(790, 290, "Blocks of keys and values in a ring of four ranks")
-    for x, title, backward in ((70, "forward: one block on", False), (440, "backward: the other way round", True)):
+    for x, title, backward in ((70, "forward: one block on", False), (440, "backward: the opposite direction", True)):
         picture.text(x, 22, title, size=14)
         for rank in range(RANK_COUNT):
             for row in layout.table(rank, backward=backward):
@@ -140,7 +147,7 @@ def ring() -> str:
                 picture.box(left, top, cell - 8, 42, f"KV{row.keys_of}, {row.mask}{way}", fill, 11)
     for rank in range(RANK_COUNT):
         picture.text(8, 80 + 50 * rank, f"rank {rank}")
-    text = "A colour is the home of a block. White: later than all queries of the rank, under a causal mask."
+    text = "A block has the colour of its owning rank. White: later than all queries of the rank, under a causal mask."
     picture.text(70, 276, text, size=12)
     return picture.svg()
 
@@ -178,6 +185,114 @@ def mesh() -> str:
     return picture.svg()
 
 
+def slices() -> str:
+    """One sequence in a pipeline, whole and in slices, on one axis of time."""
+    count, row, left = 8, 26, 70
+    whole = schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(count, count, count))
+    sliced = schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=count))
+    unit = 620 / whole.makespan
+    picture = Picture(
+        710, 330, "One sequence in a pipeline of four ranks: whole, and in eight slices, on one axis of time"
+    )
+    for top, timeline, words in ((34, whole, "the whole sequence"), (184, sliced, f"{count} slices")):
+        bubble = f"makespan {timeline.makespan:.0f}, bubble {timeline.bubble_fraction:.0%}"
+        picture.text(8, top - 12, f"{words}: {bubble}", size=14)
+        for rank, spans in enumerate(timeline.spans):
+            y = top + row * rank
+            picture.text(8, y + 16, f"rank {rank}")
+            picture.box(left, y, unit * timeline.makespan, row - 5, fill=PAPER)
+            for action, start, end in spans:
+                fill = FORWARD if action.op == "F" else BACKWARD
+                picture.box(left + unit * start, y, unit * (end - start), row - 5, fill=fill)
+    for number, (words, fill) in enumerate((("forward", FORWARD), ("backward", BACKWARD), ("bubble", PAPER))):
+        picture.box(left + 120 * number, 302, 14, 14, fill=fill)
+        picture.text(left + 20 + 120 * number, 314, words, size=12)
+    picture.text(700, 314, "time: one axis for both", "end", 12)
+    return picture.svg()
+
+
+# -- One curve of losses, however a model is trained ------------------------------------------------------------------
+
+
+STEPS, WIDTH = 100, 16
+CURVES = {
+    "gpipe, 4 ranks": (4, schedules.gpipe(4, MICROBATCHES)),
+    "1F1B, 4 ranks": (4, schedules.one_f_one_b(4, MICROBATCHES)),
+    "interleaved 1F1B, 4 ranks": (4, schedules.interleaved_1f1b(4, 2, MICROBATCHES)),
+    "looped BFS, 4 ranks": (4, schedules.looped_bfs(4, 2, MICROBATCHES)),
+    "ZB-H1, 4 ranks": (4, schedules.zero_bubble_h1(4, MICROBATCHES)),
+    "ZB-2P, 4 ranks": (4, schedules.zero_bubble_2p(4, MICROBATCHES)),
+    "ZB-V, 4 ranks": (4, schedules.zero_bubble_v(4, MICROBATCHES)),
+    "V-Half, 4 ranks": (4, schedules.v_half(4, MICROBATCHES)),
+    "1F1B, 2 ranks": (2, schedules.one_f_one_b(2, MICROBATCHES)),
+    "1 rank": (1, schedules.one_f_one_b(1, MICROBATCHES)),
+}
+RESUMED = "4 ranks, resumed on 2"
+
+
+def train(comm, schedule, first, last, folder="", begin=""):
+    """The losses of steps `first` to `last`, from a checkpoint if `begin` names one, and a checkpoint at the end."""
+    layers = [lambda: nn.Linear(WIDTH, WIDTH), nn.Gelu] * 8
+    x = np.random.default_rng(0).standard_normal((64, WIDTH))
+    losses = []
+    with mpipipe.Mesh(comm, pipe=schedule.ranks) as mesh:
+        stages = mpipipe.cut(layers[:-1], schedule, mesh.pipe.rank, dtype="float64")
+        optimizer = optim.AdamW(stages, lr=1e-2, weight_decay=0.0)
+        inputs = x if stages.is_first else None
+        targets = np.roll(x, 1, axis=1) if stages.is_last else None
+        with mpipipe.Pipeline(stages, schedule, mesh.pipe, nn.mean_squared_error) as pipeline:
+            if begin:
+                checkpoint.load(begin, mesh, stages, optimizer)
+            for _ in range(first, last):
+                losses.append(pipeline.step(inputs, targets).loss)
+                optimizer.step()
+            if folder:
+                checkpoint.save(folder, mesh, stages, optimizer, step=last)
+    return losses
+
+
+def curves() -> dict[str, list[float]]:
+    """The losses of each training; ranks are threads."""
+    found = {}
+    for name, (ranks, schedule) in CURVES.items():
+        found[name] = inprocess.run(ranks, lambda comm, schedule=schedule: train(comm, schedule, 0, STEPS))[0]
+    half, four, two = STEPS // 2, CURVES["1F1B, 4 ranks"][1], CURVES["1F1B, 2 ranks"][1]
+    with tempfile.TemporaryDirectory() as folder:
+        before = inprocess.run(4, lambda comm: train(comm, four, 0, half, folder=folder))[0]
+        after = inprocess.run(2, lambda comm: train(comm, two, half, STEPS, begin=folder))[0]
+    found[RESUMED] = [*before, *after]
+    return found
+
+
+def losses() -> str:
+    """Losses of eight schedules, three cuts and a resume: one curve. Each training has its marks at other steps."""
+    found = curves()
+    reference = found["1 rank"]
+    assert all(math.isclose(a, b, rel_tol=1e-12) for line in found.values() for a, b in zip(line, reference))
+    picture = Picture(710, 320, "Losses of eight schedules, three cuts and a resume lie on one curve")
+    left, top, width, height = 60, 20, 400, 250
+    high = 1.1 * max(reference)
+    places = []
+    for step, loss in enumerate(reference):
+        places.append((left + width * step / (STEPS - 1), top + height * (1 - loss / high)))
+    path = " ".join(f"{x:.0f},{y:.0f}" for x, y in places)
+    picture.box(left, top, width, height, fill=PAPER)
+    picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{INK}"/>')
+    marks = 2  # of each training
+    for number, name in enumerate(found):
+        for turn in range(marks):
+            x, y = places[round((turn * len(found) + number + 0.5) * STEPS / (marks * len(found)))]
+            picture.box(round(x) - 8, round(y) - 8, 16, 16, str(number + 1), RANKS[number % 4], 10)
+        picture.box(490, 20 + 22 * number, 16, 16, str(number + 1), RANKS[number % 4], 10)
+        picture.text(514, 33 + 22 * number, name)
+    picture.text(left + width / 2, 300, "step", "middle")
+    picture.text(8, top + 12, "loss")
+    for loss in range(math.floor(high) + 1):
+        picture.text(left - 8, top + height * (1 - loss / high) + 4, str(loss), "end", 12)
+    picture.text(490, 300, "all losses equal to 1e-12", size=12)
+    return picture.svg()
+
+
 def drawn() -> dict[str, str]:
     """Every picture that is made here, by the name of its file."""
     return {
@@ -186,6 +301,8 @@ def drawn() -> dict[str, str]:
         "ring.svg": ring(),
         "layouts.svg": layouts(),
         "mesh.svg": mesh(),
+        "slices.svg": slices(),
+        "losses.svg": losses(),
     }
 
 
@@ -195,11 +312,9 @@ def draw_schedules(folder: Path) -> None:
     timelines = {
         "gpipe": schedules.simulate(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
         "one_f_one_b": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, MICROBATCHES)),
-        "interleaved_1f1b": schedules.simulate(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half),
+        "interleaved_1f1b": schedules.simulate(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES), half),
         "zero_bubble_h1": schedules.simulate(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
         "v_half": schedules.simulate(schedules.v_half(RANK_COUNT, MICROBATCHES), half),
-        "whole_sequence": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(8, 8, 8)),
-        "slices": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=8)),
     }
     for name, timeline in timelines.items():
         tracing.draw_timeline(timeline, folder / f"{name}.svg")

@@ -266,7 +266,7 @@ class HaloConv(HaloExchange):
     """An `nn.Conv` of a field that is cut along one axis over ranks, equal to the whole.
 
     It takes the halo that its window needs. Parameters have the names of those of the convolution,
-    which is not used elsewhere. For an example see docs/stages.md.
+    which is not used elsewhere. For an example see docs/layers.md.
 
     Parameters
     ----------

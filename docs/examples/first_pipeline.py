@@ -2,9 +2,9 @@
 A first pipeline
 ================
 
-A chain of eight linear layers is cut into four stages, one on each rank. 1F1B runs eight micro-batches through them.
-All ranks call the same functions; inputs are given on the rank of the first stage, targets on the rank of the last
-one.
+A chain of eight linear layers is cut into four stages, one on each rank. 1F1B runs
+eight micro-batches through them. All ranks call the same functions; inputs are given on
+the rank of the first stage, targets on the rank of the last one.
 
 It prints::
 
@@ -21,7 +21,8 @@ from mpipipe import nn, optim, schedules
 
 comm = mpipipe.world()
 schedule = schedules.one_f_one_b(comm.size, microbatches=8)
-layers = [lambda: nn.Linear(16, 16), nn.Gelu, lambda: nn.Linear(16, 16)] * comm.size  # each rank makes its own
+# Each rank makes its own
+layers = [lambda: nn.Linear(16, 16), nn.Gelu, lambda: nn.Linear(16, 16)] * comm.size
 stages = mpipipe.cut(layers, schedule, comm.rank)
 optimizer = optim.AdamW(stages, lr=1e-2)
 
@@ -31,7 +32,9 @@ target = np.roll(x, 1, axis=1)  # what the model has to learn
 
 with mpipipe.Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
     for step in range(21):
-        result = pipeline.step(x if stages.is_first else None, target if stages.is_last else None)
+        result = pipeline.step(
+            x if stages.is_first else None, target if stages.is_last else None
+        )
         optimizer.step()
         if comm.rank == 0 and step % 10 == 0:
             print(f"step {step:2}  loss {result.loss:.3f}")

@@ -2,9 +2,10 @@
 What happens when one rank fails
 ================================
 
-The stage on rank 2 raises in the third step. The other ranks do not wait for ever: each raises PeerError, which says
-where it happened. Here every rank catches its error and tells rank 0 about it. A script that does not catch it ends
-within seconds, with one report and exit code 1, when it is started with ``python -m mpipipe run``.
+The stage on rank 2 raises in the third step. The other ranks do not wait for ever: each
+raises PeerError, which names the failed rank. Here every rank catches its error and
+sends it to rank 0. A script that does not catch it ends within seconds, with one report
+and exit code 1, when it is started with ``python -m mpipipe run``.
 
 It prints::
 
@@ -40,14 +41,17 @@ class Fragile:
 
 schedule = schedules.one_f_one_b(comm.size, microbatches=4)
 pipeline = mpipipe.Pipeline([Fragile()], schedule, comm, loss=nn.mean_squared_error)
-x, target = (np.ones((8, 4)) if comm.rank == rank else None for rank in (0, comm.size - 1))
+x, target = (
+    np.ones((8, 4)) if comm.rank == rank else None for rank in (0, comm.size - 1)
+)
 steps = 0
 try:
     while True:
         pipeline.step(x, target)
         steps += 1
 except MpipipeError as error:
-    seen, text = f"rank {comm.rank}: {type(error).__name__} after {steps} steps", error.message
+    seen = f"rank {comm.rank}: {type(error).__name__} after {steps} steps"
+    text = error.message
 
 lines, texts = comm.gather(seen), comm.gather(text)
 if comm.rank == 0:

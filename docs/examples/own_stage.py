@@ -2,10 +2,11 @@
 Your own stage in plain numpy
 =============================
 
-A stage is an object with ``forward(x) -> (y, saved)`` and ``backward(dy, saved) -> dx``. What forward saves comes
-back in backward, one value for each micro-batch, so the stage itself holds only its parameters. The stage below is y
-= tanh(x W). ``gradients.flat`` is zeroed at the start of each step. The gradient of one weight is compared with a
-difference quotient.
+A stage is an object with ``forward(x) -> (y, saved)`` and ``backward(dy, saved) ->
+dx``. What forward saves comes back in backward, one value for each micro-batch, so the
+stage itself holds only its parameters. The stage below is y = tanh(x W).
+``gradients.flat`` is zeroed at the start of each step. The gradient of one weight is
+compared with a difference quotient.
 
 It prints::
 
@@ -23,8 +24,10 @@ from mpipipe import nn, schedules
 
 class Tanh:
     def __init__(self, size, seed):
-        self.weight = np.random.default_rng(seed).standard_normal((size, size)) / np.sqrt(size)
-        self.gradients = SimpleNamespace(flat=np.zeros(size * size))  # one contiguous array of all gradients
+        draw = np.random.default_rng(seed).standard_normal
+        self.weight = draw((size, size)) / np.sqrt(size)
+        # One contiguous array of all gradients
+        self.gradients = SimpleNamespace(flat=np.zeros(size * size))
 
     def forward(self, x):
         y = np.tanh(x @ self.weight)
@@ -41,8 +44,10 @@ comm = mpipipe.world()
 schedule = schedules.one_f_one_b(comm.size, microbatches=4)
 stage = Tanh(8, seed=comm.rank)
 random = np.random.default_rng(9)
-x, target = random.standard_normal((32, 8)), 0.5 * np.sign(random.standard_normal((32, 8)))
-x, target = x if comm.rank == 0 else None, target if comm.rank == comm.size - 1 else None
+x = random.standard_normal((32, 8))
+target = 0.5 * np.sign(random.standard_normal((32, 8)))
+x = x if comm.rank == 0 else None
+target = target if comm.rank == comm.size - 1 else None
 
 with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
     start = pipeline.step(x, target).loss
@@ -55,5 +60,8 @@ with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pi
         stage.weight -= stage.gradients.flat.reshape(8, 8)
 if comm.rank == 0:
     print(f"loss {start:.2f} -> {loss:.2f} in 30 steps")
-    print("gradient of W[0, 0] on rank 0 agrees with the difference quotient:", bool(abs(quotient - slope) < 1e-5))
+    print(
+        "gradient of W[0, 0] on rank 0 agrees with the difference quotient:",
+        bool(abs(quotient - slope) < 1e-5),
+    )
 # sphinx_gallery_thumbnail_path = "figures/microbatch.svg"

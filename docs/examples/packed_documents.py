@@ -2,10 +2,11 @@
 A long sequence of packed documents
 ===================================
 
-Documents of 300, 50, 900 and 150 positions are packed into one sequence of 1400. With ``segments`` a query sees its
-own document only, so the pairs that are computed are few. ``pairs`` counts the (query, key) pairs of each rank: with
-documents the striped layout is the most even one. With a window the contiguous layout needs the fewest ring steps.
-The result for each document equals attention on that document alone.
+Documents of 300, 50, 900 and 150 positions are packed into one sequence of 1400. With
+``segments`` a query sees only its own document, so few pairs are computed.
+``pairs`` counts the (query, key) pairs of each rank: with documents the striped layout
+is the most even one. With a window the contiguous layout needs the fewest ring steps.
+The result for each document equals attention on only that document.
 
 It prints::
 
@@ -31,10 +32,23 @@ ranks = range(comm.size)
 if comm.rank == 0:
     for kind in ("contiguous", "zigzag", "striped"):
         layout = attention.Layout(kind, comm.size, seq_len)
-        work = [sum(part.pairs for k in ranks for part in layout.needs(q, k, documents=starts)) for q in ranks]
+        work = [
+            sum(
+                part.pairs
+                for k in ranks
+                for part in layout.needs(q, k, documents=starts)
+            )
+            for q in ranks
+        ]
         print(f"{kind:12} pairs {work}")
-    steps = {kind: attention.Layout(kind, comm.size, seq_len).steps(True, 100) for kind in ("contiguous", "zigzag")}
-    print("ring steps with a window of 100:", ", ".join(f"{kind} {count}" for kind, count in steps.items()))
+    steps = {
+        kind: attention.Layout(kind, comm.size, seq_len).steps(True, 100)
+        for kind in ("contiguous", "zigzag")
+    }
+    print(
+        "ring steps with a window of 100:",
+        ", ".join(f"{kind} {count}" for kind, count in steps.items()),
+    )
 
 random = np.random.default_rng(0)
 q, k, v = random.standard_normal((3, 1, seq_len, 2, 16))
@@ -47,7 +61,9 @@ if comm.rank == 0:
     whole = layout.unshard(shards)
     equal = []
     for start, stop in pairwise(starts):
-        alone, _ = attention.Local().forward(*(array[:, start:stop] for array in (q, k, v)))
+        alone, _ = attention.Local().forward(
+            *(array[:, start:stop] for array in (q, k, v))
+        )
         equal.append(np.abs(whole[:, start:stop] - alone).max() < 1e-12)
     print("documents equal attention on each alone:", all(equal))
 # sphinx_gallery_thumbnail_path = "figures/layouts.svg"

@@ -2,9 +2,10 @@
 Ring attention against dense attention
 ======================================
 
-A causal sequence of 1003 positions is spread over four ranks; no padding is needed. Each rank keeps its queries, and
-blocks of keys and values travel around the ring. Rank 0 also computes dense attention on the whole sequence and
-compares outputs and gradients in float64.
+A causal sequence of 1003 positions is spread over four ranks; no padding is needed.
+Each rank keeps its queries, and blocks of keys and values travel around the ring. Rank
+0 also computes dense attention on the whole sequence and compares outputs and gradients
+in float64.
 
 It prints::
 

@@ -2,9 +2,10 @@
 A small GPT
 ===========
 
-A byte-level GPT learns one sentence by heart. Its layers are cut into stages of about equal cost, AdamW updates the
-flat buffers, and the gradients are clipped by the norm over all ranks. ``python -m mpipipe train`` is this loop with
-data, validation and reports.
+A byte-level GPT learns one sentence by heart. Its layers are cut into stages of about
+equal cost, AdamW updates the flat buffers, and the gradients are clipped by the norm
+over all ranks. ``python -m mpipipe train`` is this loop with data, validation and
+reports.
 
 It prints::
 
@@ -35,7 +36,9 @@ inputs = np.ascontiguousarray(batch[:, :-1]) if stages.is_first else None
 targets = np.ascontiguousarray(batch[:, 1:]) if stages.is_last else None
 
 losses = []
-with mpipipe.Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+with mpipipe.Pipeline(
+    stages, schedule, comm, loss=nn.softmax_cross_entropy
+) as pipeline:
     for step in range(STEPS):
         losses.append(pipeline.step(inputs, targets).loss)
         optim.clip_by_global_norm(stages, 1.0, comm)

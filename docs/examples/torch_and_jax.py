@@ -2,8 +2,9 @@
 Half PyTorch, half JAX
 ======================
 
-The first half of the ranks computes with PyTorch and the second half with JAX. Messages are plain arrays, so neither
-knows of the other. One optimizer of mpipipe and one norm serve both. It needs PyTorch and JAX.
+The first half of the ranks computes with PyTorch and the second half with JAX. Messages
+are plain arrays, so neither knows of the other. One optimizer of mpipipe and one norm
+serve both. It needs PyTorch and JAX.
 
 It prints::
 
@@ -31,11 +32,15 @@ comm = mpipipe.world()
 random = np.random.default_rng(comm.rank)
 if comm.rank < comm.size // 2:
     torch.manual_seed(comm.rank)
-    module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
+    )
     stage = adapters.torch_stage(module)
 else:
     up, down = random.normal(size=(8, 32)), random.normal(size=(32, 8)) / 8
-    stage = adapters.jax_stage(layer, {"up": up.astype("float32"), "down": down.astype("float32")})
+    stage = adapters.jax_stage(
+        layer, {"up": up.astype("float32"), "down": down.astype("float32")}
+    )
 kinds = comm.gather(type(stage).__name__)
 
 schedule = schedules.one_f_one_b(comm.size, microbatches=4)
@@ -44,7 +49,9 @@ batch = np.random.default_rng(9).normal(size=(2, 32, 8)).astype("float32")
 x = batch[0] if comm.rank == 0 else None
 target = np.tanh(batch[0] + batch[0][:, ::-1]) if comm.rank == comm.size - 1 else None
 losses = []
-with mpipipe.Pipeline([stage], schedule, comm, loss=adapters.jax_loss(squared_error)) as pipeline:
+with mpipipe.Pipeline(
+    [stage], schedule, comm, loss=adapters.jax_loss(squared_error)
+) as pipeline:
     for _ in range(60):
         losses.append(pipeline.step(x, target).loss)
         optim.clip_by_global_norm([stage], 1.0, comm)

@@ -2,9 +2,10 @@
 A PyTorch model as a pipeline
 =============================
 
-Each rank makes a stage of its part of a model. The parameters stay those of the module, so an optimizer of
-``torch.optim`` updates them, and the norm to which gradients are clipped is that of all ranks. The gradients are those
-that autograd gives for the whole model on one process. It needs PyTorch.
+Each rank makes a stage of its part of a model. The parameters stay those of the module,
+so an optimizer of ``torch.optim`` updates them, and the norm to which gradients are
+clipped is that of all ranks. The gradients are those that autograd gives for the whole
+model on one process. It needs PyTorch.
 
 It prints::
 
@@ -21,10 +22,19 @@ from mpipipe import adapters, optim, schedules
 
 class Block(torch.nn.TransformerEncoderLayer):
     def __init__(self):
-        super().__init__(32, nhead=4, dim_feedforward=128, dropout=0.0, batch_first=True, norm_first=True)
+        super().__init__(
+            32,
+            nhead=4,
+            dim_feedforward=128,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
+        )
 
     def forward(self, x):
-        return super().forward(x, src_mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool())
+        return super().forward(
+            x, src_mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        )
 
 
 def cross_entropy(output, target):
@@ -45,7 +55,9 @@ optimizer = torch.optim.AdamW(stage.module.parameters(), lr=3e-3)
 schedule = schedules.zero_bubble_h1(comm.size, microbatches=4)
 x = words[:, :-1].numpy().copy() if comm.rank == 0 else None
 target = words[:, 1:].numpy().copy() if comm.rank == comm.size - 1 else None
-with mpipipe.Pipeline([stage], schedule, comm, loss=adapters.torch_loss(cross_entropy)) as pipeline:
+with mpipipe.Pipeline(
+    [stage], schedule, comm, loss=adapters.torch_loss(cross_entropy)
+) as pipeline:
     loss = pipeline.step(x, target).loss
     if comm.rank == 0:
         same = torch.allclose(stage.module[0].weight.grad, expected, atol=1e-6)

@@ -2,9 +2,10 @@
 Zero bubble with a split backward
 =================================
 
-ZB-H1 splits each backward into I, the gradient of the input, which the rank before waits for, and W, the gradient of
-the weights, which nobody waits for. The W fill the bubble of 1F1B. The layers of ``mpipipe.nn`` have both halves, so
-the same stages run under both schedules, and the gradients have the same bits.
+ZB-H1 splits each backward into I, the gradient of the input, which the rank before
+waits for, and W, the gradient of the weights, which nobody waits for. The W fill the
+bubble of 1F1B. The layers of ``mpipipe.nn`` have both halves, so the same stages run
+under both schedules, and the gradients have the same bits.
 
 It prints::
 
@@ -32,9 +33,15 @@ if comm.rank == 0:
 def gradients(schedule):
     layers = [lambda: nn.Linear(32, 32), nn.Gelu, lambda: nn.RMSNorm(32)] * comm.size
     stages = mpipipe.cut(layers, schedule, comm.rank)
-    x = np.random.default_rng(0).standard_normal((40, 32)).astype("float32") if stages.is_first else None
+    x = (
+        np.random.default_rng(0).standard_normal((40, 32)).astype("float32")
+        if stages.is_first
+        else None
+    )
     target = np.zeros((40, 32), "float32") if stages.is_last else None
-    with mpipipe.Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+    with mpipipe.Pipeline(
+        stages, schedule, comm, loss=nn.mean_squared_error
+    ) as pipeline:
         pipeline.step(x, target)
     return stages[0].gradients.flat
 

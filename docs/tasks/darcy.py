@@ -1,10 +1,13 @@
-"""A Fourier neural operator for Darcy flow: the pressure of water in rock of two kinds, from the permeability alone.
+"""A Fourier neural operator for Darcy flow: the pressure of water in rock of two kinds,
+from the permeability alone.
 
     -div(a grad u) = 1 in the unit square, u = 0 on its edge
 
-as in section 5.2 of Li et al., "Fourier neural operator for parametric partial differential equations" (2021).
+as in section 5.2 of Li et al., "Fourier neural operator for parametric partial
+differential equations" (2021).
 
-    mpiexec -n 4 python -m mpipipe train darcy.py --pipe 2 --steps 300 --batch 16 --lr 4e-3 --set picture=darcy.png
+    mpiexec -n 4 python -m mpipipe train darcy.py --pipe 2 --steps 300 \\
+        --batch 16 --lr 4e-3 --set picture=darcy.png
 """
 
 from functools import lru_cache
@@ -20,17 +23,20 @@ SCALE = 20.0  # of the pressure, so that numbers are about 1
 
 
 def rock(generator: np.random.Generator) -> np.ndarray:
-    """Draw a permeability (POINTS, POINTS): 12 where a smooth random field is positive, 3 elsewhere."""
+    """Draw a permeability (POINTS, POINTS): 12 or 3, by the sign of a smooth field."""
     k = np.fft.fftfreq(POINTS, 1 / POINTS)
     damping = (k[:, None] ** 2 + k**2 + 9.0) ** -1.5
-    smooth = np.fft.ifft2(np.fft.fft2(generator.standard_normal((POINTS, POINTS))) * damping).real
+    smooth = np.fft.ifft2(
+        np.fft.fft2(generator.standard_normal((POINTS, POINTS))) * damping
+    ).real
     return np.where(smooth > 0, 12.0, 3.0)
 
 
 def pressure(a: np.ndarray) -> np.ndarray:
-    """Solve for the pressure at the points of a permeability, by five-point differences.
+    """Solve for the pressure at the points of a permeability by finite differences.
 
-    Between two points counts the harmonic mean of their permeabilities. Beyond the edge the pressure is 0.
+    The stencil has five points. Between two points counts the harmonic mean of their
+    permeabilities. Beyond the edge the pressure is 0.
     """
     n, wide = len(a), np.pad(a, 1, mode="edge")
     index = np.arange(n * n).reshape(n, n)
@@ -47,13 +53,20 @@ def pressure(a: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def data(samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make inputs (samples, POINTS, POINTS, 3), permeability and coordinates, and targets (..., 1); some seconds."""
+    """Make inputs (samples, POINTS, POINTS, 3) and targets (..., 1) in some seconds.
+
+    The inputs are permeability and coordinates.
+    """
     generator = np.random.default_rng(0)
     place = np.linspace(0, 1, POINTS + 2)[1:-1]
     rocks = np.stack([rock(generator) for _ in range(samples)])
     pressures = np.stack([pressure(a) for a in rocks])
-    coordinates = np.broadcast_to(np.stack(np.meshgrid(place, place, indexing="ij"), -1), (*rocks.shape, 2))
-    return np.concatenate([(rocks[..., None] - 7.5) / 4.5, coordinates], axis=-1), SCALE * pressures[..., None]
+    coordinates = np.broadcast_to(
+        np.stack(np.meshgrid(place, place, indexing="ij"), -1), (*rocks.shape, 2)
+    )
+    return np.concatenate(
+        [(rocks[..., None] - 7.5) / 4.5, coordinates], axis=-1
+    ), SCALE * pressures[..., None]
 
 
 class Darcy(mpipipe.train.Task):
@@ -67,13 +80,19 @@ class Darcy(mpipipe.train.Task):
     picture = ""  # file for a figure of the prediction beside the truth
 
     def block(self):
-        """Make a Fourier layer, which adds to its input what a spectral convolution and a product make of it."""
+        """Make a Fourier layer: x + a spectral convolution and a product of x."""
         mixed = nn.SpectralConv(self.width, self.width, (self.modes, self.modes))
-        return nn.Residual(nn.Sequential([mixed, nn.Gelu(), nn.Linear(self.width, self.width)]))
+        return nn.Residual(
+            nn.Sequential([mixed, nn.Gelu(), nn.Linear(self.width, self.width)])
+        )
 
     def layers(self, shard):
-        lift, project = lambda: nn.Linear(3, self.width), lambda: nn.Linear(self.width, 1)
-        return [lift, *[self.block] * self.blocks, lambda: nn.FeedForward(self.width, 4 * self.width), project]
+        return [
+            lambda: nn.Linear(3, self.width),
+            *[self.block] * self.blocks,
+            lambda: nn.FeedForward(self.width, 4 * self.width),
+            lambda: nn.Linear(self.width, 1),
+        ]
 
     def loss(self, output, target):
         return nn.mean_squared_error(output, target)
@@ -86,13 +105,16 @@ class Darcy(mpipipe.train.Task):
         return tuple(array[-KEPT:][rows] for array in data(self.samples))
 
     def metrics(self, output, target):
-        away, size = (np.sum(field**2, axis=(1, 2, 3)) for field in (output - target, target))
+        away, size = (
+            np.sum(field**2, axis=(1, 2, 3)) for field in (output - target, target)
+        )
         return {"relative_error": float(np.mean(np.sqrt(away / size)))}
 
     def show(self, output, target, shard):
         if self.picture:
             draw(self.picture, output[:3, ..., 0], target[:3, ..., 0])
-        return f"relative error of the first fields: {self.metrics(output[:3], target[:3])['relative_error']:.3f}"
+        error = self.metrics(output[:3], target[:3])["relative_error"]
+        return f"relative error of the first fields: {error:.3f}"
 
 
 def draw(path: str, output: np.ndarray, target: np.ndarray) -> None:
@@ -100,9 +122,18 @@ def draw(path: str, output: np.ndarray, target: np.ndarray) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 6.4), layout="constrained")
-    rows = [("truth", target, 1), ("prediction", output, 1), ("difference x 10", output - target, 10)]
+    rows = [
+        ("truth", target, 1),
+        ("prediction", output, 1),
+        ("difference x 10", output - target, 10),
+    ]
     for place, axes in enumerate(figure.subplots(3, len(output)).flat):
         name, fields, factor = rows[place // len(output)]
-        axes.imshow(factor * fields[place % len(output)], vmin=-target.max(), vmax=target.max(), cmap="RdBu_r")
+        axes.imshow(
+            factor * fields[place % len(output)],
+            vmin=-target.max(),
+            vmax=target.max(),
+            cmap="RdBu_r",
+        )
         axes.set(xticks=[], yticks=[], ylabel=name if place % len(output) == 0 else "")
     figure.savefig(path, dpi=80)

@@ -1,11 +1,16 @@
-"""A U-Net of PyTorch modules for the vorticity of a fluid: what it is a moment later, from what it is now.
+"""A U-Net of PyTorch modules for the vorticity of a fluid: what it is a moment later,
+from what it is now.
 
-    dw/dt + u dw/dx + v dw/dy = VISCOSITY (d2w/dx2 + d2w/dy2) in a periodic square, where (u, v) is the velocity of w
+    dw/dt + u dw/dx + v dw/dy = VISCOSITY (d2w/dx2 + d2w/dy2)
 
-The form of the network is that of Ronneberger, Fischer and Brox, "U-Net: convolutional networks for biomedical image
-segmentation" (2015), with a group normalisation after each convolution. Each arm of the U is a skip between stages.
+in a periodic square, where (u, v) is the velocity of w
 
-    mpiexec -n 4 python -m mpipipe train unet.py --pipe 2 --steps 200 --batch 16 --lr 4e-3 --set picture=unet.png
+The form of the network is that of Ronneberger, Fischer and Brox, "U-Net: convolutional
+networks for biomedical image segmentation" (2015), with a group normalisation after
+each convolution. Each arm of the U is a skip between stages.
+
+    mpiexec -n 4 python -m mpipipe train unet.py --pipe 2 --steps 200 \\
+        --batch 16 --lr 4e-3 --set picture=unet.png
 """
 
 from functools import lru_cache
@@ -19,11 +24,12 @@ from mpipipe import adapters
 
 POINTS = 32  # along a side
 KEPT = 32  # samples for validation
-VISCOSITY, MOMENT, TURNS = 1e-3, 1.0, 24  # the moment is as long as so many steps of the solver
+# The moment is as long as so many steps of the solver
+VISCOSITY, MOMENT, TURNS = (1e-3, 1.0, 24)
 
 
 def eddies(generator: np.random.Generator, samples: int) -> np.ndarray:
-    """Draw vorticities (samples, POINTS, POINTS) of random eddies, with a mean square of 1."""
+    """Draw vorticities (samples, POINTS, POINTS) of random eddies; mean square 1."""
     k = np.fft.fftfreq(POINTS, 1 / POINTS)
     size = np.hypot(k[:, None], k)
     noise = np.fft.fft2(generator.standard_normal((samples, POINTS, POINTS)))
@@ -32,12 +38,17 @@ def eddies(generator: np.random.Generator, samples: int) -> np.ndarray:
 
 
 def later(vorticity: np.ndarray) -> np.ndarray:
-    """Return vorticities a moment later, by Fourier series: the midpoint rule, with friction by its exponential."""
+    """Return vorticities a moment later, by Fourier series.
+
+    The time is stepped by the midpoint rule, with friction by its exponential.
+    """
     kx, ky = np.fft.fftfreq(POINTS, 1 / POINTS)[:, None], np.arange(POINTS // 2 + 1)
     square = kx**2 + ky**2
     stream = 1 / np.maximum(square, 1)  # of a vorticity whose mean is 0
-    slopes = 1j * np.stack([ky * stream, -kx * stream, kx + 0 * ky, ky + 0 * kx])  # of the velocity, and of itself
-    kept = (np.abs(kx) < POINTS / 3) & (ky < POINTS / 3)  # products of these alone are exact
+    # Of the velocity, and of itself
+    slopes = 1j * np.stack([ky * stream, -kx * stream, kx + 0 * ky, ky + 0 * kx])
+    # Products of these alone are exact
+    kept = (np.abs(kx) < POINTS / 3) & (ky < POINTS / 3)
     step = MOMENT / TURNS
     friction = np.exp(-VISCOSITY * square * step / 2)
 
@@ -54,7 +65,7 @@ def later(vorticity: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def data(samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make vorticities now and a moment later, both (samples, 1, POINTS, POINTS); some seconds."""
+    """Make vorticities now and a moment later, both (samples, 1, POINTS, POINTS)."""
     now = eddies(np.random.default_rng(0), samples)
     return now[:, None], later(now)[:, None]
 
@@ -83,7 +94,8 @@ class Up(Twice):
     """Twice as many points, together with those of an arm."""
 
     def forward(self, x, arm):
-        return super().forward(torch.cat([nn.functional.interpolate(x, scale_factor=2), arm], dim=1))
+        fine = nn.functional.interpolate(x, scale_factor=2)
+        return super().forward(torch.cat([fine, arm], dim=1))
 
 
 class UNet(mpipipe.train.Task):
@@ -114,14 +126,20 @@ class UNet(mpipipe.train.Task):
         return tuple(array[-KEPT:][rows] for array in data(self.samples))
 
     def metrics(self, output, target):
-        away, size = (np.sum(field**2, axis=(1, 2, 3)) for field in (output - target, target))
+        away, size = (
+            np.sum(field**2, axis=(1, 2, 3)) for field in (output - target, target)
+        )
         return {"relative_error": float(np.mean(np.sqrt(away / size)))}
 
     def show(self, output, target, shard):
         if self.picture:
             now = data(self.samples)[0][-KEPT:]
-            draw(self.picture, {"now": now, "a moment later": target, "prediction": output})
-        return f"relative error of the first fields: {self.metrics(output[:3], target[:3])['relative_error']:.3f}"
+            draw(
+                self.picture,
+                {"now": now, "a moment later": target, "prediction": output},
+            )
+        error = self.metrics(output[:3], target[:3])["relative_error"]
+        return f"relative error of the first fields: {error:.3f}"
 
 
 def draw(path: str, rows: dict[str, np.ndarray]) -> None:

@@ -62,7 +62,7 @@ BENCHES = (
 
 
 def every(
-    runs: Annotated[int, Option("of each bench; the middle and the range are shown", least=1)] = 3,
+    runs: Annotated[int, Option("runs of each bench, for the median and the range", least=1)] = 3,
     out: Annotated[str, Option("folder for results.md", metavar="DIR")] = "results",
 ) -> None:
     """Run all benches, and write a page of results; on two cores some 15 minutes."""

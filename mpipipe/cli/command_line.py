@@ -168,12 +168,12 @@ BENCH = {
     "transport": Command("Mailbox against bare Isend and Irecv", "bench.pipeline:transport"),
     "train": Command("A GPT's step against its simulation", "bench.train:step"),
     "attention": Command(
-        "Attention kernels beside PyTorch, a ring beside one rank", "bench.attention:run"
+        "Attention kernels next to PyTorch, a ring next to one rank", "bench.attention:run"
     ),
     "threads": Command(
-        "Threads in a rank beside one thread, and beside ranks", "bench.threads:run"
+        "Threads in a rank next to one thread, and next to ranks", "bench.threads:run"
     ),
-    "peers": Command("A pipeline of modules beside PyTorch's over gloo", "bench.peers:peers"),
+    "peers": Command("A pipeline of modules next to PyTorch's over gloo", "bench.peers:peers"),
     "gpu": Command("Kernels, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
 }
 COMMANDS = {
@@ -185,7 +185,7 @@ COMMANDS = {
     "convert": Command("Turn a trained model into a folder of Hugging Face", "cli.convert:convert"),
     "simulate": Command("Run a schedule on paper", "cli.simulate:simulate"),
     "draw": Command("Pictures of schedules, as PNG or SVG", commands=DRAW),
-    "bench": Command("Measure; every number beside what it can be compared with", commands=BENCH),
+    "bench": Command("Measure; every number next to its reference", commands=BENCH),
     "info": Command("Show what a run finds on this machine", "cli.info:info"),
     "run": Command("Run a script on every rank; an error ends the whole job", "cli.run:run"),
 }

@@ -23,17 +23,17 @@ def convert(
     ],
     dtype: Annotated[
         str | None,
-        Option("float32, bfloat16, float16 or float64; default: as in FROM, float32 for halves"),
+        Option("float32, bfloat16, float16 or float64; default: as FROM; float32 if half"),
     ] = None,
     shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
     """Turn the weights of a training into a folder of Hugging Face; or export a task.
 
-    Where TO ends with .safetensors, FROM is the output folder of a task of your own, and TO one
+    If TO ends with .safetensors, FROM is the output folder of a task of your own, and TO one
     file with the weights of its end, or of its newest checkpoint, by name.
 
     One process does it, without MPI (python -m mpipipe convert runs/first first-model). The
-    tokenizer goes along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
+    tokenizer is copied. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
     with refusing("convert"):
         if target.endswith(".safetensors"):

@@ -32,9 +32,9 @@ def evaluate(
     batch: Annotated[
         int | None, Option("windows of a micro-batch; default: 4096 tokens", least=1)
     ] = None,
-    dtype: Annotated[str | None, Option("to compute in; default: that of the model")] = None,
+    dtype: Annotated[str | None, Option("type to compute in; default: the model's")] = None,
     device: Annotated[
-        str, Option("cpu, cuda, or auto: a GPU for each rank where all see one")
+        str, Option("cpu, cuda, or auto: a GPU for each rank if all see one")
     ] = "auto",
 ) -> None:
     """Compute loss, perplexity and bits per byte of a model.

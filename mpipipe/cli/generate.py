@@ -48,16 +48,16 @@ def generate(
         str | None, Option("file with a prompt on each line, as text or as JSON (.jsonl)")
     ] = None,
     count: Annotated[
-        int, Option("tokens of each answer, at most", names=("--count", "--bytes"), least=1)
+        int, Option("most tokens of an answer", names=("--count", "--bytes"), least=1)
     ] = 200,
-    temperature: Annotated[float, Option("0 takes the likeliest token")] = 0.8,
-    seed: Annotated[int, Option("of the draws", least=0, most=2**63 - 1)] = 0,
+    temperature: Annotated[float, Option("0 takes the most likely token")] = 0.8,
+    seed: Annotated[int, Option("seed of the random numbers", least=0, most=2**63 - 1)] = 0,
     batch: Annotated[
         int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)
     ] = None,
     out: Annotated[str | None, Option("new file for the answers, as lines of JSON")] = None,
     dtype: Annotated[
-        str | None, Option("to compute in; default: that of the model", choices=DTYPES)
+        str | None, Option("type to compute in; default: the model's", choices=DTYPES)
     ] = None,
 ) -> None:
     """Continue prompts with a model.

@@ -53,7 +53,7 @@ def plan(
     """Find the fastest schedule, cut and recomputation for a training.
 
     Takes the flags of train, such as mpiexec -n 4 python -m mpipipe plan --batch 64 --out FILE.
-    What these say stays as it is; all else is chosen by measurements with all ranks at work.
+    Given options do not change; all others are chosen by measurements on all ranks.
     """
     check_task_file(task)
 

@@ -46,16 +46,16 @@ def simulate(
         str, Option("time of a message between stages: a number, or one for each stage")
     ] = "0",
     transfer_model: Annotated[
-        str | None, Option(f"in place of --transfer, in s and bytes/s: {FORM}")
+        str | None, Option(f"instead of --transfer, in s and bytes/s: {FORM}")
     ] = None,
     message_bytes: Annotated[
-        float, Option("of one micro-batch between two stages, for --transfer-model")
+        float, Option("bytes of one micro-batch between two stages, for --transfer-model")
     ] = 0,
     memory_limit: Annotated[
         float | None, Option("chunk activations that a rank may hold at once")
     ] = None,
     recompute: Annotated[
-        bool, Option("run forwards again, as many as --memory-limit needs; without it, all")
+        bool, Option("recompute forwards, as many as --memory-limit needs; without it, all")
     ] = False,
     out: Annotated[Path | None, Option("write the order to this new file")] = None,
 ) -> None:

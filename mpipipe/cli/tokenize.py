@@ -19,7 +19,7 @@ def tokenize(
     tokenizer: Annotated[str, Option("folder with a tokenizer.json")],
     out: Annotated[str, Option("new file for the tokens")],
     end_of_text: Annotated[
-        str | None, Option("token after each document; default: what the tokenizer's folder says")
+        str | None, Option("token after each document; default: as in the tokenizer's folder")
     ] = None,
 ) -> None:
     """Tokenize text (python -m mpipipe tokenize --tokenizer DIR text/ --out tokens).

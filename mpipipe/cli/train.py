@@ -73,12 +73,12 @@ def train(
         bool, Option("train nothing: show the plan, and the memory of each rank")
     ] = False,
     ranks: Annotated[
-        int | None, Option("of a dry run in one process; default: those of one replica")
+        int | None, Option("ranks of a dry run in one process; default: those of one replica")
     ] = None,
     nics_per_node: NicsPerNode = None,
     nic: Nic = None,
     flops: Annotated[
-        float, Option("of a dry run: operations that a rank makes in a second", above=0)
+        float, Option("for a dry run: operations per second of a rank", above=0)
     ] = 1e14,
     check: Annotated[
         bool,

@@ -34,8 +34,7 @@ class DataOptions:
     )
     packing: str = option(
         "none",
-        "what attention does at the ends of documents: none: it goes on across them; segments: it "
-        "stays within each",
+        "attention at the ends of documents: none: it crosses them; segments: it stays within each",
         choices=("none", "segments"),
         decides=True,
     )
@@ -103,16 +102,16 @@ class ModelOptions:
     )
     freeze: tuple[str, ...] = option(
         (),
-        "pattern of names of parameters that stay as they are, such as '0.*'; repeatable; the "
-        "last that fits counts, "
-        "one with ! in front keeps trained",
+        "pattern of names of parameters to freeze, such as '0.*'; repeatable; the "
+        "last match counts, "
+        "and a leading ! keeps them trained",
         decides=True,
     )
     lora: str | None = option(
         None,
-        "train low-rank adapters alone: rank,alpha,target,... such as 8,16,q_proj,v_proj, or the "
+        "train only low-rank adapters: rank,alpha,target,... such as 8,16,q_proj,v_proj, or the "
         "folder of an adapter "
-        "of PEFT to go on with",
+        "of PEFT to continue with",
         decides=True,
     )
     sample_bytes: int = option(200, "bytes or tokens of text to generate at the end", least=0)

@@ -92,7 +92,7 @@ class Pipeline:
         them the first layer saves a product, and `backward` returns None everywhere.
     slice_lengths : sequence of int, optional
         With a schedule of n slices, how many positions each has, along axis 1 of all inputs and
-        targets; by default they are even. See docs/stages.md.
+        targets; by default they are even. See docs/long-sequences.md.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """Schedules by name, and advice which one to take.
 
 A new schedule is a function that returns a `Schedule`, such as those of classic.py, an entry in one
-of the tables below, and a test; docs/schedules.md shows one.
+of the tables below, and a test; docs/own-schedule.md shows one.
 """
 
 from __future__ import annotations

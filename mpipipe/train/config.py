@@ -85,11 +85,11 @@ class ParallelOptions:
         show=in_one_text,
     )
     recompute: bool = option(
-        False, "keep only stage inputs, and run each forward again before its backward"
+        False, "keep only stage inputs, and recompute each forward before its backward"
     )
     recompute_limit: int | None = option(
         None,
-        "activations of stages that a rank may hold; as many forwards as that needs are run again",
+        "activations of stages that a rank may hold; as many forwards as needed are recomputed",
         least=1,
     )
     plan: str = option(
@@ -106,8 +106,8 @@ class ParallelOptions:
     )
     fixed: tuple[str, ...] = option(
         (),
-        "option that a plan leaves as it is, such as schedule; repeatable; those that are given "
-        "stay anyway",
+        "option that a plan must not change, such as schedule; repeatable; given options never "
+        "change",
     )
     mesh_order: str = option(
         "pipe,data,seq",
@@ -117,7 +117,7 @@ class ParallelOptions:
     )
     device: str = option(
         "auto",
-        "cpu, cuda, or auto: a GPU for each rank where all of them see one",
+        "cpu, cuda, or auto: a GPU for each rank if all of them see one",
         choices=("auto", "cpu", "cuda"),
     )
 
@@ -139,8 +139,8 @@ class TrainingOptions:
     optimizer: str = option("adamw", "optimizer", choices=("adamw", "sgd"), decides=True)
     shard_optimizer: bool = option(
         False,
-        "each replica keeps the optimizer's state of its share of the parameters alone; the "
-        "numbers are the same",
+        "each replica keeps the optimizer state of only its share of the parameters; the "
+        "results are the same",
     )
     lr: float = option(
         3e-3,
@@ -188,7 +188,7 @@ class OutputOptions:
     )
     resume: str = option(
         "no",
-        "auto: go on from the newest checkpoint in out, or begin there; or go on from this "
+        "auto: resume from the newest checkpoint in out, or begin there; or resume from this "
         "checkpoint; no: begin",
         metavar="PATH",
     )
@@ -230,8 +230,8 @@ class ClusterOptions:
     time_limit: float | None = option(
         None,
         "seconds or HH:MM:SS that the job may last; it saves before and leaves with 75; 0: no "
-        "limit; default: what "
-        "SLURM gives the job",
+        "limit; default: the "
+        "time limit of the SLURM job",
         parse=parse_duration,
     )
     check_weights: int = option(

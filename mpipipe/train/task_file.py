@@ -55,7 +55,7 @@ class TaskFileConfig(TaskConfig):
         None, "checkpoint, or output folder, whose weights to begin with", metavar="PATH"
     )
     changed_task: bool = option(
-        False, "resume, although the file of the task is not what it was at the checkpoint"
+        False, "resume, although the file of the task has changed since the checkpoint"
     )
 
     @classmethod

@@ -6,11 +6,17 @@ import pytest
 from support.launch import ROOT
 from support.pages import RUN, SHOWN, Block, Reader, blocks_of, read_page
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "api").glob("*.md")),
+]
+WIDTH = 88  # characters that the box of a page holds
 WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks_of(page))]
 
 
-QUICK = ("README", "stages")
+QUICK = ("README", "losses")
 
 
 def with_marks(page):
@@ -36,6 +42,19 @@ def test_every_fence_names_a_language_that_is_run_or_shown(page):
     directives = {"{toctree}", "{include}", "{eval-rst}", "{glossary}"}
     assert set(opening) <= {*RUN, *SHOWN, *directives}
     assert set(closing) <= {""}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_line_of_code_is_wider_than_its_box(page):
+    lines = [line for block in blocks_of(page) for line in block.text.splitlines()]
+    assert [line for line in lines if len(line) > WIDTH] == []
+
+
+def test_code_of_tasks_on_a_page_is_that_of_their_files():
+    files = [path.read_text() for path in (ROOT / "docs" / "tasks").glob("*.py")]
+    shown = [block.text for page in PAGES for block in blocks_of(page) if block.language == "py"]
+    assert len(shown) >= 4
+    assert [text for text in shown if not any(text in file for file in files)] == []
 
 
 def test_a_reader_notices_what_fails_or_prints_something_else(tmp_path):

@@ -15,7 +15,7 @@ from support.printed import check_printed
 
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\w+\.(?:py|toml))\n")  # the first line of a block that is a file
-RUN, SHOWN = ("bash", "python", "toml", "output"), ("text",)
+RUN, SHOWN = ("bash", "python", "toml", "output"), ("text", "py")
 SECONDS = 100  # for one block
 
 # A reader runs these as they stand. A test has no time for all of their work, so it takes a small part of it.

@@ -51,8 +51,8 @@ def gpu(
         list[str] | None, Option("memory, attention, executor, gpt; repeatable; default: all")
     ] = None,
     json: Annotated[Path | None, Option("file to write the numbers to")] = None,
-    peers: Annotated[bool, Option("measure PyTorch beside it, where it is installed")] = True,
-    quick: Annotated[bool, Option("smallest sizes that tell something")] = False,
+    peers: Annotated[bool, Option("also measure PyTorch, if it is installed")] = True,
+    quick: Annotated[bool, Option("smallest meaningful sizes")] = False,
 ) -> int:
     """Kernels, executor and a GPT's step on a GPU, on one rank (python -m mpipipe bench gpu)."""
     measure = partial(run, part or [], repeats, json, peers, quick)
