@@ -24,7 +24,7 @@ from mpipipe.cli.train import (
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.options import Option, Values
-from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, launch_line, table
+from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, launch_lines, table
 from mpipipe.train import (
     INSTEAD,
     PLANNED,
@@ -110,7 +110,7 @@ def show(report: PlanReport) -> None:
     if report.oversubscribed:
         lines.append(report.oversubscribed)
     if report.links is not None:
-        lines.append(launch_line(report.order, report.links))
+        lines += launch_lines(report.order, report.links)
     lines += [
         "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",
         f"#SBATCH --ntasks-per-node={report.ranks_per_node}",

@@ -30,7 +30,7 @@ from mpipipe.planning import (
     ORDERS,
     PAPER,
     RankBytes,
-    launch_line,
+    launch_lines,
     paper_costs,
     read_links,
     seconds_of_orders,
@@ -332,14 +332,15 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
         f"mpipipe: {links.nic_ranks} of the {links.node_size} ranks of a node share a network card "
         f"of {links.bandwidth:g} bytes/s;",
         f"mpipipe: with {flops:g} operations a second on each rank, and without the optimizer,",
+        "mpipipe: a step takes (if no message waited for another one)",
     ]
     for order, seconds in shared.items():
-        line = f"mpipipe: a step takes {shown_seconds(seconds)} with {ORDERS[order]} on a node"
+        line = f"mpipipe:   {shown_seconds(seconds)}"
         if seconds > (1 + NOTABLE) * alone[order]:
-            line += f" ({shown_seconds(alone[order])} if no message waited)"
-        lines.append(line)
+            line += f" ({shown_seconds(alone[order])})"
+        lines.append(f"{line} with {ORDERS[order]} on a node")
     best = min(shared, key=shared.__getitem__)
-    return [*lines, f"mpipipe: {launch_line(best, links)}"]
+    return [*lines, *launch_lines(best, links)]
 
 
 def _sizes(memory: RankBytes) -> list[str]:

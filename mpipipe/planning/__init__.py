@@ -9,7 +9,7 @@ from mpipipe.planning.network import (
     NOTABLE,
     ORDERS,
     PAPER,
-    launch_line,
+    launch_lines,
     paper_costs,
     read_links,
     seconds_of_orders,

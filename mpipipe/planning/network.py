@@ -92,9 +92,9 @@ def paper_costs(
     )
 
 
-def launch_line(order: str, links: Links) -> str:
+def launch_lines(order: str, links: Links) -> list[str]:
     """Say how ranks are placed so that what this order keeps together is on one node."""
-    return (
-        f"place {ORDERS[order]} on a node: --mesh-order {order}; srun --distribution=block, "
-        f"or mpiexec --map-by ppr:{links.node_size}:node"
-    )
+    return [
+        f"mpipipe: place {ORDERS[order]} on a node: --mesh-order {order} and",
+        f"mpipipe: srun --distribution=block, or mpiexec --map-by ppr:{links.node_size}:node",
+    ]

@@ -43,12 +43,12 @@ def test_steps_of_ranks_that_share_network_cards_are_foreseen_for_both_placement
     sums = [2 * 3 / 4 * memory.gradients for memory in found.ranks]
     # Forwards and backwards take no time: three messages there and three back, then the sum of the first rank.
     replicas = 4 * 2 * sum(sizes[1:])
-    line = next(line for line in lines if "replicas of a stage on a node (" in line)
-    assert float(re.search(r"takes (\S+) s", line)[1]) == pytest.approx(replicas, rel=1e-3)
+    line = next(line for line in lines if "with replicas of a stage on a node" in line)
+    assert float(re.search(r"mpipipe:   (\S+) s", line)[1]) == pytest.approx(replicas, rel=1e-3)
     # All four stages of a pipeline share the card for their sums.
-    line = next(line for line in lines if "with stages of a pipeline on a node (" in line)
-    assert float(re.search(r"takes (\S+) s", line)[1]) == pytest.approx(sum(sums), rel=1e-3)
-    assert "place" in lines[7] and all(len(line) <= 140 for line in lines)
+    line = next(line for line in lines if "with stages of a pipeline on a node" in line)
+    assert float(re.search(r"mpipipe:   (\S+) s", line)[1]) == pytest.approx(sum(sums), rel=1e-3)
+    assert "place replicas of a stage" in lines[8] and all(len(line) <= 110 for line in lines)
 
 
 @pytest.mark.parametrize(
