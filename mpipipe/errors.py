@@ -6,6 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+__all__ = [
+    "ArgumentError",
+    "DataError",
+    "MismatchError",
+    "MpipipeError",
+    "NonFiniteError",
+    "PeerError",
+    "ScheduleError",
+    "StageError",
+]
+__dir__ = __all__.copy
+
 
 class MpipipeError(Exception):
     """Base of all errors raised here.

@@ -36,7 +36,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.language import TrainConfig, train
 
-__all__ = ["Record", "Shard", "Task", "TaskConfig", "TrainConfig", "load", "run", "train"]
+__all__ = ["Shard", "Task", "TaskConfig", "TrainConfig", "load", "run", "train"]
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> object:

@@ -106,11 +106,28 @@ def test_the_glossary_is_sorted_and_has_each_word_once():
     assert [word.lower() for word in words] == sorted({word.lower() for word in words})
 
 
+def script(name):
+    """A script of the pages, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_names_is_up_to_date():
+    assert (DOCS / "names.md").read_text() == script("names").page(), "run python docs/names.py"
+
+
+def test_every_name_has_one_line_and_there_are_not_too_many():
+    rooms = script("names").public_names()
+    assert sum(len(lines) for lines in rooms.values()) <= 120
+    for room, lines in rooms.items():
+        assert all(lines.values()), room
+
+
 @pytest.mark.long
 def test_pictures_are_those_of_the_code(tmp_path):
-    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
+    figures = script("figures")
     drawn = figures.drawn()
     for name, svg in drawn.items():
         assert (DOCS / "figures" / name).read_text() == svg, f"{name}: run python docs/figures.py"

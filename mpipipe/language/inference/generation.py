@@ -310,7 +310,7 @@ def build_decoder(
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
     with group.raise_together("generate: the stages"):
-        stages = []
+        stages: list[Any] = []
         every = []
         head = len(layers) - model.head_slices
         for start, stop in plan.ranges_of(mesh.pipe.rank):
