@@ -41,7 +41,7 @@ with mpipipe.Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pip
     for _ in range(5):  # the first step learns the shapes of messages; the last one is measured
         pipeline.step(x, target)
     idle = 100 * (1 - pipeline.busy / pipeline.elapsed)
-    lines = comm.gather(f"rank {comm.rank} idle {idle:.0f} %  peak {pipeline.peak_activations}")
+    lines = comm.allgather(f"rank {comm.rank} idle {idle:.0f} %  peak {pipeline.peak_activations}")
     if comm.rank == 0:
         print(*lines, sep="\n")
 # sphinx_gallery_thumbnail_path = "figures/interleaved_1f1b.svg"

@@ -36,7 +36,7 @@ with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pi
         losses.append(pipeline.step(x, target, scale=scaler.scale).loss)
         norms.append(optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm))  # None: the step was skipped
 
-skipped = comm.gather([step for step, norm in enumerate(norms) if norm is None])
+skipped = comm.allgather([step for step, norm in enumerate(norms) if norm is None])
 if comm.rank == 0:
     print(f"skipped {scaler.skipped} steps, the scale is now 2^{math.log2(scaler.scale):.0f}")
     print("every rank skipped the same steps:", all(steps == skipped[0] for steps in skipped) and bool(skipped[0]))

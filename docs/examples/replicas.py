@@ -25,17 +25,21 @@ comm = mpipipe.world()
 random = np.random.default_rng(0)
 x, target = random.standard_normal((2, 32, 8)).astype("float32")
 rows = [slice(0, 24), slice(24, 32)]  # of each replica
-layers = [lambda: nn.Linear(8, 8), nn.Gelu, lambda: nn.Linear(8, 8)]
+
+
+def layers() -> list[nn.Layer]:
+    return [nn.Linear(8, 8), nn.Gelu(), nn.Linear(8, 8)]
+
 
 with mpipipe.Mesh(comm, pipe=2) as mesh:
-    lines = comm.gather(f"rank {comm.rank} of {comm.size} is pipe {mesh.coords.pipe}, data {mesh.coords.data}")
+    lines = comm.allgather(f"rank {comm.rank} of {comm.size} is pipe {mesh.coords.pipe}, data {mesh.coords.data}")
     part = rows[mesh.coords.data]
     schedule = schedules.one_f_one_b(2, microbatches=4)
-    stages = mpipipe.cut(layers, schedule, mesh.pipe.rank, seed=0)  # the same seed on all replicas
+    stages = mpipipe.cut(layers(), schedule, mesh.pipe.rank, seed=0)  # the same seed on all replicas
     with mpipipe.Pipeline(stages, schedule, mesh.pipe, nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
         together = pipeline.step(x[part] if stages.is_first else None, target[part] if stages.is_last else None)
 
-alone = nn.Stage([make() for make in layers], seed=0)  # the same names, so the same parameters
+alone = nn.Stage(layers(), seed=0)  # the same names, so the same parameters
 output, _ = alone.forward(x)
 if comm.rank == 0:
     print(*lines, sep="\n")

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["Shard", "Task", "TaskConfig", "TrainConfig", "load", "run", "train"]
 __dir__ = __all__.copy
 
+if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object
 
-def __getattr__(name: str) -> object:
-    """Import what is for text when it is first used: that lies above this room."""
-    if name in ("TrainConfig", "train"):
-        return getattr(import_module("mpipipe.language"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name in ("TrainConfig", "train"):
+            return getattr(import_module("mpipipe.language"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
