@@ -20,6 +20,7 @@ from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
 from mpipipe.optim.shards import Shards
 from mpipipe.stages import PipelineStage, StageLike, as_stages
+from mpipipe.text import counted
 
 State: TypeAlias = dict[str, Array]  # arrays of a stage by kind
 
@@ -79,6 +80,10 @@ class FlatOptimizer:
         for number, stage in enumerate(self._updated):
             share = stage.gradients.flat[slice(*self._share(number))]
             self.state.append({kind: arrays.zeros_like(share) for kind in kinds})
+
+    def __repr__(self) -> str:
+        stages = counted(len(self.stages), "stage")
+        return f"<{type(self).__name__} of {stages}, lr={self.lr}, {counted(self.steps, 'step')}>"
 
     def _share(self, number: int) -> tuple[int, int]:
         """The range of the flat parameters of a stage that is updated here."""

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
 
 IDLE = "."
 BUSY = "-"
 COLUMNS = 120  # width of a timeline, without the names of the ranks
+
+
+# Of Okabe and Ito, as in the pictures of `tracing`.
+COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#cc79a7", "W": "#e69f00", "R": "#8c8c8c"}
+PICTURE = 720.0  # width of a picture in a notebook, in pixels
+ROW = 24
+MOST_BOXES = 5000
+
+
+def picture(result: Timeline) -> str | None:
+    """Draw a timeline as SVG, for a notebook; None where there are too many actions for one."""
+    if sum(map(len, result.spans)) > MOST_BOXES:
+        return None
+    scale = PICTURE / (result.makespan or 1.0)
+    height = ROW * len(result.spans)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{PICTURE}" height="{height}" '
+        'font-family="sans-serif" font-size="10" text-anchor="middle" stroke-width="0.5">'
+    ]
+    for rank, spans in enumerate(result.spans):
+        for action, start, end in spans:
+            left = scale * start
+            width = scale * (end - start)
+            parts.append(
+                f'<rect x="{left:.2f}" y="{ROW * rank + 2}" width="{width:.2f}" '
+                f'height="{ROW - 4}" fill="{COLOURS[action.op]}" stroke="black"/>'
+            )
+            label = str(action.microbatch)
+            if width > 7 * len(label):
+                middle = left + width / 2
+                parts.append(f'<text x="{middle:.2f}" y="{ROW * rank + 16}">{label}</text>')
+    return "\n".join([*parts, "</svg>"])
 
 
 def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:

@@ -52,7 +52,9 @@ def check(paths, folder):
     options = ["--ignore-missing-imports", "--allow-subclassing-any", "--follow-imports", "silent"]
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--cache-dir", folder / "cache"]
     env = job_environment({"MYPYPATH": str(ROOT)})
-    return subprocess.run([*command, *options, *paths], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [*command, *options, *paths], cwd=folder, env=env, capture_output=True, text=True, timeout=280
+    )
 
 
 @pytest.mark.long
