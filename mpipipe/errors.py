@@ -8,7 +8,6 @@ from typing import Any
 
 __all__ = [
     "ArgumentError",
-    "DataError",
     "MismatchError",
     "MpipipeError",
     "NonFiniteError",

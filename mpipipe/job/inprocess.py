@@ -14,11 +14,11 @@ from typing import TypeVar
 from mpipipe.errors import ArgumentError, HangError, MpipipeError, PeerError
 from mpipipe.job import settings
 from mpipipe.job.context import Failure, adopt
-from mpipipe.job.threads import ThreadCommunicator, World
+from mpipipe.job.threads import InProcessError, ThreadCommunicator, World
 from mpipipe.job.watch import verdict
 from mpipipe.job.watch.channel import make_dump
 
-__all__ = ["run"]
+__all__ = ["InProcessError", "run"]
 __dir__ = __all__.copy
 
 LOOK_SECONDS = 0.2  # between two looks at the ranks
