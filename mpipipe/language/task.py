@@ -512,8 +512,5 @@ class TextTask(Task):
             answer = continued(
                 decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed
             )
-        title = (
-            f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the "
-            "model's"
-        )
+        title = f"--- sample (prompt: {len(prompt)} {self.unit} of validation text):"
         return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])

@@ -6,7 +6,7 @@ from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.checks import MOST_UNITS
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv, from_file, is_path
-from mpipipe.schedules.draw import timeline
+from mpipipe.schedules.draw import COLUMNS, timeline
 from mpipipe.schedules.flows import simulate_flows
 from mpipipe.schedules.partition import partition, with_frozen
 from mpipipe.schedules.proof import check, grid

@@ -42,12 +42,12 @@ def picture(result: Timeline) -> str | None:
     return "\n".join([*parts, "</svg>"])
 
 
-def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
+def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS, columns: int = COLUMNS) -> str:
     """Draw one line per rank, with time to the right and dots where the rank idles.
 
-    Actions are written out, ``2B0----``, where even the shortest one has room for that within 120
-    columns; otherwise each column shows the op of the action that runs at its middle. A schedule
-    that cannot run raises ScheduleError.
+    Actions are written out, ``2B0----``, where even the shortest one has room for that within so
+    many columns, besides the names of the ranks; otherwise each column shows the op of the action
+    that runs at its middle. A schedule that cannot run raises ScheduleError.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
                 times.append(end - start)
     shortest = min(times, default=1.0)
     # Columns for the shortest action.
-    room = int(COLUMNS * shortest / max(result.makespan, shortest))
+    room = int(columns * shortest / max(result.makespan, shortest))
     written = room > labels
     if written:
         room = labels + 1
@@ -75,12 +75,12 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     if room:
         scale = room / shortest
     else:
-        scale = COLUMNS / result.makespan
-    columns = round(result.makespan * scale)
+        scale = columns / result.makespan
+    length = round(result.makespan * scale)
     width = len(f"rank {schedule.ranks - 1} ")
     lines = []
     for rank, spans in enumerate(result.spans):
-        line = [IDLE] * columns
+        line = [IDLE] * length
         for action, start, end in spans:
             first = round(start * scale)
             stop = round(end * scale)

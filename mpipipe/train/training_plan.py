@@ -10,7 +10,7 @@ from typing import Any
 
 from mpipipe import arrays, planning, schedules
 from mpipipe.arrays import Tree
-from mpipipe.comm import Mesh
+from mpipipe.comm import Mesh, extents_of
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.options import Values
@@ -318,13 +318,7 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
     task.find_data(group_of(comm))
     config = with_order(config, comm)
     pipe = pipe_of(config, ranks)
-    replicas, rest = divmod(ranks, pipe * config.seq)
-    if rest or not replicas:
-        raise ConfigError(
-            "the mesh does not fit the ranks",
-            found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
-            expected=f"a multiple of {pipe * config.seq}",
-        )
+    replicas = extents_of(ranks, pipe, config.seq).data
     task.pipe = pipe
     shares = [1.0]
     if config.slices > 1:

@@ -137,7 +137,7 @@ def test_only_the_ranks_of_the_first_and_last_stage_open_the_data(comm, config, 
 @pytest.mark.parametrize(
     ("keys", "error", "match"),
     [
-        ({"pipe": 3}, ArgumentError, "mesh does not fill"),
+        ({"pipe": 3}, ArgumentError, "mesh does not fit"),
         ({"chunks": 7, "schedule": "interleaved_1f1b"}, ConfigError, "too few pieces"),
         ({"data": ["no/such/file"]}, DataError, "cannot be read"),
         ({"seq_len": 4000}, DataError, "too short"),
