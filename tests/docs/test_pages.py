@@ -78,6 +78,19 @@ def test_each_extra_is_in_the_page_of_the_environment():
     assert sorted(named) == sorted(project["optional-dependencies"])
 
 
+def test_the_version_is_one_and_addresses_of_the_project_stand_in_one_place():
+    assert f"\nversion: {mpipipe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {mpipipe.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= set(urls)
+    for path in (*PAGES, ROOT / "CITATION.cff", ROOT / "SECURITY.md", *(ROOT / ".github").rglob("*.*")):
+        assert "mpipipe.invalid" not in path.read_text(), path
+
+
+def test_a_bug_report_asks_for_what_info_prints():
+    assert "python -m mpipipe info" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.md").read_text()
+
+
 def test_every_layer_of_nn_is_in_the_page_of_stages():
     text = (DOCS / "stages.md").read_text()
     kinds = {name: getattr(mpipipe.nn, name) for name in mpipipe.nn.__all__ if name != "Layer"}

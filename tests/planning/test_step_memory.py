@@ -10,7 +10,7 @@ import pytest
 from support.small_training import estimate
 
 from mpipipe import nn, optim, schedules
-from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.pipeline import Pipeline, receive_window
