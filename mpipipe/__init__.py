@@ -13,23 +13,61 @@ from mpipipe.faces import lazy_face
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from mpipipe import (
+        adapters,
+        attention,
+        checkpoint,
+        errors,
+        exchange,
+        language,
+        nn,
+        optim,
+        planning,
+        schedules,
+        tracing,
+        train,
+    )
     from mpipipe.attention import Ring
     from mpipipe.comm import Mesh, select_device
     from mpipipe.job import Preemption, world
-    from mpipipe.pipeline import Branches, Pipeline, StepResult
+    from mpipipe.pipeline import Branches, LossFunction, Pipeline, StepResult
     from mpipipe.planning import cut
+    from mpipipe.stages import StageLike
 
-__version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-_ROOMS = (
-    "adapters attention checkpoint errors exchange language nn optim planning schedules "
-    "tracing train"
-).split()
+__version__ = "0.1.0rc1"  # the one place: pyproject.toml reads it from here
+__all__ = [
+    "Branches",
+    "LossFunction",
+    "Mesh",
+    "Pipeline",
+    "Preemption",
+    "Ring",
+    "StageLike",
+    "StepResult",
+    "__version__",
+    "adapters",
+    "attention",
+    "checkpoint",
+    "cut",
+    "errors",
+    "exchange",
+    "language",
+    "nn",
+    "optim",
+    "planning",
+    "schedules",
+    "select_device",
+    "tracing",
+    "train",
+    "world",
+]
+__dir__ = __all__.copy
 if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object
-    __all__, _named = lazy_face(__name__, __file__)
+    _names, _named = lazy_face(__name__, __file__)
 
     def __getattr__(name: str) -> object:
         """Import a name of `__all__`, or a room such as `mpipipe.optim`."""
-        if name in __all__:
+        if name in _names:
             # For each name: threads that ask at once wait for one import.
             import_module(f"{__name__}.pipeline")
             value = _named(name)
@@ -43,6 +81,3 @@ if not TYPE_CHECKING:  # a checker of types would take each wrong name for an ob
                 if error.name != room:
                     raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return sorted([*__all__, *_ROOMS, "__version__"])

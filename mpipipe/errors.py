@@ -6,6 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+__all__ = [
+    "ArgumentError",
+    "MismatchError",
+    "MpipipeError",
+    "NonFiniteError",
+    "PeerError",
+    "ScheduleError",
+    "StageError",
+]
+__dir__ = __all__.copy
+
 
 class MpipipeError(Exception):
     """Base of all errors raised here.

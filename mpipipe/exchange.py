@@ -25,7 +25,8 @@ from mpipipe.job import Communicator, group_of, raise_on_all, runtime
 from mpipipe.nn import Conv, Layer, Pending, Saved
 from mpipipe.text import counted
 
-__all__ = ["AllToAll", "HaloConv", "HaloExchange"]
+__all__ = ["HaloConv", "HaloExchange"]
+__dir__ = __all__.copy
 
 REMEDY = (
     "make the same layers on all ranks, and call them in the same order with arrays of the "

@@ -27,16 +27,30 @@ from mpipipe.nn.kernels import Kernels
 METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
-class Runner(Protocol):
+class StageLike(Protocol):
+    """A stage of your own: the least that a `Pipeline` asks of an object in place of `nn.Stage`.
+
+    docs/stages.md lists what else it may have: `parameters` and `gradients` for optimizers and
+    replicas, `backward_input` and `backward_weight` for schedules that split the backward.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tree, Saved]:
+        """Return (y, saved) for x, and for a `position: nn.Position` where it has that parameter.
+
+        x and y are an array, or a tuple or dict of arrays. `saved` is what the backward needs.
+        """
+
+    def backward(self, dy: Any, saved: Any, /) -> Tree:
+        """Add to the gradients of the parameters; return that of the input."""
+
+
+class Runner(StageLike, Protocol):
     """Forward and backward of a stage, for one micro-batch at a time."""
 
     position: Position  # read by the next forward
 
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
         """Return the output, and what the backward needs."""
-
-    def backward(self, dy: Tree, saved: Saved) -> Tree:
-        """Add to the gradients of the parameters; return that of the input."""
 
     def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Pending]:
         """Return the gradient of the input, and what `backward_weight` needs."""

@@ -15,6 +15,18 @@ def test_the_face_of_the_package_is_what_a_first_example_needs():
     assert not [name for name in dir(mpipipe) if name.startswith("_") and name != "__version__"]
 
 
+@pytest.mark.parametrize(
+    "room",
+    """adapters attention attention.cost checkpoint errors exchange job.inprocess language language.data
+    language.models language.models.huggingface nn optim planning schedules tracing train""".split(),
+)
+def test_a_room_lists_its_public_names_and_no_others(room):
+    module = importlib.import_module(f"mpipipe.{room}")
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert dir(mpipipe) == sorted(mpipipe.__all__)
+
+
 def test_the_package_starts_without_numpy_and_mpi():
     program = "import sys, mpipipe; print([name for name in ('numpy', 'mpi4py', 'cupy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)

@@ -47,7 +47,7 @@ with mpipipe.Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pip
     for _ in range(5):
         pipeline.step(x, target)
     idle = 100 * (1 - pipeline.busy / pipeline.elapsed)
-    lines = comm.gather(
+    lines = comm.allgather(
         f"rank {comm.rank} idle {idle:.0f} %  peak {pipeline.peak_activations}"
     )
     if comm.rank == 0:

@@ -41,7 +41,7 @@ with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pi
         # None: the step was skipped
         norms.append(optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm))
 
-skipped = comm.gather([step for step, norm in enumerate(norms) if norm is None])
+skipped = comm.allgather([step for step, norm in enumerate(norms) if norm is None])
 if comm.rank == 0:
     scale = math.log2(scaler.scale)
     print(f"skipped {scaler.skipped} steps, the scale is now 2^{scale:.0f}")

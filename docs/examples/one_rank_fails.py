@@ -29,13 +29,13 @@ comm = mpipipe.world()
 class Fragile:
     calls = 0
 
-    def forward(self, x):
+    def forward(self, x: np.ndarray) -> tuple[np.ndarray, None]:
         self.calls += 1
         if comm.rank == 2 and self.calls > 8:  # four micro-batches a step
             raise ValueError("the data is bad")
         return x, None
 
-    def backward(self, dy, saved):
+    def backward(self, dy: np.ndarray, saved: None) -> np.ndarray:
         return dy
 
 
@@ -53,7 +53,7 @@ except MpipipeError as error:
     seen = f"rank {comm.rank}: {type(error).__name__} after {steps} steps"
     text = error.message
 
-lines, texts = comm.gather(seen), comm.gather(text)
+lines, texts = comm.allgather(seen), comm.allgather(text)
 if comm.rank == 0:
     print(*lines, sep="\n")
     print("rank 2 says:", texts[2].splitlines()[0])

@@ -23,31 +23,32 @@ from mpipipe import nn, schedules
 
 
 class Tanh:
-    def __init__(self, size, seed):
+    def __init__(self, size: int, seed: int) -> None:
         draw = np.random.default_rng(seed).standard_normal
         self.weight = draw((size, size)) / np.sqrt(size)
         # One contiguous array of all gradients
         self.gradients = SimpleNamespace(flat=np.zeros(size * size))
 
-    def forward(self, x):
+    def forward(self, x: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         y = np.tanh(x @ self.weight)
         return y, (x, y)
 
-    def backward(self, dy, saved):
+    def backward(self, dy: np.ndarray, saved: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         x, y = saved
-        inner = dy * (1 - y * y)
+        inner: np.ndarray = dy * (1 - y * y)
         self.gradients.flat += (x.T @ inner).ravel()
-        return inner @ self.weight.T
+        dx: np.ndarray = inner @ self.weight.T
+        return dx
 
 
 comm = mpipipe.world()
 schedule = schedules.one_f_one_b(comm.size, microbatches=4)
 stage = Tanh(8, seed=comm.rank)
 random = np.random.default_rng(9)
-x = random.standard_normal((32, 8))
-target = 0.5 * np.sign(random.standard_normal((32, 8)))
-x = x if comm.rank == 0 else None
-target = target if comm.rank == comm.size - 1 else None
+inputs = random.standard_normal((32, 8))
+signs = 0.5 * np.sign(random.standard_normal((32, 8)))
+x = inputs if comm.rank == 0 else None
+target = signs if comm.rank == comm.size - 1 else None
 
 with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
     start = pipeline.step(x, target).loss

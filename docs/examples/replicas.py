@@ -25,15 +25,19 @@ comm = mpipipe.world()
 random = np.random.default_rng(0)
 x, target = random.standard_normal((2, 32, 8)).astype("float32")
 rows = [slice(0, 24), slice(24, 32)]  # of each replica
-layers = [lambda: nn.Linear(8, 8), nn.Gelu, lambda: nn.Linear(8, 8)]
+
+
+def layers() -> list[nn.Layer]:
+    return [nn.Linear(8, 8), nn.Gelu(), nn.Linear(8, 8)]
+
 
 with mpipipe.Mesh(comm, pipe=2) as mesh:
     place = f"pipe {mesh.coords.pipe}, data {mesh.coords.data}"
-    lines = comm.gather(f"rank {comm.rank} of {comm.size} is {place}")
+    lines = comm.allgather(f"rank {comm.rank} of {comm.size} is {place}")
     part = rows[mesh.coords.data]
     schedule = schedules.one_f_one_b(2, microbatches=4)
     # The same seed on all replicas
-    stages = mpipipe.cut(layers, schedule, mesh.pipe.rank, seed=0)
+    stages = mpipipe.cut(layers(), schedule, mesh.pipe.rank, seed=0)
     with mpipipe.Pipeline(
         stages, schedule, mesh.pipe, nn.mean_squared_error, replicas=mesh.replicas
     ) as pipeline:
@@ -43,7 +47,7 @@ with mpipipe.Mesh(comm, pipe=2) as mesh:
         )
 
 # The same names, so the same parameters
-alone = nn.Stage([make() for make in layers], seed=0)
+alone = nn.Stage(layers(), seed=0)
 output, _ = alone.forward(x)
 if comm.rank == 0:
     print(*lines, sep="\n")

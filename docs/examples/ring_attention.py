@@ -30,11 +30,10 @@ layout = attention.Layout("zigzag", comm.size, SEQ)
 mine = [layout.shard(array, comm.rank) for array in (q, k, v, dout)]
 ring = attention.Ring(comm, causal=True, layout=layout)
 out, saved = ring.forward(*mine[:3])
-sent = ring.bytes_sent
+sent = comm.allgather(ring.bytes_sent)
 gradients = ring.backward(mine[3], saved)
 
-shards = comm.gather([out, *gradients])
-sent = comm.gather(sent)
+shards = comm.allgather([out, *gradients])
 if comm.rank == 0:
     whole = [layout.unshard(parts) for parts in zip(*shards)]
     dense = attention.Local(causal=True)

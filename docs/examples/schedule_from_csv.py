@@ -35,10 +35,10 @@ RIGHT = """
 
 
 class Identity:
-    def forward(self, x):
+    def forward(self, x: np.ndarray) -> tuple[np.ndarray, None]:
         return x, None
 
-    def backward(self, dy, saved):
+    def backward(self, dy: np.ndarray, saved: None) -> np.ndarray:
         return dy
 
 

@@ -17,19 +17,20 @@ import numpy as np
 import torch
 
 import mpipipe
-from mpipipe import adapters, optim, schedules
+from mpipipe import adapters, nn, optim, schedules
 
 
-def layer(parameters, x):
+def layer(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return x + jax.numpy.tanh(x @ parameters["up"]) @ parameters["down"]
 
 
-def squared_error(output, target):
+def squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
     return jax.numpy.mean((output - target) ** 2)
 
 
 comm = mpipipe.world()
 random = np.random.default_rng(comm.rank)
+stage: nn.Stage
 if comm.rank < comm.size // 2:
     torch.manual_seed(comm.rank)
     module = torch.nn.Sequential(
@@ -41,7 +42,7 @@ else:
     stage = adapters.jax_stage(
         layer, {"up": up.astype("float32"), "down": down.astype("float32")}
     )
-kinds = comm.gather(type(stage).__name__)
+kinds = comm.allgather(type(stage).__name__)
 
 schedule = schedules.one_f_one_b(comm.size, microbatches=4)
 optimizer = optim.AdamW([stage], lr=3e-3)

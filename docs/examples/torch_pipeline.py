@@ -21,7 +21,7 @@ from mpipipe import adapters, optim, schedules
 
 
 class Block(torch.nn.TransformerEncoderLayer):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(
             32,
             nhead=4,
@@ -31,13 +31,13 @@ class Block(torch.nn.TransformerEncoderLayer):
             norm_first=True,
         )
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(
             x, src_mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
         )
 
 
-def cross_entropy(output, target):
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 

@@ -30,7 +30,7 @@ if comm.rank == 0:
     print(f"makespan of one_f_one_b {times[0]:.0f}, of zero_bubble_h1 {times[1]:.0f}")
 
 
-def gradients(schedule):
+def gradients(schedule: schedules.Schedule) -> np.ndarray:
     layers = [lambda: nn.Linear(32, 32), nn.Gelu, lambda: nn.RMSNorm(32)] * comm.size
     stages = mpipipe.cut(layers, schedule, comm.rank)
     x = (

@@ -44,6 +44,7 @@ __all__ = [
     "torch_stage",
     "with_skips",
 ]
+__dir__ = __all__.copy
 
 
 def torch_stage(

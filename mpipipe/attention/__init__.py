@@ -28,11 +28,9 @@ __all__ = [
     "Layout",
     "Local",
     "Ring",
-    "RingStep",
-    "RingTable",
     "Sliced",
-    "Ulysses",
     "ring_attention",
     "ring_attention_backward",
     "slice_lengths",
 ]
+__dir__ = __all__.copy

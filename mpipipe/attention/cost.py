@@ -15,6 +15,9 @@ import numpy as np
 from mpipipe.attention.layout import Layout, ring_hops
 from mpipipe.errors import ArgumentError
 
+__all__ = ["ring_cost"]
+__dir__ = __all__.copy
+
 BACKWARD_WORK = 2.5  # matrix products of the backward over those of the forward: five against two
 
 

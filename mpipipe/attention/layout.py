@@ -74,6 +74,12 @@ class Layout:
         if slice_lengths is not None:
             self.slice_lengths = checked_lengths(slice_lengths, self.seq_len)
 
+    def __repr__(self) -> str:
+        slices = ""
+        if self.slice_lengths is not None:
+            slices = f", slice_lengths={self.slice_lengths}"
+        return f"Layout({self.kind!r}, ranks={self.ranks}, seq_len={self.seq_len}{slices})"
+
     def part(self, first: int, stop: int) -> Layout:
         """Return the layout of slices first ... stop - 1, with positions in the whole sequence."""
         assert self.slice_lengths is not None

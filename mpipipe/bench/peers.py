@@ -61,7 +61,7 @@ def peers(
             "bench peers measures messages", found="1 rank", remedy="start it by mpiexec -n 2"
         )
     torch.set_num_threads(processor.chosen_threads() or 1)
-    model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
+    model = GPT(dim=dim, layers=layers, heads=heads, seq_len=seq_len)
     with _gloo(comm):
         _same_modules(comm, model, microbatches, rows, repeats)
     _memory(comm, model, rows)
@@ -114,7 +114,7 @@ def _same_modules(
     ours = _llama_blocks(model, start, stop)
     theirs = copy.deepcopy(ours)
     batch = np.random.default_rng(0).standard_normal(
-        (2, microbatches * rows, model.seq, model.dim), dtype=np.float32
+        (2, microbatches * rows, model.seq_len, model.dim), dtype=np.float32
     )
     peer = Schedule1F1B(
         PipelineStage(theirs, comm.rank, comm.size, torch.device("cpu")), microbatches, F.mse_loss
@@ -187,7 +187,9 @@ def _memory(comm: Communicator, model: GPT, rows: int) -> None:
     """Compare the peak of resident memory of a step of a GPT on one rank."""
     from mpipipe.bench.torch_gpt import micro_batch
 
-    tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
+    tokens, targets = np.random.default_rng(0).integers(
+        0, model.vocab, size=(2, rows, model.seq_len)
+    )
 
     def ours(alone: Communicator) -> None:
         stages = [nn.Stage(model.build(attention.Local(causal=True)))]
@@ -206,7 +208,7 @@ def _memory(comm: Communicator, model: GPT, rows: int) -> None:
         peaks.append((peak() - before) / 2**20)
     report(
         comm,
-        f"memory of a step of {rows} x {model.seq} tokens, {model.parameters:,} parameters",
+        f"memory of a step of {rows} x {model.seq_len} tokens, {model.parameters:,} parameters",
         f"{peaks[0]:.0f} MiB, PyTorch {peaks[1]:.0f} MiB",
         peaks[0] / peaks[1],
         "at most 0.45",

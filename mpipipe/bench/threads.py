@@ -48,13 +48,13 @@ def run(
     if comm.size > 1:
         raise ArgumentError("bench threads", found=counted(comm.size, "rank"), expected="1 rank")
     most = threads or share_of_cores()
-    model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
+    model = GPT(dim=dim, layers=layers, heads=heads, seq_len=seq_len)
     gain = partial(_gain, comm, repeats, most)
     _kernels(gain, megabytes)
     _step(comm, gain, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8")
     if find_spec("torch"):
         beside_torch(comm, model, rows, repeats, most)
-    small = GPT(dim=64, layers=4, heads=4, seq=64)
+    small = GPT(dim=64, layers=4, heads=4, seq_len=64)
     _step(comm, gain, "small GPT, whose arrays are not cut", small, rows, "at least 0.98")
 
 
@@ -107,7 +107,7 @@ def _step(comm: Communicator, gain: Gain, what: str, model: GPT, rows: int, goal
     """Report a step of a GPT with its optimizer."""
     stage = nn.Stage(model.build(Local(causal=True)))
     tokens, targets = np.random.default_rng(0).integers(
-        0, model.vocab, size=(2, MICROBATCHES * rows, model.seq)
+        0, model.vocab, size=(2, MICROBATCHES * rows, model.seq_len)
     )
     optimizer = optim.AdamW([stage], lr=1e-3)
     schedule = schedules.one_f_one_b(1, MICROBATCHES)

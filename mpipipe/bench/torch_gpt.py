@@ -114,7 +114,7 @@ class _Block(nn.Module):
         self.gate_up = nn.Linear(model.dim, 2 * model.hidden, bias=False)
         self.down = nn.Linear(model.hidden, model.dim, bias=False)
         frequencies = model.rope_base ** (-torch.arange(0, self.size, 2) / self.size)
-        angles = torch.arange(model.seq)[:, None] * frequencies
+        angles = torch.arange(model.seq_len)[:, None] * frequencies
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

@@ -43,7 +43,7 @@ def step(
     """Compare a GPT's step with its simulation, also in slices."""
     comm = runtime.world()
     tokens = microbatches * rows * seq_len
-    model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
+    model = GPT(dim=dim, layers=layers, heads=heads, seq_len=seq_len)
     for name, chunks in (("one_f_one_b", 1), ("interleaved_1f1b", 2)):
         schedule = schedules.by_name(
             name, ranks=comm.size, chunks=chunks, microbatches=microbatches
@@ -57,7 +57,7 @@ def step(
             seconds / predicted,
             "at most 1.05",
         )
-    long = replace(model, seq=2 * tokens // rows, layers=-(-layers // 2))
+    long = replace(model, seq_len=2 * tokens // rows, layers=-(-layers // 2))
     plans = [(long, schedules.one_f_one_b(comm.size, 1))]
     for name in SLICED:
         schedule = schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices)
@@ -68,7 +68,7 @@ def step(
         even = span * slices / schedules.simulate(schedule).makespan
         report(
             comm,
-            f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, "
+            f"train one sequence of {long.seq_len} positions in {counted(slices, 'slice')}, "
             f"{schedule.name}, "
             f"{counted(comm.size, 'rank')}",
             f"{seconds:.3f} s a step, simulated {predicted:.3f} s, whole by 1F1B {whole[0]:.3f} s",
@@ -83,7 +83,9 @@ def beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int, thread
     """Report forward and backward of one micro-batch on one rank, next to PyTorch's."""
     from mpipipe.bench.torch_gpt import micro_batch
 
-    tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
+    tokens, targets = np.random.default_rng(0).integers(
+        0, model.vocab, size=(2, rows, model.seq_len)
+    )
     stage = nn.Stage(model.build(Local(causal=True)))
 
     def ours() -> None:
@@ -115,7 +117,7 @@ def _measure(
             lengths = None
             attend: Local | Sliced = Local(causal=True)
             if schedule.slices > 1:
-                lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32)
+                lengths = slice_lengths(model.seq_len, schedule.slices, model.dim, unit=32)
                 attend = Sliced(Local(causal=True), lengths)
             stages = cut(model.build(attend), schedule, comm.rank, costs=model.costs())
             pipeline = Pipeline(
@@ -123,7 +125,7 @@ def _measure(
             )
             pipelines.append(stack.enter_context(pipeline))
             tokens, next_tokens = np.random.default_rng(0).integers(
-                0, model.vocab, size=(2, rows, model.seq)
+                0, model.vocab, size=(2, rows, model.seq_len)
             )
             inputs = targets = None
             if stages.is_first:

@@ -52,4 +52,5 @@ from mpipipe.checkpoint.whole_folder import (
 )
 
 # The rest is internal.
-__all__ = ["Checkpoint", "Saver", "check_replicas", "load", "newest", "prune", "read", "save"]
+__all__ = ["Saver", "check_replicas", "load", "newest", "read", "save"]
+__dir__ = __all__.copy

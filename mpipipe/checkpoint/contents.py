@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint.tensor_files import check_storable
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, world_ranks
-from mpipipe.optim import StateShard, duplicate_name_error
+from mpipipe.optim import Optimizer, StateShard, duplicate_name_error
 from mpipipe.options import Values
 from mpipipe.stages import as_stages
 
 PARAMETERS = "parameters"
 # Called before anything is written to the arrays.
 Announcements: TypeAlias = "list[Callable[[], object]]"
-
-
-class Optimizer(Protocol):
-    """An optimizer as far as a checkpoint knows it: optim.AdamW, optim.SGD, or one of your own."""
-
-    steps: int
-
-    def named_state(self) -> dict[str, Values]:
-        """Return {kind: {name of a parameter: array or StateShard}}, to be set in place."""
 
 
 def contents_of(stages: Sequence[object], optimizer: Optimizer | None) -> Values:

@@ -10,15 +10,15 @@ import numpy as np
 from mpipipe import files
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
-from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, check_shards, contents_of
+from mpipipe.checkpoint.contents import PARAMETERS, check_shards, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, MANIFEST, Checkpoint
 from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
 from mpipipe.nn import announce_write
-from mpipipe.optim import StateShard
-from mpipipe.stages import as_stages
+from mpipipe.optim import Optimizer, StateShard
+from mpipipe.stages import StageLike, as_stages
 
 OTHER_MODEL = (
     "build the model with the sizes and the dtype that it had when the checkpoint was saved"
@@ -26,7 +26,7 @@ OTHER_MODEL = (
 
 
 def load(
-    path: str | Path, mesh: Mesh, stages: Sequence[object], optimizer: Optimizer | None = None
+    path: str | Path, mesh: Mesh, stages: Sequence[StageLike], optimizer: Optimizer | None = None
 ) -> Checkpoint:
     """Set parameters and the state of an optimizer from a checkpoint; collective over the mesh.
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
-from mpipipe.checkpoint.contents import Optimizer, contents_of, state_names
+from mpipipe.checkpoint.contents import contents_of, state_names
 from mpipipe.checkpoint.tensor_files import PIECE_BYTES
 from mpipipe.comm import Mesh
 from mpipipe.errors import ReplicaError
 from mpipipe.job import digest, group_of, raise_on_all, rank_list
-from mpipipe.optim import StateShard
-from mpipipe.stages import as_stages
+from mpipipe.optim import Optimizer, StateShard
+from mpipipe.stages import StageLike, as_stages
 
 WHAT = "checkpoint.check_replicas"
 LISTED = 4  # arrays that an error writes out
@@ -60,7 +60,7 @@ class Difference(NamedTuple):
 
 
 def check_replicas(
-    mesh: Mesh, stages: Sequence[object], optimizer: Optimizer | None = None
+    mesh: Mesh, stages: Sequence[StageLike], optimizer: Optimizer | None = None
 ) -> None:
     """Compare parameters and optimizer state of ranks that must have the same; collective.
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from time import perf_counter
 
 from mpipipe.checkpoint import contents, folders, owner
-from mpipipe.checkpoint.contents import Optimizer
 from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger, wait_for_given_up
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
-from mpipipe.optim import duplicate_name_error
+from mpipipe.optim import Optimizer, duplicate_name_error
 from mpipipe.options import Values
+from mpipipe.stages import StageLike
 
 
 class Saver:
@@ -57,7 +57,7 @@ class Saver:
         self,
         root: str | Path,
         mesh: Mesh,
-        stages: Sequence[object],
+        stages: Sequence[StageLike],
         optimizer: Optimizer | None = None,
         *,
         keep: int | None = None,
@@ -262,7 +262,7 @@ class Saver:
 def save(
     root: str | Path,
     mesh: Mesh,
-    stages: Sequence[object],
+    stages: Sequence[StageLike],
     optimizer: Optimizer | None = None,
     *,
     step: int,

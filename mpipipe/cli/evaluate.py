@@ -49,7 +49,7 @@ def evaluate(
         tokens, unit = open_tokens(folder, data or [], mesh)
         place = select_device(device, comm)
         with group.raise_together("evaluate: the windows"):
-            length = folder.model.seq
+            length = folder.model.seq_len
             if seq_len is not None:
                 length = seq_len
             windows = count_windows(tokens, length)

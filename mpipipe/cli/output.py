@@ -22,6 +22,7 @@ from mpipipe.job import (
     run_or_abort,
     settings,
     share_of_cores,
+    users_frame,
 )
 from mpipipe.text import counted
 
@@ -120,15 +121,10 @@ def naming_exits() -> Iterator[None]:
     try:
         yield
     except SystemExit as leaving:
-        frames = traceback.extract_tb(leaving.__traceback__)
-        if Path(frames[-1].filename).is_relative_to(PACKAGE):
+        last = traceback.extract_tb(leaving.__traceback__)[-1]
+        if Path(last.filename).is_relative_to(PACKAGE):
             raise
-        last = frames[-1]
-        installed = (sys.prefix, sys.base_prefix, "<")
-        for frame in frames:
-            in_package = Path(frame.filename).is_relative_to(PACKAGE)
-            if not (in_package or frame.filename.startswith(installed)):
-                last = frame
+        last = users_frame(leaving.__traceback__) or last
         raise ConfigError(
             f"code of yours ends the program, with the exit code {leaving.code}",
             found=f"line {last.lineno} of {last.filename}: {last.line}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from mpipipe.cli.output import refusing, show_lines
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option, Values
 from mpipipe.schedules import (
+    COLUMNS,
     FORM,
     Costs,
     Links,
@@ -185,7 +187,7 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     )
     yield f"makespan    {result.makespan:.6g}"
     yield (
-        f"bubble      {result.bubble_fraction:.4f} of all time, {result.bubble_ratio:.4f} of busy "
+        f"bubble      {result.bubble_fraction:.2%} of all time, {result.bubble_ratio:.2%} of busy "
         "time"
     )
     yield f"activations {activations} on each rank, in {unit}, at most"
@@ -198,9 +200,11 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
             noun = "activation"
         room = f" with {limit:g} {noun} on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
-    yield f"gap         {gap:.2%}: it is at most so much slower than the best one"
+    yield f"gap         at most {gap:.2%} slower than the best possible schedule"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:
-        yield schedules.timeline(made, costs)
+        label = len(f"rank {made.ranks - 1} ")
+        columns = shutil.get_terminal_size((COLUMNS + label, 0)).columns - label
+        yield schedules.timeline(made, costs, max(1, min(COLUMNS, columns)))
 
 
 def _bound_and_gap(timeline: Timeline, costs: Costs, limit: float | None) -> tuple[float, float]:

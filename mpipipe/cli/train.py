@@ -147,7 +147,7 @@ def print_check(load: Callable[[], TaskConfig]) -> int:
 def check_task_file(task: str | None) -> None:
     """Raise Stop for what is no name of a file with a task."""
     if task is not None and not task.partition(":")[0].endswith(".py"):
-        remedy = None
+        remedy = "train takes a Python file; --data names text"
         if task.endswith(".toml"):
             remedy = f"--config {task} names a file with a configuration"
         with refusing():
@@ -291,7 +291,7 @@ def described(
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}",
         f"mpipipe: {estimate.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {size} on each rank",
-        f"mpipipe: bubble {bubble:.3f} if a layer takes as long as its operations are many",
+        f"mpipipe: bubble {bubble:.1%}, estimated from operation counts",
     ]
     if nics_per_node is not None:
         links = read_links(nics_per_node, nic or PAPER)

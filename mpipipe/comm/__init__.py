@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpipipe.comm.allreduce import AllGather, AllReduce
     from mpipipe.comm.describe import thread_level
     from mpipipe.comm.mailbox import Envelope, Incoming, Leaf, Lease, Mailbox
-    from mpipipe.comm.mesh import ORDER, Coordinates, Mesh, rank_at, select_device
+    from mpipipe.comm.mesh import ORDER, Coordinates, Mesh, extents_of, rank_at, select_device
     from mpipipe.comm.nccl.channel import NcclChoice, agree_on_nccl
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange

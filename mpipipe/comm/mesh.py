@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
+import sys
 from typing import NamedTuple
 
 from mpipipe import arrays
@@ -96,7 +98,12 @@ class Mesh:
     ) -> None:
         self.group = group_of(comm)
         with self.group.raise_together("making a Mesh"):
-            self.shape = _extents(self.group.size, pipe, seq, data)
+            remedy = OTHER_EXTENTS
+            if self.group.size == 1:
+                command = shlex.join(sys.orig_argv)
+                ranks = pipe * seq * (data or 1)
+                remedy = f"this is one process; start several: mpiexec -n {ranks} {command}"
+            self.shape = extents_of(self.group.size, pipe, seq, data, remedy)
             if sorted(order.split(",")) != sorted(self.shape._fields):
                 raise ArgumentError(
                     "no order of the axes of a mesh",
@@ -152,7 +159,14 @@ class Mesh:
             self.close()
 
 
-def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
+OTHER_EXTENTS = "start another number of ranks, or choose other extents"
+MOST_SEQ = 64  # ranks that share a sequence; more of them on few ranks are meant as a length
+
+
+def extents_of(
+    size: int, pipe: int, seq: int, data: int | None = None, remedy: str = OTHER_EXTENTS
+) -> Coordinates:
+    """Return the extents of a mesh of `size` ranks. Raises ArgumentError where they do not fit."""
     extents = {"pipe": pipe, "seq": seq}
     if data is not None:
         extents["data"] = data
@@ -168,11 +182,13 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
         expected = f"pipe {pipe} x data {data} x seq {seq} = {counted(product, 'rank')}"
         if size % (pipe * seq) or not data:
             expected = f"a multiple of pipe {pipe} x seq {seq}"
+        if seq >= max(size, MOST_SEQ):
+            remedy = f"seq counts the ranks that share a sequence; did you mean --seq-len {seq}?"
         raise ArgumentError(
-            "the mesh does not fill the communicator",
+            "the mesh does not fit the ranks",
             found=counted(size, "rank"),
             expected=expected,
-            remedy="start another number of ranks, or choose other extents",
+            remedy=remedy,
         )
     return Coordinates(pipe, data, seq)
 

@@ -19,6 +19,7 @@ from mpipipe.job.watch import verdict
 from mpipipe.job.watch.channel import make_dump
 
 __all__ = ["InProcessError", "run"]
+__dir__ = __all__.copy
 
 LOOK_SECONDS = 0.2  # between two looks at the ranks
 GRACE_SECONDS = 1.0  # once ranks hang: for each of them to learn of it

@@ -42,27 +42,41 @@ def heading(rank: int, size: int) -> str:
 
 
 def describe_error(error: BaseException, heading: str) -> str:
-    """Say what went wrong and where; for an error that is not of this package with its traceback.
+    """Say what went wrong and at which line of the user's own code.
 
-    A user who pressed Ctrl-C reads in a few lines where the program was: the innermost function of
-    his own.
+    An error that is not of this package has its traceback as well, which begins with that code.
     """
-    if isinstance(error, KeyboardInterrupt):
-        text = ""
-        if str(error):
-            text = f": {error}".replace("\n", "\n  ")
-        place = ""
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith(PACKAGE):
-                place = f"  in {frame.name} ({frame.filename}:{frame.lineno})\n"
-        return f"{heading}\n  KeyboardInterrupt{text}\n{place}"
-    text = f"{heading}\n  {type(error).__name__}: {error}\n"
-    if isinstance(error, MpipipeError) and not isinstance(error, StageError):
-        return text  # the message says it all
-    cause = error
-    if error.__cause__ is not None:
-        cause = error.__cause__
-    return text + "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+    text = f"{heading}\n  {type(error).__name__}"
+    if str(error):
+        text += f": {error}"
+    message_is_enough = isinstance(error, (MpipipeError, KeyboardInterrupt))
+    cause = error.__cause__ or error
+    frame = users_frame(cause.__traceback__) or users_frame(error.__traceback__)
+    if frame is not None:
+        text += f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    text += "\n"
+    if message_is_enough and not isinstance(error, StageError):
+        return text
+    trace = cause.__traceback__
+    while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return text + "".join(
+        traceback.format_exception(type(cause), cause, trace or cause.__traceback__)
+    )
+
+
+def users_frame(trace: TracebackType | None) -> traceback.FrameSummary | None:
+    """Return the innermost frame of the user's own code; None where there is none."""
+    innermost = None
+    for frame in traceback.extract_tb(trace):
+        if _is_users(frame.filename):
+            innermost = frame
+    return innermost
+
+
+def _is_users(filename: str) -> bool:
+    """Return True for a file that is neither of this package nor installed."""
+    return not filename.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<"))
 
 
 def write(text: str) -> None:

@@ -8,5 +8,9 @@ models/                 GPT; folders of models, read and written; what of a mode
 inference/              text from a model, and its loss on a text
 """
 
+from mpipipe.language import data, models
 from mpipipe.language.config import TrainConfig
 from mpipipe.language.task import TextTask, train
+
+__all__ = ["TrainConfig", "data", "models", "train"]
+__dir__ = __all__.copy

@@ -186,7 +186,7 @@ class TextTask(Task):
             vocab = config.vocab
         if vocab != BYTES:
             sizes["vocab"] = vocab
-        model = self.architecture(seq=config.seq_len, **sizes)
+        model = self.architecture(seq_len=config.seq_len, **sizes)
         if config.head_slices is not None:
             model = replace(model, head_slices=config.head_slices)
         if model.vocab < self.vocab:
@@ -408,7 +408,9 @@ class TextTask(Task):
         return asdict(self.model)
 
     def compared(self, sizes: dict[str, object]) -> Values:
-        return {**sizes, "seq_len": sizes["seq"]}
+        if "seq" in sizes:  # as older checkpoints call it
+            return {**sizes, "seq_len": sizes["seq"]}
+        return sizes
 
     def resolve(self, keys: Values) -> Values:
         config = self.config
@@ -507,8 +509,5 @@ class TextTask(Task):
             answer = continued(
                 decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed
             )
-        title = (
-            f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the "
-            "model's"
-        )
+        title = f"--- sample (prompt: {len(prompt)} {self.unit} of validation text):"
         return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])

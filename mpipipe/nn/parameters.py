@@ -17,6 +17,7 @@ from mpipipe.arrays import ALIGNMENT, Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.random import initial_generator
+from mpipipe.text import counted
 
 Draw: TypeAlias = Callable[[np.random.Generator, Shape], np.ndarray]
 
@@ -73,9 +74,11 @@ def matrix(outputs: int, inputs: int, gain: float = 1.0, tie: str | None = None)
 
 def normal(shape: Shape, std: float, tie: str | None = None) -> Parameter:
     """Return an array that starts normal with this standard deviation."""
-    return Parameter(
-        shape, lambda generator, shape: generator.standard_normal(shape) * std, tie=tie
-    )
+    return Parameter(shape, partial(_normal, std), tie=tie)
+
+
+def _normal(std: float, generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    return generator.standard_normal(shape) * std
 
 
 def vector(size: int, draw: Draw = zeros) -> Parameter:
@@ -212,6 +215,10 @@ class FlatBuffer(Mapping[str, Any]):
     def is_divided(self) -> bool:
         """Whether replicas keep a share of `flat` each."""
         return self._flat is None
+
+    def __repr__(self) -> str:
+        size = f"{counted(len(self), 'array')} in {self.whole.size} numbers of {self.whole.dtype}"
+        return f"<FlatBuffer of {size}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)

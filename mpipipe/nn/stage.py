@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -168,6 +168,17 @@ class Stage(Differentiable):
         layers = counted(len(self.layers), "layer")
         parameters = counted(size, "parameter")
         return f"<{type(self).__name__} of {layers}, {parameters} in {self.dtype} on {self.device}>"
+
+    def __call__(self, x: Tree, position: Position | None = None) -> Tree:
+        """Compute the output of one micro-batch, without what a backward needs: see `forward`."""
+        return self.forward(x, position)[0]
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentError(
+            "a stage cannot be copied or pickled: its layers hold views of its arrays",
+            remedy="make another stage of new layers, and copy the values: "
+            "other.parameters.flat[...] = stage.parameters.flat",
+        )
 
     # -- parameters and gradients
 

@@ -9,7 +9,14 @@ step         clipping, the scale of the loss, and steps with a norm and a scale
 from __future__ import annotations
 
 from mpipipe.optim.norm import GlobalNorm, gradient_norm
-from mpipipe.optim.optimizers import SGD, AdamW, Group, duplicate_name_error, warmup_cosine
+from mpipipe.optim.optimizers import (
+    SGD,
+    AdamW,
+    Group,
+    Optimizer,
+    duplicate_name_error,
+    warmup_cosine,
+)
 from mpipipe.optim.shards import StateShard
 from mpipipe.optim.step import LossScaler, NormOfStep, clip_by_global_norm, scaled_step
 
@@ -20,10 +27,9 @@ __all__ = [
     "GlobalNorm",
     "Group",
     "LossScaler",
-    "NormOfStep",
-    "StateShard",
+    "Optimizer",
     "clip_by_global_norm",
-    "gradient_norm",
     "scaled_step",
     "warmup_cosine",
 ]
+__dir__ = __all__.copy

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,9 +19,19 @@ from mpipipe.job import Communicator, runtime
 from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
 from mpipipe.optim.shards import Shards
-from mpipipe.stages import PipelineStage, as_stages
+from mpipipe.stages import PipelineStage, StageLike, as_stages
+from mpipipe.text import counted
 
 State: TypeAlias = dict[str, Array]  # arrays of a stage by kind
+
+
+class Optimizer(Protocol):
+    """An optimizer, as checkpoints and replicas see it: `AdamW`, `SGD`, or one of your own."""
+
+    steps: int
+
+    def named_state(self) -> dict[str, dict[str, Any]]:
+        """Return {kind: {name of a parameter: array or StateShard}}, to be set in place."""
 
 
 class FlatOptimizer:
@@ -70,6 +80,10 @@ class FlatOptimizer:
         for number, stage in enumerate(self._updated):
             share = stage.gradients.flat[slice(*self._share(number))]
             self.state.append({kind: arrays.zeros_like(share) for kind in kinds})
+
+    def __repr__(self) -> str:
+        stages = counted(len(self.stages), "stage")
+        return f"<{type(self).__name__} of {stages}, lr={self.lr}, {counted(self.steps, 'step')}>"
 
     def _share(self, number: int) -> tuple[int, int]:
         """The range of the flat parameters of a stage that is updated here."""
@@ -267,7 +281,7 @@ class AdamW(FlatOptimizer):
 
     def __init__(
         self,
-        stages: Sequence[object],
+        stages: Sequence[StageLike],
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -319,7 +333,7 @@ class SGD(FlatOptimizer):
 
     def __init__(
         self,
-        stages: Sequence[object],
+        stages: Sequence[StageLike],
         lr: float,
         momentum: float = 0.0,
         weight_decay: float = 0.0,

@@ -11,11 +11,11 @@ from mpipipe.job import Communicator
 from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, NormOnDevice, norm_of
 from mpipipe.optim.optimizers import FlatOptimizer
-from mpipipe.stages import as_stages
+from mpipipe.stages import StageLike, as_stages
 
 
 def clip_by_global_norm(
-    stages: Sequence[object],
+    stages: Sequence[StageLike],
     max_norm: float,
     comm: Communicator | None = None,
     skip: Collection[str] = (),

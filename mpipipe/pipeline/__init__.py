@@ -7,6 +7,7 @@ one action               executor, actions, messages, clock, graphs
 what went wrong          check, diagnostics
 """
 
+from mpipipe.pipeline.batch import LossFunction
 from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
@@ -18,6 +19,7 @@ from mpipipe.pipeline.units import merge, rows_of_any
 __all__ = [
     "Branches",
     "Loss",
+    "LossFunction",
     "Pipeline",
     "PlannedAction",
     "StageGraphs",

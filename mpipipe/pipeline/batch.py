@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import compress
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -32,12 +32,24 @@ STEPS = ("step", "forward_train")  # calls that begin a training step, with all 
 
 # A batch, its micro-batches, a function that gives them by their numbers, or nothing on this rank.
 Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
-# A loss as users write it: (output, target, ...) -> (value, gradient of the output), or with a
-# weight.
-LossFunction: TypeAlias = Callable[..., Any]
 # The value of a loss: a number, or an array without axes on the GPU.
 Value: TypeAlias = "float | Array"
 T = TypeVar("T")
+
+
+class LossFunction(Protocol):
+    """A loss, called with the output of the last stage and its target for each micro-batch.
+
+    It may have two attributes: `mean_over_entries`, what a micro-batch counts by, and `over_batch`,
+    whether it is called once for all micro-batches. See `loss` of `Pipeline`.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return (value, gradient of the output), or (value, gradient of the output, weight).
+
+        The arguments are output and target, arrays or trees of them, and `factor=` where it has
+        that parameter: the gradient is multiplied by it before it is rounded.
+        """
 
 
 class BatchFacts(NamedTuple):

@@ -48,6 +48,7 @@ from mpipipe.pipeline.result import PipelineState, StepResult
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, in_order, merge, split_as
 from mpipipe.schedules import Costs, Schedule
+from mpipipe.stages import StageLike
 from mpipipe.text import counted, name_slice, units
 from mpipipe.trace import Recorder
 
@@ -141,7 +142,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[StageLike],
         schedule: Schedule,
         comm: Communicator | None = None,
         loss: LossFunction | None = None,
@@ -165,7 +166,7 @@ class Pipeline:
             slice_lengths,
         )
         self.ranks = agree_on_construction(comm, arguments)
-        self.stages = list(stages)
+        self.stages: list[Any] = [*stages]
         self.schedule = schedule
         try:
             self._build(arguments)

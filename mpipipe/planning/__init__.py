@@ -28,19 +28,5 @@ from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes
 from mpipipe.planning.search import Plan, Space, find_plans
 from mpipipe.planning.step_memory import RankBytes, check_training, rank_bytes
 
-__all__ = [
-    "Choice",
-    "Cut",
-    "CutStage",
-    "LayerCosts",
-    "Link",
-    "Plan",
-    "Prediction",
-    "Profile",
-    "RankCosts",
-    "Sizes",
-    "Space",
-    "find_plans",
-    "parse_bytes",
-    "predict",
-]
+__all__ = ["cut"]
+__dir__ = __all__.copy

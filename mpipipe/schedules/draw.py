@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
 
 IDLE = "."
 BUSY = "-"
 COLUMNS = 120  # width of a timeline, without the names of the ranks
 
 
-def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
+# Of Okabe and Ito, as in the pictures of `tracing`.
+COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#cc79a7", "W": "#e69f00", "R": "#8c8c8c"}
+PICTURE = 720.0  # width of a picture in a notebook, in pixels
+ROW = 24
+MOST_BOXES = 5000
+
+
+def picture(result: Timeline) -> str | None:
+    """Draw a timeline as SVG, for a notebook; None where there are too many actions for one."""
+    if sum(map(len, result.spans)) > MOST_BOXES:
+        return None
+    scale = PICTURE / (result.makespan or 1.0)
+    height = ROW * len(result.spans)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{PICTURE}" height="{height}" '
+        'font-family="sans-serif" font-size="10" text-anchor="middle" stroke-width="0.5">'
+    ]
+    for rank, spans in enumerate(result.spans):
+        for action, start, end in spans:
+            left = scale * start
+            width = scale * (end - start)
+            parts.append(
+                f'<rect x="{left:.2f}" y="{ROW * rank + 2}" width="{width:.2f}" '
+                f'height="{ROW - 4}" fill="{COLOURS[action.op]}" stroke="black"/>'
+            )
+            label = str(action.microbatch)
+            if width > 7 * len(label):
+                middle = left + width / 2
+                parts.append(f'<text x="{middle:.2f}" y="{ROW * rank + 16}">{label}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS, columns: int = COLUMNS) -> str:
     """Draw one line per rank, with time to the right and dots where the rank idles.
 
-    Actions are written out, ``2B0----``, where even the shortest one has room for that within 120
-    columns; otherwise each column shows the op of the action that runs at its middle. A schedule
-    that cannot run raises ScheduleError.
+    Actions are written out, ``2B0----``, where even the shortest one has room for that within so
+    many columns, besides the names of the ranks; otherwise each column shows the op of the action
+    that runs at its middle. A schedule that cannot run raises ScheduleError.
 
     Examples
     --------
@@ -34,7 +66,7 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
                 times.append(end - start)
     shortest = min(times, default=1.0)
     # Columns for the shortest action.
-    room = int(COLUMNS * shortest / max(result.makespan, shortest))
+    room = int(columns * shortest / max(result.makespan, shortest))
     written = room > labels
     if written:
         room = labels + 1
@@ -43,12 +75,12 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     if room:
         scale = room / shortest
     else:
-        scale = COLUMNS / result.makespan
-    columns = round(result.makespan * scale)
+        scale = columns / result.makespan
+    length = round(result.makespan * scale)
     width = len(f"rank {schedule.ranks - 1} ")
     lines = []
     for rank, spans in enumerate(result.spans):
-        line = [IDLE] * columns
+        line = [IDLE] * length
         for action, start, end in spans:
             first = round(start * scale)
             stop = round(end * scale)

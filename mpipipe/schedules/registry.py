@@ -39,6 +39,11 @@ SEVERAL_STAGES: dict[str, Callable[..., Schedule]] = {
 WITH_COSTS = {"zero_bubble_2p", "zero_bubble_v", "v_half", "v_min"}
 
 
+def full_name(name: str) -> str:
+    """Return the name of a schedule in the tables above: 1f1b is one_f_one_b."""
+    return {"1f1b": "one_f_one_b"}.get(name, name)
+
+
 def by_name(
     name: str,
     *,
@@ -57,12 +62,11 @@ def by_name(
     Parameters
     ----------
     name : str
-        gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_2p; with chunks interleaved_1f1b,
+        gpipe, one_f_one_b (or 1f1b), zero_bubble_h1, zero_bubble_2p; with chunks interleaved_1f1b,
         looped_bfs, interleaved_zero_bubble, forward_only; with two chunks zero_bubble_v,
         dualpipe_v, v_half, v_min.
     ranks, chunks, microbatches : int
-        P, V stages per rank, and M; V is 1 for a schedule with one stage per rank, 2 for one on a
-        V.
+        P, V stages per rank, and M. A schedule on a V has two stages per rank, also by default.
     costs : Costs, optional
         Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not
         depend on them.
@@ -84,6 +88,7 @@ def by_name(
     1F0.0,1F0.1,1F0.2,1B0.2,1B0.1,1B0.0
     """
     memory_limit = checks.limit(memory_limit)
+    name = full_name(name)
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches, slices=slices)
     if name not in (*ONE_STAGE, *TWO_STAGES):
@@ -102,12 +107,12 @@ def by_name(
     if name in TWO_STAGES:
         number = 2
         needed = "two stages"
-    if at_least_one("chunks", chunks) != number:
+    if at_least_one("chunks", chunks) not in (1, number):
         raise ArgumentError(
             f"the schedule {name} has {needed} per rank",
             found=f"chunks={chunks}",
             expected=f"chunks={number}",
-            remedy="take one for any number of chunks: " + ", ".join(SEVERAL_STAGES),
+            remedy=f"leave chunks out, or take one for any number: {', '.join(SEVERAL_STAGES)}",
         )
     options: dict[str, object] = {"slices": slices}
     if name in WITH_COSTS:

@@ -79,6 +79,12 @@ class Schedule:
             parts.append(f"skip {name} from stage {source} to {target}")
         return f"<Schedule {self.name}: {', '.join(parts)}>"
 
+    def _repr_svg_(self) -> str | None:
+        """Draw the schedule in a notebook, with equal costs of all stages."""
+        from mpipipe.schedules.simulate import simulate
+
+        return simulate(self)._repr_svg_()
+
     @property
     def ranks(self) -> int:
         """The number of ranks, P."""

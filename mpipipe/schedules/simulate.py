@@ -173,6 +173,12 @@ class Timeline:
     done: tuple[array[float], array[float]] = field(repr=False)
     shares: list[float] = field(repr=False)
 
+    def _repr_svg_(self) -> str | None:
+        """Draw the timeline in a notebook."""
+        from mpipipe.schedules.draw import picture
+
+        return picture(self)
+
     @property
     def peak_sequences(self) -> list[float]:
         """For each rank `peak_activations` in whole sequences: divided by the slices of one."""

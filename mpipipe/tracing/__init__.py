@@ -6,12 +6,5 @@ from mpipipe.tracing.sheet import check_can_draw
 from mpipipe.tracing.timeline import draw_memory, draw_timeline
 from mpipipe.tracing.trace import Trace, check_new
 
-__all__ = [
-    "Efficiencies",
-    "Recording",
-    "Trace",
-    "check_can_draw",
-    "draw_memory",
-    "draw_timeline",
-    "recording",
-]
+__all__ = ["draw_memory", "draw_timeline", "recording"]
+__dir__ = __all__.copy

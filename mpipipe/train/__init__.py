@@ -32,11 +32,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.language import TrainConfig, train
 
-__all__ = ["Record", "Shard", "Task", "TaskConfig", "TrainConfig", "load", "run", "train"]
+__all__ = ["Shard", "Task", "TaskConfig", "TrainConfig", "load", "run", "train"]
+__dir__ = __all__.copy
 
+if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object
 
-def __getattr__(name: str) -> object:
-    """Import what is for text when it is first used: that lies above this room."""
-    if name in ("TrainConfig", "train"):
-        return getattr(import_module("mpipipe.language"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name in ("TrainConfig", "train"):
+            return getattr(import_module("mpipipe.language"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import parse_duration, parse_signals
 from mpipipe.options import Values, document, key_of, option, read_fields
 from mpipipe.planning import parse_bytes
-from mpipipe.schedules import is_path
+from mpipipe.schedules import full_name, is_path
 from mpipipe.text import as_word, near
 
 # What a plan decides.
@@ -64,6 +64,7 @@ class ParallelOptions:
         "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or "
         "FILE.csv with an order, "
         "such as simulate --out writes",
+        parse=full_name,
     )
     chunks: int = option(1, "stages on each rank", least=1)
     microbatches: int | None = option(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpipipe import checkpoint, nn, optim
-from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.even_split import even_split
@@ -148,7 +147,7 @@ class Task:
         """
         raise NotImplementedError
 
-    def loss(self, output: Tree, target: Tree) -> Pair:
+    def loss(self, output: Any, target: Any) -> Pair:
         """Return the loss of a micro-batch and its gradient, or be an attribute: a loss of `nn`.
 
         A loss of `adapters` will do, too. (value, doutput) are a mean over the micro-batch, and its
@@ -192,16 +191,16 @@ class Task:
 
     # -- what it may have
 
-    def metrics(self, output: Tree, target: Tree) -> Named:
+    def metrics(self, output: Any, target: Any) -> Named:
         """Return means over a micro-batch of the validation, of numpy arrays, by name."""
         return {}
 
-    def show(self, output: Tree, target: Tree, shard: Shard) -> str:
+    def show(self, output: Any, target: Any, shard: Shard) -> str:
         """Show the output of the trained model for some rows of the validation, as lines.
 
         Parameters
         ----------
-        output, target, shard : Tree, Tree, Shard
+        output, target, shard : arrays or trees, Shard
             Of that micro-batch, as numpy arrays, on the ranks of the last stage of the first
             replica, so that they can put the `whole` together. The lines of the first of them
             count.

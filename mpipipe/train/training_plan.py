@@ -10,7 +10,7 @@ from typing import Any
 
 from mpipipe import arrays, planning, schedules
 from mpipipe.arrays import Tree
-from mpipipe.comm import Mesh
+from mpipipe.comm import Mesh, extents_of
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.options import Values
@@ -296,13 +296,7 @@ def estimate_task(
         task.find_data(group_of(comm))
         config = with_order(config, comm)
         pipe = pipe_of(config, ranks)
-        replicas, rest = divmod(ranks, pipe * config.seq)
-        if rest or not replicas:
-            raise ConfigError(
-                "the mesh does not fit the ranks",
-                found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
-                expected=f"a multiple of {pipe * config.seq}",
-            )
+        replicas = extents_of(ranks, pipe, config.seq).data
         shape = pipe, replicas, config.seq
         with Mesh(comm) as mesh:
             # Raises where the layers attend in another way than slices can.

@@ -73,7 +73,7 @@ def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch, tied):
     """One kernel updates the parameters and their copy; no pass clips the gradients or casts the parameters."""
-    model, tokens = replace(TINY, tied=tied), np.zeros((2, 2, TINY.seq), np.int64)
+    model, tokens = replace(TINY, tied=tied), np.zeros((2, 2, TINY.seq_len), np.int64)
 
     def launches(step, synchronize, repeats):
         step()

@@ -32,7 +32,7 @@ def trained(mesh, chunks=1, **keys):
         nn.Stage(layers[slice(*parts[n])], seed=3, first=parts[n][0], **keys)
         for n in schedule.stages_of(mesh.pipe.rank)
     ]
-    tokens = np.random.default_rng(mesh.coords.data).integers(0, 256, (8, MODEL.seq))
+    tokens = np.random.default_rng(mesh.coords.data).integers(0, 256, (8, MODEL.seq_len))
     first, last = schedule.placement[0] == mesh.pipe.rank, schedule.placement[-1] == mesh.pipe.rank
     with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas) as pipeline:
         optimizer = optim.AdamW(stages, 0.1)

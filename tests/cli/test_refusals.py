@@ -137,6 +137,8 @@ def test_what_is_gone_names_what_to_use(words, said):
     [
         (["train", "job.toml"], "remedy: --config job.toml names"),
         (["train", "job"], "there is no place for job\n"),
+        (["train", "README.md"], "remedy: train takes a Python file"),
+        (["train", "--seq", "4096", "--dry-run", "--ranks", "4"], "did you mean --seq-len 4096?"),
         (["train", "--tied=yes"], "it takes no value, but 'yes' is given"),
         (["version"], "did you mean: --version"),
         (["train", "--seed", "-1", "--dry-run"], "expected: at least 0 and below 2^63"),

@@ -27,10 +27,10 @@ def test_a_schedule_is_shown_with_its_distance_from_the_best(printed):
     assert lines[:6] == [
         "schedule    one_f_one_b: 4 ranks, 4 stages, 8 micro-batches",
         "makespan    33",
-        "bubble      0.2727 of all time, 0.3750 of busy time",
+        "bubble      27.27% of all time, 37.50% of busy time",
         "activations 4 3 2 1 on each rank, in chunks, at most",
         "bound       27: no schedule of these stages is faster with 4 activations on each rank",
-        "gap         22.22%: it is at most so much slower than the best one",
+        "gap         at most 22.22% slower than the best possible schedule",
     ]
     assert lines[6:] == schedules.timeline(schedules.one_f_one_b(4, 8)).splitlines()
 
@@ -70,7 +70,7 @@ def test_slices_reach_one_schedule_all_of_them_and_a_table(printed, tmp_path):
     assert lines[:4] == [
         "schedule    one_f_one_b: 2 ranks, 2 stages, 1 micro-batch in 8 slices",
         "makespan    27",
-        "bubble      0.1111 of all time, 0.1250 of busy time",
+        "bubble      11.11% of all time, 12.50% of busy time",
         "activations 8 8 on each rank, in chunks of slices, at most",
     ]
     assert lines[6:] == schedules.timeline(schedules.one_f_one_b(2, 1, slices=8)).splitlines()

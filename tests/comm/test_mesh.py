@@ -45,13 +45,28 @@ def test_mesh_on_real_ranks(comm):
 
 def test_extents_are_counts_that_fill_the_communicator(comm):
     for extents in ({"pipe": 7}, {"pipe": 2, "data": 7}, {"seq": 9}):
-        with pytest.raises(ArgumentError, match="does not fill"):
+        with pytest.raises(ArgumentError, match="does not fit"):
             Mesh(comm, **extents)
     with pytest.raises(ArgumentError, match="no order of the axes"):
         Mesh(comm, order="pipe,data")
     for extents in ({"pipe": 0}, {"seq": -1}, {"data": 0}, {"pipe": "2"}):
         with pytest.raises(ArgumentError, match="at least 1"):
             Mesh(comm, **extents)
+
+
+def test_one_process_is_told_how_to_start_several(monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "mpipipe", "train", "my task.py", "--pipe", "4"])
+
+    def refused(comm, **extents):
+        with pytest.raises(ArgumentError) as refusal:
+            Mesh(comm, **extents)
+        return refusal.value.remedy
+
+    command = "python -m mpipipe train 'my task.py' --pipe 4"
+    assert inprocess.run(1, lambda comm: refused(comm, pipe=4))[0].endswith(f"mpiexec -n 4 {command}")
+    assert inprocess.run(1, lambda comm: refused(comm, pipe=2, data=3))[0].endswith(f"mpiexec -n 6 {command}")
+    assert "mpiexec" not in inprocess.run(2, lambda comm: refused(comm, pipe=4))[0]
+    assert "--seq-len 4096" in inprocess.run(2, lambda comm: refused(comm, seq=4096))[0]
 
 
 def test_closing_twice_is_allowed(comm):

@@ -95,6 +95,19 @@ def test_each_extra_is_in_the_page_of_the_environment():
     assert sorted(named) == sorted(project["optional-dependencies"])
 
 
+def test_the_version_is_one_and_addresses_of_the_project_stand_in_one_place():
+    assert f"\nversion: {mpipipe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {mpipipe.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= set(urls)
+    for path in (*PAGES, ROOT / "CITATION.cff", ROOT / "SECURITY.md", *(ROOT / ".github").rglob("*.*")):
+        assert "mpipipe.invalid" not in path.read_text(), path
+
+
+def test_a_bug_report_asks_for_what_info_prints():
+    assert "python -m mpipipe info" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.md").read_text()
+
+
 def test_every_layer_of_nn_is_in_the_page_of_layers():
     text = (DOCS / "layers.md").read_text()
     kinds = {name: getattr(mpipipe.nn, name) for name in mpipipe.nn.__all__ if name != "Layer"}
@@ -122,11 +135,28 @@ def test_the_glossary_is_sorted_and_has_each_word_once():
     assert [word.lower() for word in words] == sorted({word.lower() for word in words})
 
 
+def script(name):
+    """A script of the pages, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_names_is_up_to_date():
+    assert (DOCS / "names.md").read_text() == script("names").page(), "run python docs/names.py"
+
+
+def test_every_name_has_one_line_and_there_are_not_too_many():
+    rooms = script("names").public_names()
+    assert sum(len(lines) for lines in rooms.values()) <= 120
+    for room, lines in rooms.items():
+        assert all(lines.values()), room
+
+
 @pytest.mark.long
 def test_pictures_are_those_of_the_code(tmp_path):
-    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
+    figures = script("figures")
     drawn = figures.drawn()
     for name, svg in drawn.items():
         assert (DOCS / "figures" / name).read_text() == svg, f"{name}: run python docs/figures.py"

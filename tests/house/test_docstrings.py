@@ -67,7 +67,9 @@ def wrong_docstring(value) -> list[str]:
 
         @property
         def signature_parameters(self):
-            if inspect.isclass(self.obj) and not _is_record(self.obj) and "__init__" not in vars(self.obj):
+            own = "__init__" in vars(self.obj) if inspect.isclass(self.obj) else True
+            protocol = getattr(self.obj, "_is_protocol", False)  # typing gives it a constructor, which raises
+            if inspect.isclass(self.obj) and not _is_record(self.obj) and (protocol or not own):
                 return tuple(self.doc_all_parameters)
             return super().signature_parameters
 

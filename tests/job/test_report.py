@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from support.launch import job_environment
 
+from mpipipe import schedules
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.job import report
 
@@ -25,11 +26,23 @@ def test_errors_of_this_package_say_it_all_and_others_bring_their_traceback():
     heading = report.heading(2, 4)
     assert heading.startswith("mpipipe: job ended by rank 2 of 4 on ")
     own = raised(ArgumentError("wet paint", found="wet", expected="dry"))
-    assert report.describe_error(own, heading) == f"{heading}\n  ArgumentError: {own}\n"
+    line = raised.__code__.co_firstlineno + 2
+    here = f"  at {__file__}:{line}, in raised: raise error from cause\n"
+    assert report.describe_error(own, heading) == f"{heading}\n  ArgumentError: {own}\n{here}"
+    assert report.describe_error(ArgumentError("never raised"), heading).endswith(": never raised\n")
     text = report.describe_error(raised(ValueError("wet paint")), heading)
-    assert text.startswith(f"{heading}\n  ValueError: wet paint\nTraceback") and "in raised" in text
+    assert text.startswith(f"{heading}\n  ValueError: wet paint\n{here}Traceback")
     text = report.describe_error(raised(StageError("a stage failed"), KeyError("paint")), heading)
     assert text.startswith(f"{heading}\n  StageError: a stage failed\n") and text.endswith("KeyError: 'paint'\n")
+
+
+def test_a_traceback_begins_with_the_users_frame():
+    try:
+        schedules.partition(map(int, ["1", "paint"]), 1)
+    except ValueError as error:
+        report_text = report.describe_error(error, "")
+    first, second = [line for line in report_text.splitlines() if line.startswith("  File ")][:2]
+    assert __file__ in first and "mpipipe" in second.replace(__file__, "")
 
 
 def test_an_interrupt_is_told_in_three_lines_at_most():
@@ -37,7 +50,7 @@ def test_an_interrupt_is_told_in_three_lines_at_most():
     text = report.describe_error(raised(KeyboardInterrupt("after step 3 of 9")), heading)
     lines = text.splitlines()
     assert lines[:2] == [heading, "  KeyboardInterrupt: after step 3 of 9"]
-    assert lines[2].startswith("  in raised (") and f"{__file__}:" in lines[2] and len(lines) == 3
+    assert lines[2].startswith(f"  at {__file__}:") and ", in raised" in lines[2] and len(lines) == 3
     assert report.describe_error(KeyboardInterrupt(), heading) == f"{heading}\n  KeyboardInterrupt\n"
 
 

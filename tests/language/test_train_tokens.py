@@ -67,7 +67,7 @@ def close_curves(found, expected):
     """Losses and norms of each step of two of these small trainings."""
     one, other = ([[line["loss"], line["grad_norm"]] for line in lines[1:]] for lines in (found, expected))
     growth = curve(SMALL, len(one), 1e-2).reshape(-1, 1)
-    close(one, other, path(SMALL, 8 * SMALL.seq), growth * np.abs(other), dtype="float64")
+    close(one, other, path(SMALL, 8 * SMALL.seq_len), growth * np.abs(other), dtype="float64")
 
 
 def loss_of(rows, pieces):
@@ -95,7 +95,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(comm, config, tokens
         inside = [] if packing == "none" else [p - start for p in text.starts(start + 1, start + 16)]
         pieces.append(list(zip([0, *inside], [*inside, 16])))
     assert packing == "none" or max(map(len, pieces)) > 2
-    close(metrics(chosen)[0]["validation"], loss_of(rows, pieces), path(SMALL, 16 * SMALL.seq))
+    close(metrics(chosen)[0]["validation"], loss_of(rows, pieces), path(SMALL, 16 * SMALL.seq_len))
 
 
 def test_packing_without_documents_is_a_warning(comm, config, capsys):
@@ -181,7 +181,7 @@ def test_losses_count_in_bits_per_byte_and_the_sample_in_ids(comm, config, token
         last = printed.splitlines()
         assert last[-1].endswith(f" bits/byte={lines[-1]['validation_bits_per_byte']:.4f}")
         assert "batch 8 x 16 tokens" in printed and f"{len(source.train):,} tokens of text" in printed
-        at = next(number for number, line in enumerate(last) if line.startswith("--- sample: 32 tokens"))
+        at = next(number for number, line in enumerate(last) if line.startswith("--- sample (prompt: 32 tokens"))
         shown = list(map(int, last[at + 1].split()))
         assert shown[:32] == source.validation.read(0, 32).tolist() and len(shown) == 37 and max(shown) < VOCAB
 

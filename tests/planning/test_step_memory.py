@@ -10,7 +10,7 @@ import pytest
 from support.small_training import estimate
 
 from mpipipe import nn, optim, schedules
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.pipeline import Pipeline, receive_window
@@ -214,7 +214,7 @@ def test_replicas_and_rings_divide_the_ranks():
     found = estimate(TrainConfig(**SIZES, pipe=2, seq=2), GPT, 8)
     assert (found.problem.ranks, found.problem.replicas, found.problem.seq) == (2, 2, 2)
     assert found.plan.rows == 4
-    with pytest.raises(ConfigError, match="the mesh does not fit the ranks"):
+    with pytest.raises(ArgumentError, match="the mesh does not fit the ranks"):
         estimate(TrainConfig(**SIZES, pipe=3), GPT, 4)
 
 

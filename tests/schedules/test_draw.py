@@ -53,3 +53,9 @@ def test_a_grid_has_a_row_per_rank_and_marks_cells():
     assert grid(schedule, mark=(1, 2)).splitlines()[2] == "rank 1  1F0  1B0 >1F1< 1B1"
     assert grid(schedule, mark=[(0, 0), (1, 3)]).count(">") == 2
     assert len(grid(schedules.one_f_one_b(20, 20)).split()) == (1 + 40) + 20 * (2 + 40)  # unmarked, it is whole
+
+
+def test_a_timeline_fits_the_columns_that_there_are():
+    schedule = schedules.one_f_one_b(4, 16)
+    for columns in (10, 60, 80):
+        assert all(len(line) <= columns + len("rank 0 ") for line in timeline(schedule, columns=columns).splitlines())

@@ -51,7 +51,7 @@ def test_advice_for_impossible_sizes_is_refused(sizes):
 
 
 def test_chunks_that_a_schedule_does_not_have_are_refused():
-    for name, chunks, number in (*((name, 1, "two stages") for name in registry.TWO_STAGES), ("gpipe", 2, "one stage")):
+    for name, chunks, number in (*((name, 3, "two stages") for name in registry.TWO_STAGES), ("gpipe", 2, "one stage")):
         with pytest.raises(ArgumentError, match=f"{name} has {number} per rank") as refusal:
             by_name(name, ranks=2, chunks=chunks, microbatches=4)
     assert "interleaved_1f1b" in refusal.value.remedy
@@ -66,3 +66,10 @@ def test_an_unknown_name_is_refused_with_what_may_have_been_meant_or_with_all_na
         by_name("any", ranks=2, microbatches=4)
     assert all(f"{name}(ranks" in str(refusal.value) for name in NAMES)
     assert set(OTHER_NAMES.values()) <= {*registry.ONE_STAGE, *registry.TWO_STAGES, *registry.SEVERAL_STAGES}
+
+
+def test_one_name_of_1f1b_is_as_good_as_the_other_and_a_v_has_two_stages_on_a_rank_by_itself():
+    assert by_name("1f1b", ranks=3, microbatches=4) == by_name("one_f_one_b", ranks=3, microbatches=4)
+    assert by_name("v_half", ranks=3, microbatches=4) == by_name("v_half", ranks=3, chunks=2, microbatches=4)
+    with pytest.raises(ArgumentError, match="leave chunks out"):
+        by_name("v_half", ranks=3, chunks=3, microbatches=4)

@@ -9,7 +9,7 @@ def path(model, tokens: int = 0) -> int:
     A block multiplies over dim in qkv, out and gate_up and over hidden in down, normalises twice over dim, and attends
     to seq positions; the head multiplies over dim and sums over the vocabulary.
     """
-    block = 5 * model.dim + model.hidden + model.seq
+    block = 5 * model.dim + model.hidden + model.seq_len
     return 2 * (model.layers * block + 2 * model.dim + model.vocab) + tokens
 
 

@@ -39,7 +39,7 @@ def close_curves(found, expected, dtype):
             close_norm(one, other, roundings(MODEL), dtype, what)
     else:
         growth = curve(MODEL, len(found), 1e-2)[:, None]
-        close(found, expected, path(MODEL, 8 * MODEL.seq), growth * np.abs(expected), dtype=dtype)
+        close(found, expected, path(MODEL, 8 * MODEL.seq_len), growth * np.abs(expected), dtype=dtype)
 
 
 FEW, LONG = [pytest.mark.few], [pytest.mark.few, pytest.mark.long]

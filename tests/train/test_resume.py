@@ -118,7 +118,7 @@ def close_records(found, expected, dtype="float64"):
     for key in ("loss", "validation", "grad_norm"):
         one, other = ([line[key] for line in lines if key in line] for lines in (found, expected))
         growth = curve(MODEL, 7, 1e-2)[[line["step"] for line in expected if key in line]]
-        close(one, other, path(MODEL, 8 * MODEL.seq), growth * np.abs(other), dtype=dtype)
+        close(one, other, path(MODEL, 8 * MODEL.seq_len), growth * np.abs(other), dtype=dtype)
 
 
 CUTS = {

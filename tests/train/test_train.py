@@ -42,7 +42,7 @@ def close_curves(found, expected, dtype="float64", lr=1e-2):
     """Numbers of each step of two of these small trainings."""
     found, expected = np.array(found), np.array(expected)
     growth = curve(MODEL, len(found), lr).reshape(-1, *[1] * (found.ndim - 1))
-    close(found, expected, path(MODEL, 8 * MODEL.seq), growth * np.abs(expected), dtype=dtype)
+    close(found, expected, path(MODEL, 8 * MODEL.seq_len), growth * np.abs(expected), dtype=dtype)
 
 
 def test_a_training_learns_and_says_so(comm, config, capsys):
@@ -137,7 +137,7 @@ def test_only_the_ranks_of_the_first_and_last_stage_open_the_data(comm, config, 
 @pytest.mark.parametrize(
     ("keys", "error", "match"),
     [
-        ({"pipe": 3}, ArgumentError, "mesh does not fill"),
+        ({"pipe": 3}, ArgumentError, "mesh does not fit"),
         ({"chunks": 7, "schedule": "interleaved_1f1b"}, ConfigError, "too few pieces"),
         ({"data": ["no/such/file"]}, DataError, "cannot be read"),
         ({"seq_len": 4000}, DataError, "too short"),

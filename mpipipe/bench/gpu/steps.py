@@ -73,7 +73,7 @@ def measure_executor(
 
 
 # Sizes of GPT-2 small, this architecture.
-SMALL = GPT(vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True)
+SMALL = GPT(vocab=50304, dim=768, layers=12, heads=12, seq_len=1024, tied=True)
 WARMUP = 3
 LR = 1e-4
 SMALL_TOKENS = 512  # tokens of a micro-batch
@@ -99,10 +99,10 @@ def measure_step(
     measured with ties and without; `peers` have their own.
     """
     tokens = np.random.default_rng(0).integers(
-        0, model.vocab, size=(2, rows * microbatches, model.seq)
+        0, model.vocab, size=(2, rows * microbatches, model.seq_len)
     )
-    per_step = rows * microbatches * model.seq
-    sizes = f"{microbatches} x {rows} x {model.seq} tokens"
+    per_step = rows * microbatches * model.seq_len
+    sizes = f"{microbatches} x {rows} x {model.seq_len} tokens"
 
     def rate(model: GPT, tokens: np.ndarray, microbatches: int, graphs: bool) -> float:
         return per_step / _step_seconds(repeats, model, tokens, microbatches, dtype, comm, graphs)
@@ -123,7 +123,7 @@ def measure_step(
             row = replace(row, peer="untied", peer_value=rates[False], goal="at least 0.97")
         yield row
     ours = rates[model.tied]
-    short = model.seq
+    short = model.seq_len
     if short % SMALL_TOKENS == 0:
         short = SMALL_TOKENS
     pieces = tokens.reshape(2, -1, short)

@@ -13,4 +13,5 @@ from mpipipe.language.data.listing import DataListing, check_tokenizer, find, fi
 from mpipipe.language.data.source import Array, Source, Tokens
 from mpipipe.language.data.tokenize import tokenize
 
-__all__ = ["Array", "DataListing", "Source", "Tokens", "find", "find_files", "glance"]
+__all__ = ["Source", "find"]
+__dir__ = __all__.copy

@@ -182,11 +182,11 @@ def build_evaluator(
     group = group_of(mesh.comm)
     with group.raise_together("evaluate: the model"):
         model = folder.model
-        if length > model.seq:
+        if length > model.seq_len:
             raise ConfigError(
                 "a window is longer than the model allows",
                 found=f"--seq-len {length}",
-                expected=f"at most {model.seq}, the length of its sequences",
+                expected=f"at most {model.seq_len}, the length of its sequences",
             )
         plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
     with group.raise_together("evaluate: the shards of windows"):

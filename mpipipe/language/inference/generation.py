@@ -280,7 +280,7 @@ def build_decoder(
 ) -> Iterator[Decoder]:
     """Build a decoder of a model, with `batch` sequences of `capacity` tokens; collective.
 
-    Attention looks back over the last `model.seq` positions, or the layer's own window where that
+    Attention looks back over the last `model.seq_len` positions, or the layer's own window where it
     is shorter, so no distance occurs that the rotary positions did not have in training.
     `load_weights` may be collective; it sets the parameters of this rank's stages, which are on the
     host.
@@ -296,7 +296,7 @@ def build_decoder(
     underway = Underway()
 
     def attend(window: int | None = None) -> SequenceCaches:
-        return SequenceCaches(underway, capacity, min(window or model.seq, model.seq))
+        return SequenceCaches(underway, capacity, min(window or model.seq_len, model.seq_len))
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
@@ -310,7 +310,7 @@ def build_decoder(
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
     with group.raise_together("generate: the stages"):
-        stages = []
+        stages: list[Any] = []
         every = []
         head = len(layers) - model.head_slices
         for start, stop in plan.ranges_of(mesh.pipe.rank):

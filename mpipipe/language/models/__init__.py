@@ -11,3 +11,4 @@ from mpipipe.language.models.huggingface.writing import SHARD_BYTES
 from mpipipe.language.models.model_folder import ModelFolder, convert, open_on_all
 
 __all__ = ["GPT"]
+__dir__ = __all__.copy

@@ -117,9 +117,9 @@ class PretrainedModel:
     folder: model_folder.ModelFolder
     origin: huggingface.Origin
 
-    def architecture(self, *, seq: int, dropout: float, **_: object) -> GPT:
+    def architecture(self, *, seq_len: int, dropout: float, **_: object) -> GPT:
         """Return the model for sequences of a training, with the sizes of the folder."""
-        return replace(self.folder.model, seq=seq, dropout=dropout)
+        return replace(self.folder.model, seq_len=seq_len, dropout=dropout)
 
 
 def find_pretrained(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -50,8 +50,8 @@ class GPT:
     hidden : int, optional
         Inner width of the feed-forward layers; by default 8/3 dim for SwiGLU, rounded up to a
         multiple of 64, and 4 dim for GELU.
-    seq : int
-        Length of the sequences, for `costs`.
+    seq_len : int
+        Length of the sequences, for `costs`. The name `seq` is taken as well.
     tied : bool
         Whether embedding and head are one matrix.
     dropout, rope_base : float
@@ -67,7 +67,8 @@ class GPT:
         "rotary": queries and keys are turned. "learned": a table, whose rows are added to the
         embedding.
     max_positions : int, optional
-        Rows of the learned table, at least `seq`, which is the default. None for rotary positions.
+        Rows of the learned table, at least `seq_len`, which is the default. None for rotary
+        positions.
     rope_scaling : RopeScaling, optional
         `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as
         `dataclasses.asdict` makes one.
@@ -123,7 +124,7 @@ class GPT:
     heads: int = 4
     kv_heads: int = None  # type: ignore[assignment]  # filled in below
     hidden: int = None  # type: ignore[assignment]  # filled in below
-    seq: int = 128
+    seq_len: int = 128
     tied: bool = False
     dropout: float = 0.0
     rope_base: float = 10000.0
@@ -141,8 +142,12 @@ class GPT:
     feed_forward_bias: bool = False
     embedding_scale: float = 1.0
     head_slices: int = 1
+    # What descriptions of older runs call seq_len.
+    seq: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, seq: int | None) -> None:
+        if seq is not None:
+            object.__setattr__(self, "seq_len", seq)
         fields = vars(self)
         check_sizes(fields)
         if self.kv_heads is None:
@@ -158,7 +163,7 @@ class GPT:
         self._fill("hidden", -(-8 * self.dim // (3 * 64)) * 64)
         self._fill("head_dim", self.dim // self.heads)
         if self.positions == "learned":
-            self._fill("max_positions", self.seq)
+            self._fill("max_positions", self.seq_len)
         object.__setattr__(self, "windows", checked_windows(self.windows, self.layers))
         object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, self.rope_base))
 
@@ -299,10 +304,10 @@ class GPT:
         costs = [float(tables * self.dim)]
         for window in self.windows or (None,) * self.layers:
             if window is None:
-                seen = self.seq
+                seen = self.seq_len
             else:
-                seen = min(window, self.seq)
-            scores = 4 * width * (seen - seen**2 / (2 * self.seq))
+                seen = min(window, self.seq_len)
+            scores = 4 * width * (seen - seen**2 / (2 * self.seq_len))
             costs += [float(projections + scores), float(products * self.dim * self.hidden)]
         for rows in even_split(self.vocab, self.head_slices):
             costs.append(float(2 * self.dim * len(rows)))
@@ -320,7 +325,7 @@ class GPT:
 # -- How a training makes a model ------------------------------------------------------------------
 
 
-# Makes a model from the sizes in a configuration, as the class GPT does: called with seq, dim,
+# Makes a model from the sizes in a configuration, as the class GPT does: called with seq_len, dim,
 # layers, heads, kv_heads, hidden, tied, dropout and rope_base by name, and with vocab where the
 # data are not bytes. None is its own choice.
 Architecture: TypeAlias = Callable[..., GPT]
@@ -329,7 +334,17 @@ Architecture: TypeAlias = Callable[..., GPT]
 # -- What the description of a GPT may say: its fields one by one, and together
 
 
-SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim", "head_slices")
+SIZES = (
+    "vocab",
+    "dim",
+    "layers",
+    "heads",
+    "kv_heads",
+    "hidden",
+    "seq_len",
+    "head_dim",
+    "head_slices",
+)
 CHOICES = {
     "norm": ("rms", "layer"),
     "positions": ("rotary", "learned"),
@@ -412,8 +427,8 @@ def check_positions(values: Values) -> None:
             remedy=f"say positions={'rotary' if learned else 'learned'!r}, or leave {name} out",
         )
     most = values["max_positions"]
-    if learned and most is not None and (not _is_size(most) or most < values["seq"]):
-        raise _wrong("max_positions", most, f"an integer of at least seq, {values['seq']}")
+    if learned and most is not None and (not _is_size(most) or most < values["seq_len"]):
+        raise _wrong("max_positions", most, f"an integer of at least seq_len, {values['seq_len']}")
 
 
 def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:

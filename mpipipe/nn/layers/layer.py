@@ -259,6 +259,11 @@ class Layer(Differentiable):
                 self.stage.version += 1
         super().__setattr__(name, value)
 
+    def __repr__(self) -> str:
+        parts = [f"{name} {parameter.shape}" for name, parameter in self.declared.items()]
+        parts += map(repr, self.children.values())
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def upload(self, x: Array) -> Array:
         """Bring an input of the first layer from the host to the device of the stage."""
         if arrays.is_device(x) or self.stage.device == "cpu":

@@ -82,7 +82,9 @@ def by_whole_forwards(prompts, sampling, count=COUNT, model=MODEL):
 @cache
 def _by_whole_forwards(prompts, sampling, count, model):
     model = replace(model, dropout=0.0)
-    stage = nn.Stage(model.build(lambda window=None: Local(window=min(window or model.seq, model.seq))), "float64")
+    stage = nn.Stage(
+        model.build(lambda window=None: Local(window=min(window or model.seq_len, model.seq_len))), "float64"
+    )
     fill([stage])
     for first, *others in stage.ties.values():
         for other in others:

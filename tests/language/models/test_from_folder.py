@@ -104,9 +104,7 @@ def test_the_sample_of_a_training_is_no_longer_than_learned_positions(comm, fold
     room = config["n_positions"] + 1
     if comm.rank == 0:
         prompt = min(32, room // 2)
-        assert (
-            f"--- sample: {prompt} tokens of validation text, {room - prompt} of the model's" in capsys.readouterr().out
-        )
+        assert f"--- sample (prompt: {prompt} tokens of validation text):" in capsys.readouterr().out
 
 
 REFUSED = [

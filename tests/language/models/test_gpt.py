@@ -1,5 +1,6 @@
 """The GPT with every option against a model in plain numpy, alone and over ranks, and what does not go together."""
 
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
@@ -56,7 +57,7 @@ def whole(model, attend=None, positions=None, **options):
 
 def text(model, rows=3, seed=0):
     """(tokens, targets) for the model."""
-    ids = np.random.default_rng(seed).integers(0, model.vocab, (rows, model.seq + 1))
+    ids = np.random.default_rng(seed).integers(0, model.vocab, (rows, model.seq_len + 1))
     return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
 
 
@@ -140,7 +141,7 @@ def test_gradients_on_the_device_are_those_of_the_host(gpu, name):
 def test_a_ring_of_two_gives_the_whole_sequence(name):
     model = model_of(name)
     tokens, _ = text(model)
-    stage, cut = whole(model), Layout("zigzag", 2, model.seq)
+    stage, cut = whole(model), Layout("zigzag", 2, model.seq_len)
     logits, saved = stage.forward(tokens)
     dy = np.random.default_rng(3).standard_normal(logits.shape)
     stage.backward(dy, saved)
@@ -164,8 +165,8 @@ def test_decoding_with_caches_equals_the_forward(name):
     tokens, _ = text(model)
     expected, _ = whole(model).forward(tokens)
 
-    stage = whole(model, lambda window=None: KVCache(model.seq, window=window))
-    cuts = [0, 3, 4, 5, model.seq]
+    stage = whole(model, lambda window=None: KVCache(model.seq_len, window=window))
+    cuts = [0, 3, 4, 5, model.seq_len]
     found = np.concatenate([stage.forward(tokens[:, a:b])[0] for a, b in pairwise(cuts)], axis=1)
     close(found, expected, path(model), largest(expected))
 
@@ -282,3 +283,10 @@ def test_the_last_matrix_of_each_branch_starts_smaller_the_more_branches_there_a
             gain = 12**-0.5 if name.endswith((".out", ".down")) else 1.0
             # the standard deviation of n normal numbers is right to 1 / sqrt(2 n), five times of that and more here
             assert matrix.std() * matrix.shape[1] ** 0.5 == pytest.approx(gain, rel=0.06), name
+
+
+def test_the_length_of_older_descriptions_is_read_by_its_name_then():
+    older = {"layers": 2, "seq": 24, "dim": 32}
+    assert GPT(**older) == GPT(layers=2, seq_len=24, dim=32)
+    assert "seq" not in asdict(GPT(**older))
+    assert replace(GPT(**older), seq_len=12).seq_len == 12

@@ -4,4 +4,5 @@ from mpipipe.language.models.huggingface.folder import Folder, Origin, open_fold
 from mpipipe.language.models.huggingface.reading import read
 from mpipipe.language.models.huggingface.writing import save
 
-__all__ = ["Folder", "Origin", "open_folder", "read", "save"]
+__all__ = ["read", "save"]
+__dir__ = __all__.copy

@@ -46,7 +46,7 @@ SIZES = {
     "num_key_value_heads": "kv_heads",
     "head_dim": "head_dim",
     "intermediate_size": "hidden",
-    "max_position_embeddings": "seq",
+    "max_position_embeddings": "seq_len",
 }
 GPT2_SIZES = {
     "vocab_size": "vocab",
@@ -147,7 +147,7 @@ def _read_gpt2(options: Options) -> Values:
     fields = _sizes(options, GPT2_SIZES, {"n_inner": 4 * options.count("n_embd")})
     return {
         **fields,
-        "seq": fields["max_positions"],
+        "seq_len": fields["max_positions"],
         "tied": options.flag("tie_word_embeddings", True),
         "eps": options.number("layer_norm_epsilon", 1e-5),
         "norm": "layer",
@@ -228,7 +228,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, Values]:
             again = GPT(**family.read(Options(options, Path("config.json"))))
         except (ArgumentError, AttributeError):  # the latter of a model that is no GPT
             continue
-        if replace(again, seq=model.seq, **of_training) == model:
+        if replace(again, seq_len=model.seq_len, **of_training) == model:
             return family, options
     raise ConfigError(
         "no family of Hugging Face models here can express this model",

@@ -48,7 +48,7 @@ def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, Values]:
     config |= {**origin.carried, **options, "torch_dtype": dtype}
     longest = origin.config.get("max_position_embeddings")
     if type(longest) is int and "max_position_embeddings" in options:
-        config["max_position_embeddings"] = max(longest, model.seq)
+        config["max_position_embeddings"] = max(longest, model.seq_len)
     return family, config
 
 

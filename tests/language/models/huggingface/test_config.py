@@ -212,7 +212,7 @@ def test_a_description_is_expressed_and_read_back(model, family):
     found, options = expressed(model)
     again = GPT(**FAMILIES[found.name].read(Options(options, PLACE)))
     assert found.name == family
-    assert {**vars(again), "seq": model.seq} == vars(model)
+    assert {**vars(again), "seq_len": model.seq_len} == vars(model)
 
 
 @pytest.mark.parametrize(
