@@ -12,7 +12,7 @@ ROOMS = """mpipipe schedules nn attention attention.cost exchange optim adapters
     train language.data language.models language.models.huggingface errors job.inprocess""".split()
 HEAD = """# Every name
 
-You can look up here where a name lives and what it is for; `help(name)` prints the rest. These {count}
+This page lists where a name lives and what it is for; `help(name)` prints the rest. These {count}
 names are public: scripts are written against them, and everything else may change.
 """
 

@@ -29,11 +29,15 @@ class Tanh:
         # One contiguous array of all gradients
         self.gradients = SimpleNamespace(flat=np.zeros(size * size))
 
-    def forward(self, x: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    def forward(
+        self, x: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         y = np.tanh(x @ self.weight)
         return y, (x, y)
 
-    def backward(self, dy: np.ndarray, saved: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    def backward(
+        self, dy: np.ndarray, saved: tuple[np.ndarray, np.ndarray]
+    ) -> np.ndarray:
         x, y = saved
         inner: np.ndarray = dy * (1 - y * y)
         self.gradients.flat += (x.T @ inner).ravel()

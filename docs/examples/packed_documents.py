@@ -54,7 +54,9 @@ random = np.random.default_rng(0)
 q, k, v = random.standard_normal((3, 1, seq_len, 2, 16))
 layout = attention.Layout("zigzag", comm.size, seq_len)
 own_q, own_k, own_v = (layout.shard(array, comm.rank) for array in (q, k, v))
-out, _ = attention.ring_attention(own_q, own_k, own_v, comm, layout=layout, segments=LENGTHS)
+out, _ = attention.ring_attention(
+    own_q, own_k, own_v, comm, layout=layout, segments=LENGTHS
+)
 
 shards = comm.allgather(out)
 if comm.rank == 0:

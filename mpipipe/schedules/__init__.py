@@ -41,6 +41,7 @@ from mpipipe.schedules.zero_bubble import (
 __all__ = [
     "Action",
     "Costs",
+    "Links",
     "Schedule",
     "Timeline",
     "advise",
@@ -54,12 +55,11 @@ __all__ = [
     "partition",
     "peak_memory",
     "simulate",
+    "simulate_flows",
     "timeline",
-    "v_half",
     "with_frozen",
     "with_recompute",
     "with_skips",
-    "zero_bubble_2p",
     "zero_bubble_h1",
 ]
 __dir__ = __all__.copy

@@ -51,7 +51,9 @@ class GPT:
         Inner width of the feed-forward layers; by default 8/3 dim for SwiGLU, rounded up to a
         multiple of 64, and 4 dim for GELU.
     seq_len : int
-        Length of the sequences, for `costs`. The name `seq` is taken as well.
+        Length of the sequences, for `costs`.
+    seq : int, optional
+        Another name of `seq_len`, which descriptions of older runs have.
     tied : bool
         Whether embedding and head are one matrix.
     dropout, rope_base : float
