@@ -55,7 +55,7 @@ x = inputs if comm.rank == 0 else None
 target = signs if comm.rank == comm.size - 1 else None
 
 with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
-    start = pipeline.step(x, target).loss
+    loss = start = pipeline.step(x, target).loss
     slope, shift = stage.gradients.flat[0], 1e-5 if comm.rank == 0 else 0.0
     stage.weight[0, 0] += shift
     quotient = (pipeline.evaluate(x, target) - start) / 1e-5

@@ -52,8 +52,6 @@ class GPT:
         multiple of 64, and 4 dim for GELU.
     seq_len : int
         Length of the sequences, for `costs`.
-    seq : int, optional
-        Another name of `seq_len`, which descriptions of older runs have.
     tied : bool
         Whether embedding and head are one matrix.
     dropout, rope_base : float
@@ -92,6 +90,8 @@ class GPT:
         Number of slices of the vocabulary into which the head is cut, each a layer
         (`nn.HeadSlice`), so that stages can divide it. A tied embedding is cut alike. Values at the
         start are those of the whole head.
+    seq : int, optional
+        Another name of `seq_len`, which descriptions of older runs have.
 
     Raises
     ------
