@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate, product
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.action import Action
 from mpipipe.schedules.classic import looped
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
@@ -308,10 +308,7 @@ def zero_bubble_2p(
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
-
-        def order(rank: int, units: int) -> list[Action]:
-            return split_order(ranks, 1, units, rank, step=2)
-
+        order = partial(split_order, step=2)
         return looped("zero_bubble_2p", ranks, 1, microbatches, order, slices=slices)
     small = min(ranks, MANY)
     average = costs

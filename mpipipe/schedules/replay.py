@@ -34,8 +34,8 @@ def replay(
     # Stage s runs unit u at index s * units + u of these lists.
     of_units = [*shares] * (units // len(shares))
     times = []
-    for op in OPS:
-        times.append([seconds * share for seconds in durations[op] for share in of_units])
+    for name in OPS:
+        times.append([seconds * share for seconds in durations[name] for share in of_units])
     forward, backward, input_grad, weight_grad, recompute = times
     hop = []
     for seconds in hops(placement, transfer):
