@@ -47,7 +47,7 @@ def cell(action: tuple[int, str, int], slices: int) -> str:
 
 def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
     """Return micro-batch and slice of a unit, as errors name them; no slice where there is one."""
-    if slices == 1 or unit is None:
+    if slices == 1 or type(unit) is not int:
         return {"microbatch": unit}
     return {"microbatch": unit // slices, "slice": unit % slices}
 
