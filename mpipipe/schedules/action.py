@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 FORWARD = "F"
@@ -50,11 +49,6 @@ def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
     if slices == 1 or type(unit) is not int:
         return {"microbatch": unit}
     return {"microbatch": unit // slices, "slice": unit % slices}
-
-
-def recomputed_in(order: Iterable[Action]) -> set[tuple[int, int]]:
-    """Return every (stage, unit) whose forward an order runs again, by an R."""
-    return {(stage, unit) for stage, op, unit in order if op == RECOMPUTE}
 
 
 Order: TypeAlias = "tuple[Action, ...]"
