@@ -8,14 +8,13 @@ saved is not in the cache any more.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
-from typing import TypeVar
 
 import numpy as np
 
@@ -27,16 +26,8 @@ from mpipipe.planning.links import repeats_in, step_seconds
 from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
-from mpipipe.planning.step_memory import (
-    LoneLayer,
-    Shapes,
-    layer_bytes,
-    lone_layers,
-    shapes_of,
-    zeros_of,
-)
+from mpipipe.planning.step_memory import LoneLayer, Result, layer_bytes, lone_layers
 
-Result = TypeVar("Result")
 SECONDS = 0.6  # length of a round
 REPEATS = (3, 25)  # fewest and most repeats of a turn in a round
 # All sizes of micro-batches take turns in them, so that all see the same machine.
@@ -102,38 +93,29 @@ class LayerTimes:
 
 
 @dataclass(eq=False)
-class Timer:
-    """Runs the actions of a layer. `saved` are what forwards saved, and gradients."""
+class Timer(LoneLayer):
+    """Times the actions of a layer. `kept` is what forwards left for backwards."""
 
-    lone: LoneLayer
-    targets: Tree
     actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    saved: list[tuple[Tree, nn.Saved]] = field(default_factory=list)
-    gradient: Tree = None
+    kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
 
-    def timed(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
+    def run(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
         start = perf_counter()
         result = call(*arguments)
         self.actions[name].append(perf_counter() - start)
         return result
 
-    def forward(self, name: str) -> Shapes:
-        y, saved = self.timed(name, self.lone.stage.forward, self.lone.x)
-        loss = self.lone.loss
-        if loss is not None:
-            result = self.timed("loss", loss.call, y, self.targets, 1.0)
-            self.gradient = loss.scaled(loss.checked(result)[1], 1.0, y)
-        elif self.gradient is None:
-            self.gradient = _in_memory(zeros_of(shapes_of(y), gradient=True))
-        if self.lone.trained:
-            self.saved.append((self.gradient, saved))
-        return shapes_of(y)
+    def forward(self, name: str = "F") -> tuple[Tree, nn.Saved]:
+        y, saved = super().forward(name)
+        if self.trained:
+            self.kept.append((self.gradient, saved))
+        return y, saved
 
     def backward(self, name: str) -> None:
-        self.timed(name, self.lone.stage.backward, *self.saved.pop(0))
+        self.run(name, self.stage.backward, *self.kept.popleft())
 
     def split(self) -> nn.Pending:
-        return self.timed("I", self.lone.stage.backward_input, *self.saved.pop(0))[1]
+        return self.run("I", self.stage.backward_input, *self.kept.popleft())[1]
 
 
 def _in_memory(tree: Tree) -> Tree:
@@ -143,10 +125,7 @@ def _in_memory(tree: Tree) -> Tree:
 
 def _turn(timers: Sequence[Timer]) -> None:
     """Go backwards in one go, in one go after the forward was run again, and in two."""
-    trained = []
-    for timer in reversed(timers):
-        if timer.lone.trained:
-            trained.append(timer)
+    trained = [timer for timer in reversed(timers) if timer.trained]
     for _ in range(UNDER_WAY):
         for timer in timers:
             timer.forward("F")
@@ -164,26 +143,26 @@ def _turn(timers: Sequence[Timer]) -> None:
     for _ in range(UNDER_WAY):
         pending = [timer.split() for timer in trained]
         for timer, products in zip(trained, pending):
-            timer.timed("W", timer.lone.stage.backward_weight, products)
+            timer.run("W", timer.stage.backward_weight, products)
 
 
 def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
     """Time the layers; return the seconds of clipping and optimizer for a parameter; collective."""
-    x, targets = measured.example(size, 1)
+    example = measured.example(size, 1)
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
 
         timers: dict[int, Timer] = {}
-        for lone in lone_layers(measured, x, size, {}):
-            if lone.shapes is None:
-                stack.enter_context(lone.taking_head())
+        for timer in lone_layers(measured, example, size, {}, Timer):
+            if timer.shapes is None:
+                stack.enter_context(timer.taking_head())
                 # The first layer has the example itself.
                 if timers:
-                    lone.x = _in_memory(lone.x)
-                timers[lone.stage.first] = timer = Timer(lone, targets)
-                lone.shapes = timer.forward("F")
-        for timer in timers.values():
-            timer.saved.clear()
+                    timer.x = _in_memory(timer.x)
+                timers[timer.stage.first] = timer
+                timer.forward()
+                timer.gradient = _in_memory(timer.gradient)
+                timer.kept.clear()
         turns = list(timers.values())
         start = perf_counter()
         _turn(turns)
@@ -196,7 +175,7 @@ def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
         for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
             _turn(turns)
         times.loss += turns[-1].actions.pop("loss")
-    return _optimizer(measured, [timer.lone.stage for timer in turns])
+    return _optimizer(measured, [timer.stage for timer in turns])
 
 
 def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
