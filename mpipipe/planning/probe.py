@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -48,11 +49,20 @@ class MeasuredLayers:
     optimizer: float
     sums: float
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of forwards and backwards of all kinds of layers and sizes."""
+        total = 0.0
+        for rank in self.costs.values():
+            for layer in rank.layers:
+                total += layer.forward + layer.backward
+        return total
 
-def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
-    """Measure all kinds of layers on this rank; collective over all ranks."""
+
+def measure_layers(measured: MeasuredRanks, action: float = 0.0) -> MeasuredLayers:
+    """Measure all kinds of layers on this rank, whose actions need `action`; collective."""
     group = group_of(measured.mesh.comm)
-    times = {size: LayerTimes() for size in measured.problem.space.sizes}
+    times: dict[int, Times] = {size: {} for size in measured.problem.space.sizes}
     sizes = {}
     process = 0
     for size in times:
@@ -66,30 +76,28 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
             optimizers.append(_round(measured, size, size_times))
     costs = {}
     for size, size_times in times.items():
-        costs[size] = size_times.costs(measured.problem.kinds)
+        costs[size] = _costs(size_times, measured.problem.kinds, action)
     return MeasuredLayers(costs, sizes, process, median(optimizers), _sums(measured))
 
 
-class LayerTimes:
-    """Seconds of a rank's layers for one size of micro-batch, by place and action."""
+# Seconds of a rank's layers, by place and action.
+Times: TypeAlias = dict[int, dict[str, list[float]]]
 
-    def __init__(self) -> None:
-        self.actions: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.loss: list[float] = []
 
-    def costs(self, kinds: Sequence[int]) -> RankCosts:
-        """Return the medians, for each kind of layer."""
-        by_kind: dict[int, LayerCosts] = {}
-        for place, actions in self.actions.items():
-            times = dict.fromkeys(("F", "B", "I", "W", "R", "B after R"), 0.0)
-            for name, seconds in actions.items():
-                times[name] = median(seconds)
-            again = max(0.0, times["R"] + times["B after R"] - times["B"])
-            by_kind[kinds[place]] = LayerCosts(
-                times["F"], times["B"], times["I"], times["W"], again
-            )
-        layers = tuple([by_kind[kind] for kind in sorted(by_kind)])
-        return RankCosts(layers, median(self.loss))
+def _costs(times: Times, kinds: Sequence[int], action: float) -> RankCosts:
+    """Return the medians, for each kind of layer."""
+    by_kind: dict[int, LayerCosts] = {}
+    for place, actions in times.items():
+        middle = dict.fromkeys(("F", "B", "I", "W", "R", "B after R"), 0.0)
+        for name, seconds in actions.items():
+            middle[name] = median(seconds)
+        again = max(0.0, middle["R"] + middle["B after R"] - middle["B"])
+        by_kind[kinds[place]] = LayerCosts(
+            middle["F"], middle["B"], middle["I"], middle["W"], again
+        )
+    layers = tuple([by_kind[kind] for kind in sorted(by_kind)])
+    # The last layer has the loss.
+    return RankCosts(layers, middle["loss"], action)
 
 
 @dataclass(eq=False)
@@ -146,36 +154,34 @@ def _turn(timers: Sequence[Timer]) -> None:
             timer.run("W", timer.stage.backward_weight, products)
 
 
-def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
+def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
     """Time the layers; return the seconds of clipping and optimizer for a parameter; collective."""
     example = measured.example(size, 1)
+    timers: list[Timer] = []
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
 
-        timers: dict[int, Timer] = {}
         for timer in lone_layers(measured, example, size, {}, Timer):
             if timer.shapes is None:
                 stack.enter_context(timer.taking_head())
                 # The first layer has the example itself.
                 if timers:
                     timer.x = _in_memory(timer.x)
-                timers[timer.stage.first] = timer
+                timers.append(timer)
                 timer.forward()
                 timer.gradient = _in_memory(timer.gradient)
                 timer.kept.clear()
-        turns = list(timers.values())
         start = perf_counter()
-        _turn(turns)
+        _turn(timers)
         # A ring has messages in each turn: all ranks must make the same number of turns.
         seconds = group_of(measured.mesh.comm).gather(
             "plan: the seconds of a turn", perf_counter() - start
         )
-        for place, timer in timers.items():
-            timer.actions = times.actions[place]
+        for timer in timers:
+            timer.actions = times.setdefault(timer.stage.first, defaultdict(list))
         for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
-            _turn(turns)
-        times.loss += turns[-1].actions.pop("loss")
-    return _optimizer(measured, [timer.stage for timer in turns])
+            _turn(timers)
+    return _optimizer(measured, [timer.stage for timer in timers])
 
 
 def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
