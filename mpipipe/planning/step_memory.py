@@ -504,10 +504,9 @@ def peak_of_step(
     `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of
     `receive_window`, and `shares` are those of the slices in a sequence.
     """
-    parts = []
+    slices = []
     for share in shares:
-        of_stages = [share_of(stage, share) for stage in stages]
-        parts.append((of_stages, [share * size for size in inputs]))
+        slices.append([share_of(stage, share) for stage in stages])
     placement = schedule.placement
     last = schedule.stages - 1
     final = schedule.slices - 1
@@ -534,13 +533,13 @@ def peak_of_step(
     buffers = 0
     for (stage, op, microbatch), receiving in zip(order, receives):
         number = microbatch % schedule.slices
-        of_stages, inputs = parts[number]
-        own = of_stages[stage]
+        own = slices[number][stage]
+        input_size = shares[number] * inputs[stage]
         trained = schedule.has_backward(stage)
         from_away, to_away = away[stage]
         local_input = 0.0
         if stage and not from_away:
-            local_input = inputs[stage]
+            local_input = input_size
         if receiving:
             buffers = max(buffers, leased + min(window, waiting))
             waiting -= 1
@@ -576,7 +575,7 @@ def peak_of_step(
         if op == "F" and to_away:
             leaving = own.output
         elif op in "BI" and from_away:
-            leaving = inputs[stage]
+            leaving = input_size
         # The input of the forward, and the gradient of the output.
         if op in "BW" or (op == "F" and not trained):
             local -= local_input

@@ -301,10 +301,7 @@ def check_skips(skips: Sequence[Skip], stages: int) -> None:
                 "the name of a skip", found=repr(name), expected="an identifier, as in 'residual'"
             )
         if name in met and (met[name][0] != source or target in met[name][1]):
-            ends = []
-            for other in skips:
-                if other.name == name:
-                    ends.append(str((other.source, other.target)))
+            ends = [str(other[1:]) for other in skips if other.name == name]
             raise ScheduleError(
                 f"two skips are called {name!r}",
                 found=", ".join(ends),

@@ -8,7 +8,7 @@ raises ArgumentError. `slices` are those of classic.py.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
@@ -193,11 +193,8 @@ def _on_a_v(
     full = max(2 * ranks - less, units)
     orders = []
     for rank in range(ranks):
-        order = []
-        for action in _of_rank(cells, ranks, full, rank):
-            if action.microbatch < units:
-                order.append(action)
-        orders.append(tuple(order))
+        actions = _of_rank(cells(rank, ranks, full), ranks, rank)
+        orders.append(tuple([action for action in actions if action.microbatch < units]))
     return Schedule(name, v_placement(ranks), units, orders)
 
 
@@ -222,27 +219,25 @@ def _dualpipe(rank: int, ranks: int, full: int) -> str:
     return filling + steady + emptying + "WI" * rest + "W" * (rank + 1)
 
 
-def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
+def _of_rank(cells: str, ranks: int, rank: int) -> Iterator[Action]:
     """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up."""
     count: Counter[str] = Counter()
     owed: deque[Action] = deque()
-    order = []
-    for cell in cells(rank, ranks, full):
+    for cell in cells:
         op = cell.upper()
         stage = rank
         if cell.islower():
             stage = 2 * ranks - 1 - rank
         if op == WEIGHT_GRAD:
-            order.append(owed.popleft())
+            yield owed.popleft()
             continue
         # Both are backwards.
         chain = cell.replace("b", "i").replace("B", "I")
         action = Action(stage, op, count[chain])
         count[chain] += 1
-        order.append(action)
+        yield action
         if op == INPUT_GRAD:
             owed.append(Action(stage, WEIGHT_GRAD, action.microbatch))
-    return order
 
 
 # -- Weight gradients where a rank would wait, for costs that are given ----------------------------
