@@ -6,6 +6,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 
 from mpipipe import processor
@@ -14,7 +15,7 @@ from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
 from mpipipe.planning.network import NIC, NOTABLE, ranked, read_links
 from mpipipe.planning.predict import Choice, predict
-from mpipipe.planning.probe import MeasuredLayers, measure_layers
+from mpipipe.planning.probe import measure_layers
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import Plan, find_plans
@@ -109,59 +110,37 @@ def measure(measured: MeasuredRanks) -> Profile:
     action = measure_action(measured)
     links = measure_links(measured, action)
     step = measure_step(measured, action, links)
-    layers = measure_layers(measured)
-    for size, size_costs in layers.costs.items():
-        layers.costs[size] = replace(size_costs, action=action)
     everyone = group_of(mesh.comm).gather(
-        "plan: what all ranks have measured", (mesh.pipe.rank, layers, step)
+        "plan: what all ranks have measured",
+        (mesh.pipe.rank, measure_layers(measured, action), step),
     )
-    replicas: dict[int, list[MeasuredLayers]] = {}
-    process = 0
-    for rank, replica, replica_step in everyone:
-        replicas.setdefault(rank, []).append(replica)
-        process = max(process, replica.process)
-        step = max(step, replica_step)
-    ranks = []
-    for rank in range(mesh.pipe.size):
-        # Replicas wait for the slowest of them.
-        ranks.append(max(replicas[rank], key=_seconds))
+    ranks, layers, steps = zip(*everyone)
+    # Replicas wait for the slowest of them.
+    slowest = dict(sorted(zip(ranks, layers), key=lambda entry: entry[1].seconds))
+    pipe = [slowest[rank] for rank in range(mesh.pipe.size)]
     costs = {}
-    for size in layers.costs:
-        costs[size] = tuple([rank.costs[size] for rank in ranks])
+    for size in pipe[0].costs:
+        costs[size] = tuple([rank.costs[size] for rank in pipe])
     return Profile(
         kinds=problem.kinds,
         costs=costs,
         links=links,
-        sizes=layers.sizes,
+        sizes=pipe[0].sizes,
         states=problem.states,
         trained=problem.trained_counts,
-        optimizer=tuple([rank.optimizer for rank in ranks]),
-        sums=tuple([rank.sums for rank in ranks]),
-        step=step,
-        process=process,
+        optimizer=tuple([rank.optimizer for rank in pipe]),
+        sums=tuple([rank.sums for rank in pipe]),
+        step=max(steps),
+        process=max(rank.process for rank in layers),
     )
-
-
-def _seconds(measured: MeasuredLayers) -> float:
-    total = 0.0
-    for rank in measured.costs.values():
-        for layer in rank.layers:
-            total += layer.forward + layer.backward
-    return total
 
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:
     """Return the best plan, and the best with other micro-batches and another schedule."""
     choices = [plan.choice for plan in plans]
     tried = choices[:1]
-    for choice in choices:
-        if choice.microbatches != choices[0].microbatches:
-            tried.append(choice)
-            break
-    for choice in choices:
-        if (choice.schedule, choice.chunks) != (choices[0].schedule, choices[0].chunks):
-            tried.append(choice)
-            break
+    for form in (attrgetter("microbatches"), attrgetter("schedule", "chunks")):
+        tried += [choice for choice in choices if form(choice) != form(choices[0])][:1]
     return list(dict.fromkeys(tried))
 
 

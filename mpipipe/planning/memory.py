@@ -9,7 +9,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -96,7 +96,7 @@ class _Tracer:
         self.was_on = False
         self.ranks: set[int] = set()  # the threads that measure
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         with self.lock:
             self.users += 1
             self.ranks.add(threading.get_ident())
@@ -105,7 +105,7 @@ class _Tracer:
                 gc.freeze()
                 tracemalloc.start()
 
-    def end(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self.lock:
             self.users -= 1
             if self.users == 0:
@@ -123,21 +123,15 @@ class _Tracer:
 _TRACER = _Tracer()
 
 
-@contextmanager
-def tracing() -> Iterator[None]:
+def tracing() -> AbstractContextManager[None]:
     """Let Python trace allocations within a block, for `taking`.
 
     Ranks that measure agree on something right after it, and compute nothing before that; see
     `_Tracer`.
     """
     if UNTRACED & sys.modules.keys():
-        yield
-        return
-    _TRACER.begin()
-    try:
-        yield
-    finally:
-        _TRACER.end()
+        return nullcontext()
+    return _TRACER
 
 
 def taking() -> Callable[[], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from mpipipe import schedules
 from mpipipe.planning.layer_plan import LayerPlan
@@ -150,12 +150,8 @@ def _costs(profile: Profile, plan: LayerPlan) -> Costs:
 
 def _splits(schedule: Schedule) -> set[int]:
     """Return the stages whose backward is split."""
-    splits = set()
-    for order in schedule.orders:
-        for action in order:
-            if action.op == INPUT_GRAD:
-                splits.add(action.stage)
-    return splits
+    actions = chain(*schedule.orders)
+    return {action.stage for action in actions if action.op == INPUT_GRAD}
 
 
 def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:

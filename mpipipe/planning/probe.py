@@ -8,14 +8,14 @@ saved is not in the cache any more.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,16 +27,8 @@ from mpipipe.planning.links import repeats_in, step_seconds
 from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
-from mpipipe.planning.step_memory import (
-    LoneLayer,
-    Shapes,
-    layer_bytes,
-    lone_layers,
-    shapes_of,
-    zeros_of,
-)
+from mpipipe.planning.step_memory import LoneLayer, Result, layer_bytes, lone_layers
 
-Result = TypeVar("Result")
 SECONDS = 0.6  # length of a round
 REPEATS = (3, 25)  # fewest and most repeats of a turn in a round
 # All sizes of micro-batches take turns in them, so that all see the same machine.
@@ -57,11 +49,20 @@ class MeasuredLayers:
     optimizer: float
     sums: float
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of forwards and backwards of all kinds of layers and sizes."""
+        total = 0.0
+        for rank in self.costs.values():
+            for layer in rank.layers:
+                total += layer.forward + layer.backward
+        return total
 
-def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
-    """Measure all kinds of layers on this rank; collective over all ranks."""
+
+def measure_layers(measured: MeasuredRanks, action: float = 0.0) -> MeasuredLayers:
+    """Measure all kinds of layers on this rank, whose actions need `action`; collective."""
     group = group_of(measured.mesh.comm)
-    times = {size: LayerTimes() for size in measured.problem.space.sizes}
+    times: dict[int, Times] = {size: {} for size in measured.problem.space.sizes}
     sizes = {}
     process = 0
     for size in times:
@@ -75,65 +76,54 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
             optimizers.append(_round(measured, size, size_times))
     costs = {}
     for size, size_times in times.items():
-        costs[size] = size_times.costs(measured.problem.kinds)
+        costs[size] = _costs(size_times, measured.problem.kinds, action)
     return MeasuredLayers(costs, sizes, process, median(optimizers), _sums(measured))
 
 
-class LayerTimes:
-    """Seconds of a rank's layers for one size of micro-batch, by place and action."""
+# Seconds of a rank's layers, by place and action.
+Times: TypeAlias = dict[int, dict[str, list[float]]]
 
-    def __init__(self) -> None:
-        self.actions: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.loss: list[float] = []
 
-    def costs(self, kinds: Sequence[int]) -> RankCosts:
-        """Return the medians, for each kind of layer."""
-        by_kind: dict[int, LayerCosts] = {}
-        for place, actions in self.actions.items():
-            times = dict.fromkeys(("F", "B", "I", "W", "R", "B after R"), 0.0)
-            for name, seconds in actions.items():
-                times[name] = median(seconds)
-            again = max(0.0, times["R"] + times["B after R"] - times["B"])
-            by_kind[kinds[place]] = LayerCosts(
-                times["F"], times["B"], times["I"], times["W"], again
-            )
-        layers = tuple([by_kind[kind] for kind in sorted(by_kind)])
-        return RankCosts(layers, median(self.loss))
+def _costs(times: Times, kinds: Sequence[int], action: float) -> RankCosts:
+    """Return the medians, for each kind of layer."""
+    by_kind: dict[int, LayerCosts] = {}
+    for place, actions in times.items():
+        middle = dict.fromkeys(("F", "B", "I", "W", "R", "B after R"), 0.0)
+        for name, seconds in actions.items():
+            middle[name] = median(seconds)
+        again = max(0.0, middle["R"] + middle["B after R"] - middle["B"])
+        by_kind[kinds[place]] = LayerCosts(
+            middle["F"], middle["B"], middle["I"], middle["W"], again
+        )
+    layers = tuple([by_kind[kind] for kind in sorted(by_kind)])
+    # The last layer has the loss.
+    return RankCosts(layers, middle["loss"], action)
 
 
 @dataclass(eq=False)
-class Timer:
-    """Runs the actions of a layer. `saved` are what forwards saved, and gradients."""
+class Timer(LoneLayer):
+    """Times the actions of a layer. `kept` is what forwards left for backwards."""
 
-    lone: LoneLayer
-    targets: Tree
     actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    saved: list[tuple[Tree, nn.Saved]] = field(default_factory=list)
-    gradient: Tree = None
+    kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
 
-    def timed(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
+    def run(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
         start = perf_counter()
         result = call(*arguments)
         self.actions[name].append(perf_counter() - start)
         return result
 
-    def forward(self, name: str) -> Shapes:
-        y, saved = self.timed(name, self.lone.stage.forward, self.lone.x)
-        loss = self.lone.loss
-        if loss is not None:
-            result = self.timed("loss", loss.call, y, self.targets, 1.0)
-            self.gradient = loss.scaled(loss.checked(result)[1], 1.0, y)
-        elif self.gradient is None:
-            self.gradient = _in_memory(zeros_of(shapes_of(y), gradient=True))
-        if self.lone.trained:
-            self.saved.append((self.gradient, saved))
-        return shapes_of(y)
+    def forward(self, name: str = "F") -> tuple[Tree, nn.Saved]:
+        y, saved = super().forward(name)
+        if self.trained:
+            self.kept.append((self.gradient, saved))
+        return y, saved
 
     def backward(self, name: str) -> None:
-        self.timed(name, self.lone.stage.backward, *self.saved.pop(0))
+        self.run(name, self.stage.backward, *self.kept.popleft())
 
     def split(self) -> nn.Pending:
-        return self.timed("I", self.lone.stage.backward_input, *self.saved.pop(0))[1]
+        return self.run("I", self.stage.backward_input, *self.kept.popleft())[1]
 
 
 def _in_memory(tree: Tree) -> Tree:
@@ -143,10 +133,7 @@ def _in_memory(tree: Tree) -> Tree:
 
 def _turn(timers: Sequence[Timer]) -> None:
     """Go backwards in one go, in one go after the forward was run again, and in two."""
-    trained = []
-    for timer in reversed(timers):
-        if timer.lone.trained:
-            trained.append(timer)
+    trained = [timer for timer in reversed(timers) if timer.trained]
     for _ in range(UNDER_WAY):
         for timer in timers:
             timer.forward("F")
@@ -164,39 +151,37 @@ def _turn(timers: Sequence[Timer]) -> None:
     for _ in range(UNDER_WAY):
         pending = [timer.split() for timer in trained]
         for timer, products in zip(trained, pending):
-            timer.timed("W", timer.lone.stage.backward_weight, products)
+            timer.run("W", timer.stage.backward_weight, products)
 
 
-def _round(measured: MeasuredRanks, size: int, times: LayerTimes) -> float:
+def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
     """Time the layers; return the seconds of clipping and optimizer for a parameter; collective."""
-    x, targets = measured.example(size, 1)
+    example = measured.example(size, 1)
+    timers: list[Timer] = []
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
 
-        timers: dict[int, Timer] = {}
-        for lone in lone_layers(measured, x, size, {}):
-            if lone.shapes is None:
-                stack.enter_context(lone.taking_head())
+        for timer in lone_layers(measured, example, size, {}, Timer):
+            if timer.shapes is None:
+                stack.enter_context(timer.taking_head())
                 # The first layer has the example itself.
                 if timers:
-                    lone.x = _in_memory(lone.x)
-                timers[lone.stage.first] = timer = Timer(lone, targets)
-                lone.shapes = timer.forward("F")
-        for timer in timers.values():
-            timer.saved.clear()
-        turns = list(timers.values())
+                    timer.x = _in_memory(timer.x)
+                timers.append(timer)
+                timer.forward()
+                timer.gradient = _in_memory(timer.gradient)
+                timer.kept.clear()
         start = perf_counter()
-        _turn(turns)
+        _turn(timers)
         # A ring has messages in each turn: all ranks must make the same number of turns.
         seconds = group_of(measured.mesh.comm).gather(
             "plan: the seconds of a turn", perf_counter() - start
         )
-        for place, timer in timers.items():
-            timer.actions = times.actions[place]
+        for timer in timers:
+            timer.actions = times.setdefault(timer.stage.first, defaultdict(list))
         for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
-            _turn(turns)
-        times.loss += turns[-1].actions.pop("loss")
-    return _optimizer(measured, [timer.lone.stage for timer in turns])
+            _turn(timers)
+    return _optimizer(measured, [timer.stage for timer in timers])
 
 
 def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:

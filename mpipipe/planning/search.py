@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from mpipipe import schedules
@@ -20,6 +21,7 @@ MOST_PER_RANK = 16  # micro-batches: more of them hardly make the bubble smaller
 COUNTS = 5  # numbers of micro-batches that are tried
 LIMITS = 4  # limits of recomputation that are tried for one schedule
 REFINED = 6  # plans whose partition is improved
+RECOMPUTATION = {"recompute", "recompute_limit"}  # fields of a Choice
 MOVES = 60  # changes of a partition that are tried for each of them
 
 
@@ -165,15 +167,6 @@ class Space:
         """Sequences of a micro-batch, for each number of them."""
         return sorted({-(-self.rows // count) for count in self.microbatches})
 
-    @property
-    def recomputation(self) -> dict[str, Any]:
-        """What is fixed of recomputation, by name."""
-        fixed = {}
-        for name in ("recompute", "recompute_limit"):
-            if name in self.fixed:
-                fixed[name] = self.fixed[name]
-        return fixed
-
 
 def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) -> list[Plan]:
     """Find the plans with the fastest steps; ConfigError if none keeps the limit of memory.
@@ -210,14 +203,12 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     >>> best.choice.schedule, best.prediction.seconds
     ('zero_bubble_h1', 13.0)
     """
-    most = math.inf
-    if memory_limit is not None:
-        most = memory_limit
+    search = _Search(profile, space, math.inf if memory_limit is None else memory_limit)
     plans = []
     peaks = []
-    for plan in _plans(profile, space, most):
+    for plan in search.plans():
         peaks.append(plan.prediction.peak)
-        if plan.prediction.peak <= most:
+        if plan.prediction.peak <= search.limit:
             plans.append(plan)
     if not plans:
         expected = "a plan that exists"
@@ -231,8 +222,7 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
             "the sizes of the model",
         )
     plans.sort(key=_rank)
-    for place, plan in enumerate(plans[:REFINED]):
-        plans[place] = _refined(profile, space, plan, most)
+    plans[:REFINED] = map(search.refined, plans[:REFINED])
     return sorted(plans, key=_rank)
 
 
@@ -240,26 +230,33 @@ def _rank(plan: Plan) -> tuple[float, int]:
     return plan.prediction.seconds, plan.prediction.peak
 
 
-def _plans(profile: Profile, space: Space, memory_limit: float) -> Iterator[Plan]:
-    seen = set()  # some schedules are the same with one stage on each rank
-    slices = space.fixed.get("slices", 1)
-    # Candidates that are too large are left out; where all of them are, the smallest is built,
-    # which says so.
-    most = max(
-        schedules.MOST_UNITS // (space.ranks * slices), space.microbatches[0] * space.forms[0][1]
-    )
-    for microbatches in space.microbatches:
-        size = -(-space.rows // microbatches)
-        for name, chunks in space.forms:
+@dataclass(frozen=True)
+class _Search:
+    """A search with a limit of the bytes of a rank."""
+
+    profile: Profile
+    space: Space
+    limit: float
+
+    def plans(self) -> Iterator[Plan]:
+        """Yield a plan for each form and number of micro-batches; some are above the limit."""
+        space = self.space
+        seen = set()  # some schedules are the same with one stage on each rank
+        slices = space.fixed.get("slices", 1)
+        # Candidates that are too large are left out; where all of them are, the smallest is built,
+        # which says so.
+        most = max(
+            schedules.MOST_UNITS // (space.ranks * slices),
+            space.microbatches[0] * space.forms[0][1],
+        )
+        for microbatches, (name, chunks) in product(space.microbatches, space.forms):
             if microbatches * chunks > most:
                 continue
-            partition = space.fixed.get("partition") or cut_by_time(
-                profile, size, chunks * space.ranks
-            )
-            choice = Choice(
-                name, chunks, microbatches, partition, slices=slices, **space.recomputation
-            )
-            plan = _predicted(profile, space, choice)
+            fields = {"schedule": name, "chunks": chunks, "microbatches": microbatches}
+            if "partition" not in space.fixed:
+                size = -(-space.rows // microbatches)
+                fields["partition"] = cut_by_time(self.profile, size, chunks * space.ranks)
+            plan = self.predicted(Choice(**{**space.fixed, **fields}))
             if plan is None:
                 continue
             schedule = plan.prediction.schedule
@@ -267,53 +264,50 @@ def _plans(profile: Profile, space: Space, memory_limit: float) -> Iterator[Plan
             if key in seen:
                 continue
             seen.add(key)
-            if plan.prediction.peak <= memory_limit or space.recomputation:
-                yield plan
-            else:
-                yield from _recomputing(profile, space, plan, memory_limit)
+            if plan.prediction.peak > self.limit and not RECOMPUTATION & space.fixed.keys():
+                plan = self.recomputing(plan)
+            yield plan
 
+    def recomputing(self, plan: Plan) -> Plan:
+        """Return the plan with as many forwards run again as the limit asks for."""
+        held = max(schedules.simulate(plan.prediction.schedule).peak_activations)
+        limits = {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)}
+        for limit in sorted(limits - {0, held}, reverse=True):
+            tried = self.predicted(replace(plan.choice, recompute_limit=limit))
+            if tried is not None and tried.prediction.peak <= self.limit:
+                return tried
+        return self.predict(replace(plan.choice, recompute=True))
 
-def _recomputing(profile: Profile, space: Space, plan: Plan, memory_limit: float) -> Iterator[Plan]:
-    """Yield the plan with as many forwards run again as the limit asks for."""
-    held = max(schedules.simulate(plan.prediction.schedule).peak_activations)
-    limits = sorted(
-        {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)} - {0, held}, reverse=True
-    )
-    for limit in limits:
-        tried = _predicted(profile, space, replace(plan.choice, recompute_limit=limit))
-        if tried is not None and tried.prediction.peak <= memory_limit:
-            yield tried
-            return
-    again = replace(plan.choice, recompute=True)
-    yield Plan(again, predict(profile, again, space.rows, space.trained))
+    def predict(self, choice: Choice) -> Plan:
+        """Return a plan."""
+        prediction = predict(self.profile, choice, self.space.rows, self.space.trained)
+        return Plan(choice, prediction)
 
+    def predicted(self, choice: Choice) -> Plan | None:
+        """Return a plan; None where no recomputation keeps the limit of activations."""
+        try:
+            return self.predict(choice)
+        except ArgumentError:
+            if choice.recompute_limit is None:
+                raise
+            return None
 
-def _predicted(profile: Profile, space: Space, choice: Choice) -> Plan | None:
-    """Return a plan; None where no recomputation keeps the limit of activations."""
-    try:
-        return Plan(choice, predict(profile, choice, space.rows, space.trained))
-    except ArgumentError:
-        if choice.recompute_limit is None:
-            raise
-        return None
-
-
-def _refined(profile: Profile, space: Space, plan: Plan, most: float) -> Plan:
-    """Move layers between neighbouring stages, as long as that makes the step faster."""
-    if "partition" in space.fixed:
+    def refined(self, plan: Plan) -> Plan:
+        """Move layers between neighbouring stages, as long as that makes the step faster."""
+        if "partition" in self.space.fixed:
+            return plan
+        partitions = _neighbours(plan.choice.partition)
+        for _ in range(MOVES):
+            partition = next(partitions, None)
+            if partition is None:
+                break
+            other = self.predicted(replace(plan.choice, partition=partition))
+            if other is None or other.prediction.peak > self.limit:
+                continue
+            if other.prediction.seconds < plan.prediction.seconds:
+                plan = other
+                partitions = _neighbours(partition)
         return plan
-    partitions = _neighbours(plan.choice.partition)
-    for _ in range(MOVES):
-        partition = next(partitions, None)
-        if partition is None:
-            break
-        other = _predicted(profile, space, replace(plan.choice, partition=partition))
-        if other is None or other.prediction.peak > most:
-            continue
-        if other.prediction.seconds < plan.prediction.seconds:
-            plan = other
-            partitions = _neighbours(partition)
-    return plan
 
 
 def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -6,10 +6,10 @@ once meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -113,18 +113,18 @@ def layer_bytes(
     `example` are inputs and targets of a micro-batch with this number of rows.
     """
     # A loss may divide by what is in its targets.
-    x = zeros_of(shapes_of(example[0]))
+    x, targets = example
+    example = zeros_of(shapes_of(x)), targets
     values: dict[str, Tree] = {}
     results = []
     known: dict[LoneLayer, StageBytes] = {}
     with tracing():
-        for lone in lone_layers(measured, x, rows, values):
+        for lone in lone_layers(measured, example, rows, values, LoneLayer):
             if lone not in known:
                 with np.errstate(all="ignore"), counting(), lone.taking_head():
-                    sizes = _micro_batch(lone, example[1])
-                known[lone] = replace(sizes, drawing=lone.drawing)
+                    known[lone] = _micro_batch(lone)
                 # Layers may be large, and one at a time is in memory.
-                del lone.stage, lone.x, lone.loss
+                del lone.stage, lone.x, lone.loss, lone.gradient
             results.append(known[lone])
     return results, {name: bytes_of(value) for name, value in values.items()}
 
@@ -133,15 +133,17 @@ def layer_bytes(
 class LoneLayer:
     """A layer in a stage by itself, with an input, and the loss after it if it is last.
 
-    `drawing` are bytes that drawing its parameters takes. Who runs it sets `shapes`, those of its
-    output.
+    `drawing` are bytes that drawing its parameters takes. `gradient` is that of the output, whose
+    shapes are `shapes`, from the first forward on.
     """
 
     stage: nn.Stage
     x: Tree
+    targets: Tree
     trained: bool
     loss: Loss | None
     drawing: int
+    gradient: Tree = None
     shapes: Shapes | None = None
 
     def taking_head(self) -> AbstractContextManager[None]:
@@ -150,19 +152,43 @@ class LoneLayer:
             return nullcontext()
         return self.loss.taking_head()
 
+    def run(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
+        """Run an action, or the loss."""
+        return call(*arguments)
+
+    def forward(self, name: str = "F") -> tuple[Tree, nn.Saved]:
+        """Run one forward, and the loss after it."""
+        y, saved = self.run(name, self.stage.forward, self.x)
+        self.shapes = shapes_of(y)
+        if self.loss is not None:
+            result = self.run("loss", self.loss.call, y, self.targets, 1.0)
+            self.gradient = self.loss.scaled(self.loss.checked(result)[1], 1.0, y)
+        elif self.gradient is None:
+            self.gradient = zeros_of(self.shapes, gradient=True)
+        return y, saved
+
+
+Lone = TypeVar("Lone", bound=LoneLayer)
+Result = TypeVar("Result")
+
 
 def lone_layers(
-    measured: MeasuredRanks, x: Tree, rows: int, values: dict[str, Tree]
-) -> Iterator[LoneLayer]:
+    measured: MeasuredRanks,
+    example: tuple[Tree, Tree],
+    rows: int,
+    values: dict[str, Tree],
+    make: type[Lone],
+) -> Iterator[Lone]:
     """Yield each layer, to be run; again the same for one of its kind with inputs of its shapes.
 
-    `x` is the input of the first one, a micro-batch with this number of rows. What layers give and
+    `example` are inputs and targets of a micro-batch with this number of rows. What layers give and
     take by names is put into `values`.
     """
     problem = measured.problem
     layers = measured.layers()
-    known: dict[tuple, LoneLayer] = {}
+    known: dict[tuple, Lone] = {}
     place = 0
+    x, targets = example
     # below all that is trained
     below = True
     while layers:
@@ -184,7 +210,7 @@ def lone_layers(
             loss = None
             if not layers:
                 loss = Loss(measured.loss_for(stage, rows))
-            known[key] = LoneLayer(stage, x, trained, loss, drawing)
+            known[key] = make(stage, x, targets, trained, loss, drawing)
         lone = known[key]
         yield lone
         assert lone.shapes is not None
@@ -193,68 +219,52 @@ def lone_layers(
         place += 1
 
 
-def _micro_batch(lone: LoneLayer, targets: Tree) -> StageBytes:
+def _micro_batch(lone: LoneLayer) -> StageBytes:
     """Run one micro-batch as the executor does, after another one that makes tables."""
     stage = lone.stage
-    x = lone.x
-    loss = lone.loss
-    dy: Tree = None
-    shared = {*array_bytes((stage.buffers, x, targets))}
-
-    def forward() -> tuple[Tree, nn.Saved, Tree]:
-        nonlocal dy
-        y, saved = stage.forward(x)
-        if loss is not None:
-            return y, saved, loss.scaled(loss.checked(loss.call(y, targets, 1.0))[1], 1.0, y)
-        if dy is None:
-            dy = zeros_of(shapes_of(y), gradient=True)
-        return y, saved, dy
-
+    shared = {*array_bytes((stage.buffers, lone.x, lone.targets))}
+    before = getattr(lone.x, "main", lone.x)
     for _ in range(2):
         taken = taking()
-        y, saved, gradient = forward()
-        before = getattr(x, "main", x)
+        y, saved = lone.forward()
         after = getattr(y, "main", y)
-        for_backward: list[object] = []
-        if lone.trained:
-            for_backward.append(saved)
-        loss_gradient: list[object] = []
-        if loss is not None:
-            loss_gradient.append(gradient)
-        saved_size, loss_size = new_bytes([for_backward, loss_gradient], shared)
+        if not lone.trained:
+            saved = None
+        saved_size, loss_size = new_bytes([saved, lone.gradient], shared)
+        if lone.loss is None:
+            loss_size = 0
         sizes = StageBytes(
+            drawing=lone.drawing,
             input=bytes_of(before),
             output=bytes_of(after),
             saved=saved_size,
-            keeps_output=_within(after, for_backward),
-            keeps_input=_within(before, for_backward),
+            keeps_output=_within(after, saved),
+            keeps_input=_within(before, saved),
             loss=loss_size,
         )
         least = saved_size + loss_size + sizes.output - sizes.keeps_output
         sizes = replace(sizes, forward=max(least, taken()))
-        lone.shapes = shapes_of(y)
-        del y, after, for_backward, loss_gradient
+        del y, after
         if not lone.trained:
             continue
         taken = taking()
-        stage.backward(gradient, saved)
+        stage.backward(lone.gradient, saved)
         backward = taken()
-        del saved, gradient
-        _, saved, gradient = forward()
+        del saved
+        _, saved = lone.forward()
         taken = taking()
-        pending = stage.backward_input(gradient, saved)[1]
+        pending = stage.backward_input(lone.gradient, saved)[1]
         input_grad = taken()
         (waiting,) = new_bytes([pending], shared)
         _, added = new_bytes([saved, pending], shared)
-        pends = _within(before, pending)
-        del saved, gradient
+        del saved
         taken = taking()
         stage.backward_weight(pending)
         sizes = replace(
             sizes,
             pending=waiting,
             added=added,
-            pends_input=pends,
+            pends_input=_within(before, pending),
             backward=backward,
             input_grad=max(added, input_grad),
             weight_grad=taken(),
@@ -322,8 +332,8 @@ class RankBytes:
     activations, messages, scratch : at the peak of a step
     batch : inputs and targets, also those of the next step
     start : needed to draw the initial values, besides parameters and gradients
-    sample : needed at the end: parameters that replicas have shares of, made whole, and the decoder
-        that writes the sample
+    buffers : needed at the end: parameters that replicas have shares of, made whole, and the
+        decoder that writes the sample
     sums : memory of MPI for sums over replicas; 0 without replicas
     process : Python with its libraries and MPI, and what they keep once a training runs
     """
@@ -341,7 +351,7 @@ class RankBytes:
     scratch: int
     batch: int
     start: int
-    sample: int
+    buffers: list[int]
     sums: int
     process: int
 
@@ -355,6 +365,22 @@ class RankBytes:
     def step(self) -> int:
         """What a step takes besides parameters, gradients and moments."""
         return self.activations + self.messages + self.scratch + self.batch
+
+    @property
+    def sample(self) -> int:
+        """What a step has taken, and what the buffers take after it.
+
+        Memory that a step has taken stays with the process. A buffer that fits into it takes no
+        more.
+        """
+        room = self.step
+        more = 0
+        for size in sorted(self.buffers, reverse=True):
+            if size <= room:
+                room -= size
+            else:
+                more += size
+        return self.step + more
 
 
 def rank_bytes(
@@ -409,21 +435,19 @@ def rank_bytes(
         window = receive_window(timeline, rank)
         peak = map(round, peak_of_step(schedule, rank, stages, inputs, window, shares))
         activations, messages, scratch = peak
-        batch = [schedule.placement[0], schedule.placement[-1]].count(rank) * row
         ranges = {}
         counts = []
-        trained = 0
         tables = 0.0
         drawing = 0.0
         for stage in schedule.stages_of(rank):
             start, stop = plan.layer_ranges[stage]
             ranges[stage] = start, stop
             counts.append(parameters_of(problem.layers[start:stop]))
-            trained += sum(problem.trained_counts[start:stop])
             tables += stages[stage].tables
             drawing = max(drawing, stages[stage].drawing)
         count = sum(counts)
-        step = activations + messages + scratch + batch
+        gradients = sum(problem.gradient_bytes([*ranges.values()]))
+        trained = gradients // wide
         parameters = problem.parameter_bytes(count, trained)
         elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
         buffers = []
@@ -431,14 +455,11 @@ def rank_bytes(
             for size in counts:
                 buffers += [size * wide] * 2
         if elsewhere:
-            buffers.append(trained * wide)
-        sample = 0
-        if buffers:
-            sample = _with_buffers(step, buffers)
+            buffers.append(gradients)
         sums = 0
         if problem.replicas * problem.seq > 1:
             # MPI sums with a buffer as large, where a step has been.
-            sums = trained * wide
+            sums = gradients
         ranks.append(
             RankBytes(
                 rank=rank,
@@ -446,35 +467,20 @@ def rank_bytes(
                 inputs={stage: stages[stage].input for stage in ranges},
                 count=count,
                 parameters=parameters,
-                gradients=trained * wide,
+                gradients=gradients,
                 moments=problem.moment_bytes(trained),
                 tables=round(tables),
                 activations=activations,
                 messages=messages,
                 scratch=scratch,
-                batch=batch,
+                batch=[schedule.placement[0], schedule.placement[-1]].count(rank) * row,
                 start=round(drawing) + elsewhere,
-                sample=sample,
+                buffers=buffers,
                 sums=sums,
                 process=process,
             )
         )
     return ranks
-
-
-def _with_buffers(step: int, buffers: list[int]) -> int:
-    """Return what a step has taken and what these buffers take after it.
-
-    Memory that a step has taken stays with the process. A buffer that fits into it takes no more.
-    """
-    room = step
-    more = 0
-    for size in sorted(buffers, reverse=True):
-        if size <= room:
-            room -= size
-        else:
-            more += size
-    return step + more
 
 
 # -- The memory of one rank in a training step, action by action -----------------------------------
@@ -498,10 +504,9 @@ def peak_of_step(
     `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of
     `receive_window`, and `shares` are those of the slices in a sequence.
     """
-    parts = []
+    slices = []
     for share in shares:
-        of_stages = [share_of(stage, share) for stage in stages]
-        parts.append((of_stages, [share * size for size in inputs]))
+        slices.append([share_of(stage, share) for stage in stages])
     placement = schedule.placement
     last = schedule.stages - 1
     final = schedule.slices - 1
@@ -512,7 +517,7 @@ def peak_of_step(
         below = stage > 0 and placement[stage - 1] != rank
         above = stage < last and placement[stage + 1] != rank
         away[stage] = below, above
-        ends = inputs[max(stage, 1) : min(stage + 2, last + 1)]
+        ends = inputs[max(stage, 1) : stage + 2]
         largest = max([largest, *ends])
     largest *= max(shares)
     order = schedule.orders[rank]
@@ -528,13 +533,13 @@ def peak_of_step(
     buffers = 0
     for (stage, op, microbatch), receiving in zip(order, receives):
         number = microbatch % schedule.slices
-        of_stages, inputs = parts[number]
-        own = of_stages[stage]
+        own = slices[number][stage]
+        input_size = shares[number] * inputs[stage]
         trained = schedule.has_backward(stage)
         from_away, to_away = away[stage]
         local_input = 0.0
         if stage and not from_away:
-            local_input = inputs[stage]
+            local_input = input_size
         if receiving:
             buffers = max(buffers, leased + min(window, waiting))
             waiting -= 1
@@ -570,7 +575,7 @@ def peak_of_step(
         if op == "F" and to_away:
             leaving = own.output
         elif op in "BI" and from_away:
-            leaving = inputs[stage]
+            leaving = input_size
         # The input of the forward, and the gradient of the output.
         if op in "BW" or (op == "F" and not trained):
             local -= local_input

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 FORWARD = "F"
@@ -47,14 +46,9 @@ def cell(action: tuple[int, str, int], slices: int) -> str:
 
 def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
     """Return micro-batch and slice of a unit, as errors name them; no slice where there is one."""
-    if slices == 1 or unit is None:
+    if slices == 1 or type(unit) is not int:
         return {"microbatch": unit}
     return {"microbatch": unit // slices, "slice": unit % slices}
-
-
-def recomputed_in(order: Iterable[Action]) -> set[tuple[int, int]]:
-    """Return every (stage, unit) whose forward an order runs again, by an R."""
-    return {(stage, unit) for stage, op, unit in order if op == RECOMPUTE}
 
 
 Order: TypeAlias = "tuple[Action, ...]"

@@ -120,10 +120,14 @@ def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> li
     forward = costs.per_stage("forward", count)
     input_grad = costs.per_stage("input_grad", count)
     weight_grad = costs.per_stage("weight_grad", count)
-    for stage in range(count):
+    recompute = costs.per_stage("recompute", count)
+    again = Counter(stage for stage, _ in schedule.recomputed)
+    is_trained = [stage >= first for stage in range(count)]
+    for stage, trained in enumerate(is_trained):
         forward[stage] *= share
-        input_grad[stage] *= share * (stage >= first)
-        weight_grad[stage] *= share * (stage >= first)
+        input_grad[stage] *= share * trained
+        weight_grad[stage] *= share * trained
+        recompute[stage] *= share * again[stage]
     hop = hops(schedule.placement, costs.per_stage("transfer", count))
     forward_begins = [0.0]
     input_follow = [weight_grad[0]]
@@ -138,24 +142,20 @@ def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> li
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
-    recompute = costs.per_stage("recompute", count)
-    again = Counter(stage for stage, _ in schedule.recomputed)
-    stages = []
-    for stage in range(count):
-        stages.append(
-            _Stage(
-                stage >= first,
-                forward[stage],
-                input_grad[stage],
-                weight_grad[stage],
-                forward_begins[stage],
-                input_begins[count - 1 - stage],
-                forward_follow[count - 1 - stage],
-                input_follow[stage],
-                again[stage] * share * recompute[stage],
-            )
+    return list(
+        map(
+            _Stage,
+            is_trained,
+            forward,
+            input_grad,
+            weight_grad,
+            forward_begins,
+            input_begins[::-1],
+            forward_follow[::-1],
+            input_follow,
+            recompute,
         )
-    return stages
+    )
 
 
 def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
@@ -204,6 +204,5 @@ def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterato
     yield begin + microbatches * away / limit + follow
     yield begin + microbatches * (away + math.fsum(weights)) / limit
     if len(own) == 1:
-        (only,) = own
-        trip = only.input_begins - only.forward_begins + only.input_grad + only.weight_grad
-        yield begin + (microbatches - 1) // limit * trip + only.forward + only.forward_follow
+        trip = away + weights[0]
+        yield begin + (microbatches - 1) // limit * trip + own[0].forward + own[0].forward_follow

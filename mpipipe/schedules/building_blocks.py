@@ -23,13 +23,13 @@ raise ArgumentError. `slices` are those of classic.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, product
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.action import Action
 from mpipipe.schedules.classic import looped
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
@@ -37,7 +37,6 @@ from mpipipe.schedules.slices import in_slices
 from mpipipe.schedules.zero_bubble import (
     PATIENCES,
     Filled,
-    Queues,
     StageTimes,
     fill_idle_with_weight_grads,
     split_order,
@@ -56,6 +55,41 @@ class BuildingBlock(NamedTuple):
 
     steps: tuple[int, int, int, int]
     turns: tuple[int, int, int]
+
+    def cells(self, ranks: int, rank: int) -> list[tuple[int, int]]:
+        """List (cell, task) of one micro-batch on a rank; tasks are those of zero_bubble.py."""
+        down, up, input_down, input_up = self.steps
+        last = ranks - 1
+        turn = last * down + self.turns[0]  # f on the last rank
+        loss = turn + last * up + self.turns[1]  # i on rank 0
+        end = loss + last * input_down + self.turns[2]  # I on the last rank
+        forward_down = 3 * rank
+        forward_up = 3 * (2 * ranks - 1 - rank)
+        return [
+            (rank * down, forward_down),
+            (turn + (last - rank) * up, forward_up),
+            (loss + rank * input_down, forward_up + 1),
+            (end + (last - rank) * input_up, forward_down + 1),
+        ]
+
+    def fits(self, ranks: int) -> bool:
+        """Whether no two actions of a rank fall on the same cell of the six."""
+        for rank in range(ranks):
+            if len({cell % PERIOD for cell, _ in self.cells(ranks, rank)}) < 4:
+                return False
+        return True
+
+    def filled(self, times: StageTimes, limit: int, patience: float) -> Filled | None:
+        """Repeat the block, with W's in the waits; None where the memory does not suffice."""
+        ranks = len(times.placement) // 2
+        queues = []
+        for rank in range(ranks):
+            runs = []
+            for cell, task in self.cells(ranks, rank):
+                for unit in range(times.microbatches):
+                    runs.append((cell + PERIOD * unit, task))
+            queues.append([[task for _, task in sorted(runs)]])
+        return fill_idle_with_weight_grads(times, queues, limit, patience)
 
 
 SHORT = (1, 1, 1, 1)
@@ -143,71 +177,26 @@ def _repeated(
     if ranks >= 2 * PERIOD:
         small = PERIOD + ranks % PERIOD
         average = costs.average(2 * ranks)
-    few_units = min(units, small + TRIED)
-    few = StageTimes(v_placement(small), few_units, average)
+    few = StageTimes(v_placement(small), min(units, small + TRIED), average)
+    blocks = []
+    cells = range(1, PERIOD + 1)
+    for turns in product(cells, cells, cells):
+        block = BuildingBlock(steps, turns)
+        if block.fits(small):
+            blocks.append(block)
+    # The shortest ones.
+    blocks.sort(key=lambda block: sum(block.turns))
     tried = []
-    for block in _blocks(small, steps):
-        for patience in PATIENCES:
-            filled = fill_idle_with_weight_grads(
-                few, _queues(small, few_units, block), limit(small), patience
-            )
-            if filled is not None:
-                tried.append((filled.score, block, patience))
+    for block, patience in product(blocks[:BLOCKS], PATIENCES):
+        filled = block.filled(few, limit(small), patience)
+        if filled is not None:
+            tried.append((filled.score, block, patience))
     whole = StageTimes(v_placement(ranks), units, costs)
     for _, block, patience in sorted(tried):
-        filled = fill_idle_with_weight_grads(
-            whole, _queues(ranks, units, block), limit(ranks), patience
-        )
+        filled = block.filled(whole, limit(ranks), patience)
         if filled is not None:
             return in_slices(whole.schedule(name, filled.orders), slices)
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
-
-
-def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]:
-    """List the shortest blocks that have no two actions of a rank on the same cell of the six."""
-
-    def is_free(block: BuildingBlock) -> bool:
-        for rank in range(ranks):
-            cells = {cell % PERIOD for cell, _ in _cells(ranks, rank, block)}
-            if len(cells) < 4:
-                return False
-        return True
-
-    cells = range(1, PERIOD + 1)
-    blocks = []
-    for turns in product(cells, cells, cells):
-        block = BuildingBlock(steps, turns)
-        if is_free(block):
-            blocks.append(block)
-    return sorted(blocks, key=lambda block: sum(block.turns))[:BLOCKS]
-
-
-def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]:
-    """List (cell, task) of one micro-batch on a rank; tasks are those of zero_bubble.py."""
-    down, up, input_down, input_up = block.steps
-    last = ranks - 1
-    turn = last * down + block.turns[0]  # f on the last rank
-    loss = turn + last * up + block.turns[1]  # i on rank 0
-    end = loss + last * input_down + block.turns[2]  # I on the last rank
-    forward_down = 3 * rank
-    forward_up = 3 * (2 * ranks - 1 - rank)
-    return [
-        (rank * down, forward_down),
-        (turn + (last - rank) * up, forward_up),
-        (loss + rank * input_down, forward_up + 1),
-        (end + (last - rank) * input_up, forward_down + 1),
-    ]
-
-
-def _queues(ranks: int, units: int, block: BuildingBlock) -> Queues:
-    queues = []
-    for rank in range(ranks):
-        runs = []
-        for cell, task in _cells(ranks, rank, block):
-            for unit in range(units):
-                runs.append((cell + PERIOD * unit, task))
-        queues.append([[task for _, task in sorted(runs)]])
-    return queues
 
 
 # -- ZB-2P: as little waiting as a limit of memory allows, for costs that are given ----------------
@@ -308,10 +297,7 @@ def zero_bubble_2p(
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
-
-        def order(rank: int, units: int) -> list[Action]:
-            return split_order(ranks, 1, units, rank, step=2)
-
+        order = partial(split_order, step=2)
         return looped("zero_bubble_2p", ranks, 1, microbatches, order, slices=slices)
     small = min(ranks, MANY)
     average = costs
@@ -323,15 +309,15 @@ def zero_bubble_2p(
         rules += [Rule("I", 0.0, 0, patience), Rule("F", 0.0, 0, patience)]
         for kind, slope, more in product(("ranks", "time"), SLOPES, (0, 1)):
             rules.append(Rule(kind, slope, more, patience))
-    # Each score begins with the time; equal ones are in the order of their rules.
-    tried = few.tried(rules)
-    tried.sort(key=lambda result: (result[0].score, result[1]))
+    tried = []
+    for rule in rules:
+        filled = few.filled(rule)
+        if filled is not None:
+            tried.append((filled.score, rule))
     number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
-    finalists = {H1}
-    for _, rule in tried[:number]:
-        finalists.add(rule)
+    finalists = {H1, *[rule for _, rule in sorted(tried)[:number]]}
     whole = _Ranks(ranks, units, costs, limit, kept)
-    best, _ = min(whole.tried(finalists))
+    best = min(filter(None, map(whole.filled, finalists)))
     return in_slices(whole.times.schedule("zero_bubble_2p", best.orders), slices)
 
 
@@ -340,38 +326,29 @@ class _Ranks:
 
     def __init__(self, ranks: int, units: int, costs: Costs, limit: float, kept: float) -> None:
         self.times = StageTimes(looped_placement(ranks, 1), units, costs)
-        self.units = units
         self.limit = max(1, limit)
         self.kept = kept
         self.away = _away(costs, ranks)
 
-    def tried(self, rules: Iterable[Rule]) -> list[tuple[Filled, Rule]]:
-        """Return the orders by each rule with which they end."""
-        results = []
-        for rule in rules:
-            filled = self.filled(rule)
-            if filled is not None:
-                results.append((filled, rule))
-        return results
-
     def filled(self, rule: Rule) -> Filled | None:
         """Return the orders by a rule; None where the memory does not let them end."""
-        most = max(1, int(min(self.limit, self.units)))
+        units = self.times.microbatches
+        most = max(1, int(min(self.limit, units)))
         queues: list[list[list[int]]] = []
         for rank, away in enumerate(self.away):
             forward = 3 * rank
-            inputs = 3 * rank + 1
-            if rule.kind in ("I", "F"):
-                both = [[inputs] * self.units, [forward] * self.units]
-                if rule.kind == "F":
-                    both.reverse()
-                queues.append(both)
+            inputs = forward + 1
+            if rule.kind == "I":
+                queues.append([[inputs] * units, [forward] * units])
+                continue
+            if rule.kind == "F":
+                queues.append([[forward] * units, [inputs] * units])
                 continue
             ahead = math.floor(rule.slope / 2 * away + 1e-9)
             if rule.kind == "ranks":
                 ahead = math.ceil(rule.slope * (len(self.away) - 1 - rank) - 1e-9)
             first = min(1 + rule.more + ahead, most)
-            in_turn = [inputs, forward] * (self.units - first)
+            in_turn = [inputs, forward] * (units - first)
             queues.append([[forward] * first + in_turn + [inputs] * first])
         return fill_idle_with_weight_grads(self.times, queues, self.limit, rule.patience, self.kept)
 

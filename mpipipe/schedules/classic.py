@@ -15,15 +15,15 @@ holds n - 1 units more where it does not hold all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.schedules.action import BACKWARD, FORWARD, Action
-from mpipipe.schedules.checks import counts, sizes
+from mpipipe.schedules.checks import sizes
 from mpipipe.schedules.schedule import Schedule, looped_placement
-from mpipipe.schedules.slices import in_slices
+from mpipipe.schedules.slices import backward_unit, in_slices
 
 
 #     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
@@ -57,19 +57,15 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
             expected="'fifo' or 'lifo'",
         )
 
-    def order(rank: int, units: int) -> list[Action]:
-        forwards = actions_of(rank, FORWARD, range(units))
-        backwards = actions_of(rank, BACKWARD, range(units))
+    def order(line: Line) -> list[Action]:
+        units: Iterable[int] = range(line.units)
+        forwards = actions_of(line.rank, FORWARD, units)
         if backward == "lifo":
-            backwards.reverse()
-        return forwards + backwards
+            # `in_slices` turns the slices of each sequence around.
+            units = [backward_unit(number, line.slices) for number in reversed(range(line.units))]
+        return forwards + actions_of(line.rank, BACKWARD, units)
 
-    if backward == "fifo":
-        return looped("gpipe", ranks, 1, microbatches, order, slices=slices)
-    # The backwards of each sequence fall already.
-    microbatches, slices = counts(microbatches=microbatches, slices=slices)
-    schedule = looped("gpipe", ranks, 1, microbatches * slices, order)
-    return replace(schedule, microbatches=microbatches, slices=slices)
+    return looped("gpipe", ranks, 1, microbatches, order, slices=slices)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
@@ -95,7 +91,8 @@ def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     1F0,1B0,1F1,1B1,1F2,1B2
     """
 
-    def order(rank: int, units: int) -> list[Action]:
+    def order(line: Line) -> list[Action]:
+        ranks, _, units, rank, _ = line
         warm_up = min(ranks - 1 - rank, units)
         actions = []
         for unit in range(warm_up):
@@ -135,10 +132,10 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int 
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
 
-    def order(rank: int, units: int) -> list[Action]:
-        forwards = in_groups(FORWARD, ranks, chunks, units, rank)
-        backwards = in_groups(BACKWARD, ranks, chunks, units, rank)
-        warm_up = forwards_ahead(ranks, chunks, units, rank, step=2)
+    def order(line: Line) -> list[Action]:
+        forwards = line.in_groups(FORWARD)
+        backwards = line.in_groups(BACKWARD)
+        warm_up = line.forwards_ahead(step=2)
         actions = forwards[:warm_up]
         for forward, backward in zip(forwards[warm_up:], backwards):
             actions += [forward, backward]
@@ -163,13 +160,12 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -
         all MV activations.
     """
 
-    def order(rank: int, units: int) -> list[Action]:
-        stages = range(rank, chunks * ranks, ranks)
+    def order(line: Line) -> list[Action]:
         actions = []
-        for stage in stages:
-            actions += actions_of(stage, FORWARD, range(units))
-        for stage in reversed(stages):
-            actions += actions_of(stage, BACKWARD, range(units))
+        for stage in line.stages:
+            actions += actions_of(stage, FORWARD, range(line.units))
+        for stage in reversed(line.stages):
+            actions += actions_of(stage, BACKWARD, range(line.units))
         return actions
 
     return looped("looped_bfs", ranks, chunks, microbatches, order, slices=slices)
@@ -186,8 +182,8 @@ def forward_only(ranks: int, chunks: int, microbatches: int, *, slices: int = 1)
         For M >= P the bubble is (P-1)f of a chunk.
     """
 
-    def order(rank: int, units: int) -> list[Action]:
-        return in_groups(FORWARD, ranks, chunks, units, rank)
+    def order(line: Line) -> list[Action]:
+        return line.in_groups(FORWARD)
 
     return looped("forward_only", ranks, chunks, microbatches, order, slices=slices)
 
@@ -195,51 +191,63 @@ def forward_only(ranks: int, chunks: int, microbatches: int, *, slices: int = 1)
 # -- What schedules have in common whose stages loop over the ranks --------------------------------
 
 
+class Line(NamedTuple):
+    """One rank of a schedule, all of whose stages run all units."""
+
+    ranks: int
+    chunks: int
+    units: int
+    rank: int
+    slices: int
+
+    @property
+    def stages(self) -> range:
+        """The stages of the rank."""
+        return range(self.rank, self.chunks * self.ranks, self.ranks)
+
+    @property
+    def groups(self) -> list[range]:
+        """The units, cut evenly into groups of at least as many as there are ranks, if they can."""
+        return even_split(self.units, max(1, self.units // self.ranks))
+
+    def in_groups(self, op: str) -> list[Action]:
+        """List all of one op: a group of units passes all chunks, then the next group does.
+
+        Backwards pass the chunks from the last to the first.
+        """
+        stages = self.stages
+        if op != FORWARD:
+            stages = stages[::-1]
+        actions = []
+        for group in self.groups:
+            for stage in stages:
+                actions += actions_of(stage, op, group)
+        return actions
+
+    def forwards_ahead(self, step: int) -> int:
+        """Count the forwards before the first backward: `step` fewer from rank to rank."""
+        ahead = (self.chunks - 1) * len(self.groups[0]) + step * (self.ranks - 1 - self.rank)
+        return min(ahead, self.chunks * self.units)
+
+
+def actions_of(stage: int, op: str, units: Iterable[int]) -> list[Action]:
+    """List one action of a stage for each unit."""
+    return [Action(stage, op, unit) for unit in units]
+
+
 def looped(
     name: str,
     ranks: int,
     chunks: int,
     microbatches: int,
-    order: Callable[[int, int], list[Action]],
+    order: Callable[[Line], list[Action]],
     *,
-    slices: int = 1,
+    slices: int,
 ) -> Schedule:
-    """Build a schedule from `order(rank, units)`, which gives the actions of a rank."""
+    """Build a schedule from `order`, which gives the actions of a rank."""
     ranks, chunks, microbatches, slices = sizes(
         ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices
     )
     units = microbatches * slices
-    orders = [tuple(order(rank, units)) for rank in range(ranks)]
+    orders = [tuple(order(Line(ranks, chunks, units, rank, slices))) for rank in range(ranks)]
     return in_slices(Schedule(name, looped_placement(ranks, chunks), units, orders), slices)
-
-
-def in_groups(op: str, ranks: int, chunks: int, units: int, rank: int) -> list[Action]:
-    """List all of one op on a rank: a group of units passes all chunks, then the next group does.
-
-    Backwards pass the chunks from the last to the first.
-    """
-    stages = range(rank, chunks * ranks, ranks)
-    if op != FORWARD:
-        stages = stages[::-1]
-    actions = []
-    for group in _groups(ranks, units):
-        for stage in stages:
-            actions += actions_of(stage, op, group)
-    return actions
-
-
-def actions_of(stage: int, op: str, units: range) -> list[Action]:
-    """List one action of a stage for each unit."""
-    return [Action(stage, op, unit) for unit in units]
-
-
-def forwards_ahead(ranks: int, chunks: int, units: int, rank: int, step: int) -> int:
-    """Count the forwards of a rank before its first backward: `step` fewer from rank to rank."""
-    first_group = _groups(ranks, units)[0]
-    ahead = (chunks - 1) * len(first_group) + step * (ranks - 1 - rank)
-    return min(ahead, chunks * units)
-
-
-def _groups(ranks: int, units: int) -> list[range]:
-    """Cut the units evenly into groups, of at least as many as there are ranks where they can."""
-    return even_split(units, max(1, units // ranks))

@@ -57,11 +57,7 @@ def from_csv(text: str) -> Schedule:
         raise ScheduleError(
             "the schedule is empty", expected="one row per rank, one cell like 2F0 per action"
         )
-    highest = 0
-    for order in orders:
-        for action in order:
-            highest = max(highest, action.microbatch)
-    microbatches = 1 + highest // slices
+    microbatches = 1 + max(action.microbatch for order in orders for action in order) // slices
     placement = _placement(orders, slices)
     actions = sum(map(len, orders))
     # Refused before each of them takes memory.
@@ -112,27 +108,26 @@ def from_file(path: str | Path) -> Schedule:
 def _orders(text: str, slices: int) -> Iterator[Order]:
     """Yield the order of each rank; of a text that is none only the beginning is looked at."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    # Rows with their numbers; those at the end do not count.
-    blank: list[tuple[int, list[str]]] = []
+    # Those at the end do not count.
+    blank: list[int] = []
     try:
         for rank, row in enumerate(rows):
             if not "".join(row).strip():
-                blank.append((rank, row))
+                blank.append(rank)
                 continue
-            for number, cells in (*blank, (rank, row)):
-                yield tuple(_actions(number, cells, slices))
+            if blank:
+                raise ScheduleError(
+                    f"row {blank[0] + 1} has no actions",
+                    rank=blank[0],
+                    expected="one row per rank, each with actions",
+                    remedy="remove the row, or give the rank its actions",
+                )
+            yield tuple(_actions(rank, row, slices))
     except csv.Error as error:
         raise ScheduleError(f"row {rows.line_num}: {error}", expected=EXPECTED) from error
 
 
 def _actions(rank: int, row: Sequence[str], slices: int) -> Iterator[Action]:
-    if not "".join(row).strip():
-        raise ScheduleError(
-            f"row {rank + 1} has no actions",
-            rank=rank,
-            expected="one row per rank, each with actions",
-            remedy="remove the row, or give the rank its actions",
-        )
     for column, cell in enumerate(row, 1):
         cell = cell.strip()
         if cell:

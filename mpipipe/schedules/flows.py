@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from sched import Event, scheduler
 
 from mpipipe.schedules.action import FORWARD, RECOMPUTE, WEIGHT_GRAD
-from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import Costs, Links, action_times, first_trained
+from mpipipe.schedules.simulate import Costs, Links, first_trained, simulate
 
 
 def simulate_flows(
@@ -59,11 +58,10 @@ def simulate_flows(
     >>> schedules.simulate_flows(schedule, costs, links, beside_each_other)
     19.0
     """
-    check(schedule)
+    timeline = simulate(schedule, costs)
     stages = schedule.stages
-    network = Network(links, pipelines or [range(schedule.ranks)])
-    seconds = action_times(costs, stages)
-    shares = costs.per_slice(schedule.slices)
+    pipelines = pipelines or [range(schedule.ranks)]
+    network = Network(links)
     message_bytes = costs.per_stage("message_bytes", stages)
     gradient_bytes = costs.per_stage("gradient_bytes", stages)
     arrived: set[Output] = set()
@@ -71,19 +69,29 @@ def simulate_flows(
 
     def work(rank: int) -> Iterator[float | Output]:
         """Yield what a rank waits for: seconds of an action, or the output of another rank."""
-        for stage, op, unit in schedule.orders[rank]:
+        for action in schedule.orders[rank]:
+            stage, op, unit = action
             is_forward = op == FORWARD
             awaited = source(stage, op, stages)
             if awaited is not None and (awaited, unit, is_forward) not in arrived:
                 yield awaited, unit, is_forward
-            yield seconds[op][stage] * shares[unit % len(shares)]
+            yield timeline.duration(action)
+            output = stage, unit, is_forward
             target = stage + 1 if is_forward else stage - 1
             sends = target < stages and (is_forward or stage > first_trained(schedule))
-            if sends and op not in (RECOMPUTE, WEIGHT_GRAD):
-                edge = rank, schedule.placement[target]
-                output = stage, unit, is_forward
-                network.send(edge, message_bytes[max(stage, target)], partial(wake, output))
-        network.sum(rank, sum(gradient_bytes[stage] for stage in schedule.stages_of(rank)))
+            if op in (RECOMPUTE, WEIGHT_GRAD) or not sends:
+                continue
+            receiver = schedule.placement[target]
+            if receiver == rank:
+                arrived.add(output)
+            else:
+                edges = tuple([(ranks[rank], ranks[receiver]) for ranks in pipelines])
+                network.send(edges, message_bytes[max(stage, target)], 1, partial(wake, output))
+        # In each step a replica passes 1 / R of its gradients on to the next one.
+        ring = [ranks[rank] for ranks in pipelines]
+        steps = 2 * (len(ring) - 1)
+        size = steps * sum(gradient_bytes[stage] for stage in schedule.stages_of(rank)) / len(ring)
+        network.send(tuple(zip(ring, ring[1:] + ring[:1])), size, steps, bool)
 
     def go_on(rank_work: Iterator[float | Output]) -> None:
         wait = next(rank_work, None)
@@ -112,71 +120,39 @@ Port = tuple[bool, int]  # whether of what comes in, and the number of a NIC
 class Pair:
     """A rank that sends and one that receives, and the messages that wait.
 
-    messages : for each its seconds alone, its latency, and what follows
     ports : those that it shares, each with the number of replicas that do the same there
-    left, since, speed : seconds that the first message would still take alone at a time, and what
-        part of the bandwidth it has had from then on
-    end : the event at which it has been sent
+    messages : for each its seconds alone, its latency, and what follows
+    speed, end : what part of the bandwidth the first message has, and the event at which it is sent
     """
 
     latency: float
     bandwidth: float
     ports: dict[Port, int]
-    messages: deque[tuple[float, float, Callable[[], object]]]
-    left: float = 0.0
-    since: float = 0.0
-    speed: float = 0.0
+    messages: deque[tuple[float, float, Callable[[], object]]] = field(default_factory=deque)
+    speed: float = 1.0
     end: Event | None = None
 
 
 class Network:
     """What happens at which time, and the messages that are under way."""
 
-    def __init__(self, links: Links, pipelines: Sequence[Sequence[int]]) -> None:
+    def __init__(self, links: Links) -> None:
         self.links = links
-        self.pipelines = pipelines
         self.now = 0.0
         self.events = scheduler(lambda: self.now, self.wait)
-        self.pairs: dict[Edge, Pair] = {}
+        self.pair_of = cache(self.pair)
         self.users: dict[Port, list[Pair]] = defaultdict(list)  # pairs with a message under way
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    def send(self, edge: Edge, size: float, arrive: Callable[[], object]) -> None:
-        """Send a message in each replica, after those before it."""
-        sender, receiver = edge
-        if sender == receiver:
-            arrive()
-            return
-        if edge not in self.pairs:
-            edges = [(ranks[sender], ranks[receiver]) for ranks in self.pipelines]
-            self.pairs[edge] = self.pair(edges)
-        pair = self.pairs[edge]
-        self.flow(pair, size, pair.latency, arrive)
-
-    def sum(self, rank: int, size: float) -> None:
-        """Let the replicas of a rank, as a ring, pass on 1 / R of its gradients in each step."""
-        ranks = [pipeline[rank] for pipeline in self.pipelines]
-        steps = 2 * (len(ranks) - 1)
-        pair = self.pair([*zip(ranks, ranks[1:] + ranks[:1])])
-        self.flow(pair, steps * size / len(ranks), steps * pair.latency, bool)
-
-    def pair(self, edges: Sequence[Edge]) -> Pair:
-        """Make the pair that stands for these, one in each replica."""
-        links = self.links
-        outside = [edge for edge in edges if not links.inside(*edge)]
-        if not outside:
-            return Pair(links.inside_latency, links.inside_bandwidth, {}, deque())
-        ports = {}
-        if links.nic_ranks > 1:
-            for comes_in in (False, True):
-                nics = [edge[comes_in] // links.nic_ranks for edge in (edges[0], *outside)]
-                ports[comes_in, nics[0]] = nics.count(nics[0]) - 1
-        return Pair(links.latency, links.bandwidth, ports, deque())
-
-    def flow(self, pair: Pair, size: float, latency: float, arrive: Callable[[], object]) -> None:
+    def send(
+        self, edges: tuple[Edge, ...], size: float, latencies: int, arrive: Callable[[], object]
+    ) -> None:
+        """Send a message over the first edge, after those before it; other replicas do the same."""
+        pair = self.pair_of(edges)
         seconds = size / pair.bandwidth
+        latency = latencies * pair.latency
         if not pair.ports:
             self.events.enter(seconds + latency, 0, arrive)
             return
@@ -184,10 +160,21 @@ class Network:
         if len(pair.messages) == 1:
             self.begin(pair)
 
+    def pair(self, edges: tuple[Edge, ...]) -> Pair:
+        """Make the pair that stands for these, one in each replica."""
+        links = self.links
+        outside = [edge for edge in edges if not links.inside(*edge)]
+        if not outside:
+            return Pair(links.inside_latency, links.inside_bandwidth, {})
+        ports = {}
+        if links.nic_ranks > 1:
+            for comes_in in (False, True):
+                nics = [edge[comes_in] // links.nic_ranks for edge in (edges[0], *outside)]
+                ports[comes_in, nics[0]] = nics.count(nics[0]) - 1
+        return Pair(links.latency, links.bandwidth, ports)
+
     def begin(self, pair: Pair) -> None:
         """Begin the first message of a pair."""
-        pair.left = pair.messages[0][0]
-        pair.since = self.now
         for port in pair.ports:
             self.users[port].append(pair)
         self.share(pair)
@@ -207,13 +194,12 @@ class Network:
         """Give all that use a port of this pair the speed that they have from now on."""
         for shared in changed.ports:
             for pair in self.users[shared]:
+                left = pair.messages[0][0]
+                if pair.end is not None:
+                    left = (pair.end.time - self.now) * pair.speed
+                    self.events.cancel(pair.end)
                 loads = [1]
                 for port in pair.ports:
                     loads.append(sum(user.ports[port] for user in self.users[port]))
-                pair.left -= (self.now - pair.since) * pair.speed
-                pair.since = self.now
                 pair.speed = 1 / max(loads)
-                if pair.end is not None:
-                    self.events.cancel(pair.end)
-                left = max(0.0, pair.left) / pair.speed
-                pair.end = self.events.enter(left, 0, self.end, (pair,))
+                pair.end = self.events.enter(left / pair.speed, 0, self.end, (pair,))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
@@ -167,16 +167,15 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
             remedy="leave something to train",
         )
     first = min(stages.difference(frozen))
-    orders = [tuple(_left(first, frozen, order)) for order in schedule.orders]
+    orders = []
+    for order in schedule.orders:
+        actions = []
+        for action in order:
+            stage, op, _ = action
+            if stage in frozen and op == INPUT_GRAD:
+                action = action._replace(op=BACKWARD)
+            vanishes = stage < first or (stage in frozen and op == WEIGHT_GRAD)
+            if op == FORWARD or not vanishes:
+                actions.append(action)
+        orders.append(tuple(actions))
     return replace(schedule, orders=orders, trained_from=first)
-
-
-def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Iterator[Action]:
-    for action in order:
-        stage, op, microbatch = action
-        if op == FORWARD or (stage >= first and stage not in frozen):
-            yield action
-        elif stage >= first and op == INPUT_GRAD:
-            yield Action(stage, BACKWARD, microbatch)
-        elif stage >= first and op != WEIGHT_GRAD:
-            yield action

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
-from typing import NoReturn, TypeAlias
+from itertools import zip_longest
+from typing import NoReturn
 
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import (
@@ -99,15 +99,21 @@ def check(schedule: Schedule) -> None:
     if schedule.proven:
         return
     _check_placement(schedule)
-    states: list[State] = []
+    states = [bytearray(schedule.units) for _ in schedule.placement]
     orders = []
     for rank, order in enumerate(schedule.orders):
-        states += _check_cells(schedule, rank, order)
+        for slot, action in enumerate(order):
+            wrong = _wrong(schedule, rank, action, states)
+            if wrong is not None:
+                _refuse(schedule, rank, slot, *wrong)
+            state = states[action.stage]
+            state[action.microbatch] = NEXT[state[action.microbatch], action.op]
         orders.append(packed(order, schedule.units))
-    _check_complete(
-        schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states)
-    )
-    _check_progress(schedule, orders)
+    _check_complete(schedule, states)
+    stopped = reached(schedule.placement, schedule.units, orders)
+    for rank, slot in enumerate(stopped):
+        if slot < len(orders[rank]):
+            _refuse_deadlock(schedule, stopped, rank)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 
 
@@ -155,51 +161,20 @@ def _check_placement(schedule: Schedule) -> None:
         )
 
 
-State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of its units
-
-
-def _check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
-    """Walk through the order of a rank, and return the states of its stages at the end."""
-    states = {stage: bytearray(schedule.units) for stage in schedule.stages_of(rank)}
-    count = schedule.units
-    trained_from = schedule.trained_from
-    slices = schedule.slices
-    for slot, action in enumerate(order):
-        if type(action) is Action:
-            stage, op, microbatch = action
-            known = (
-                type(stage) is type(microbatch) is int
-                and type(op) is str
-                and 0 <= microbatch < count
-            )
-            state = None
-            if known:
-                state = states.get(stage)
-            if state is not None:
-                after = NEXT.get((state[microbatch], op))
-                if after is not None and (after == FORWARDED or stage >= trained_from):
-                    if slices == 1 or _first_missing(state, op, microbatch, slices) is None:
-                        state[microbatch] = after
-                        continue
-        wrong = _misplaced(schedule, rank, action) or _untimely(
-            schedule, action, states[action.stage]
-        )
-        _refuse(schedule, rank, slot, *wrong)
-    return list(states.items())
-
-
-def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
-    """Tell (what is wrong, what is expected) of what is no action, or another rank's."""
+def _wrong(
+    schedule: Schedule, rank: int, action: Action, states: Sequence[bytearray]
+) -> tuple[str, str] | None:
+    """Tell (what is wrong, what is expected) of an action that a rank cannot run next."""
     if type(action) is not Action or action.op not in OPS:
         return "not an action", "Action(stage, op, microbatch) with op F, B, I, W or R"
-    stage, op, microbatch = action
+    stage, op, unit = action
     if type(stage) is not int or not 0 <= stage < schedule.stages:
         return f"there is no stage {stage!r}", f"a stage from 0 to {schedule.stages - 1}"
-    if type(microbatch) is not int or not 0 <= microbatch < schedule.units:
+    if type(unit) is not int or not 0 <= unit < schedule.units:
         noun = "unit"
         if schedule.slices == 1:
             noun = "micro-batch"
-        return f"there is no {noun} {microbatch!r}", f"a {noun} from 0 to {schedule.units - 1}"
+        return f"there is no {noun} {unit!r}", f"a {noun} from 0 to {schedule.units - 1}"
     if op != FORWARD and not schedule.has_backward(stage):
         return (
             f"stage {stage} has nothing to train",
@@ -210,39 +185,37 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
             f"stage {stage} does not lie on this rank",
             f"{schedule.cell(action)} on rank {schedule.placement[stage]}",
         )
-    return None
+    state = states[stage]
+    if (state[unit], op) not in NEXT:
+        return _untimely(schedule, action, state[unit])
+    if schedule.slices == 1:
+        return None
+    # F's of a sequence rise, B's and I's fall; R and W follow their own F and I.
+    sequence, part = divmod(unit, schedule.slices)
+    if op == FORWARD and part and state[unit - 1] == NOTHING:
+        missing = -1
+        way = "F's rise"
+    elif (
+        op in (BACKWARD, INPUT_GRAD) and part < schedule.slices - 1 and state[unit + 1] < INPUT_DONE
+    ):
+        missing = 1
+        way = "backwards fall"
+    else:
+        return None
+    before = schedule.cell(action._replace(microbatch=unit + missing))
+    return (
+        f"{op} of slice {part} before that of slice {part + missing}: {way} within micro-batch "
+        f"{sequence}",
+        f"{before} earlier on this rank",
+    )
 
 
-def _first_missing(state: bytearray, op: str, unit: int, slices: int) -> int | None:
-    """Return the slice of the same sequence that `op` must have run for before; None if it has.
-
-    F's rise, B's and I's fall; R and W follow their own F and I.
-    """
-    if op == FORWARD and unit % slices and state[unit - 1] == NOTHING:
-        return unit - 1
-    if op in (BACKWARD, INPUT_GRAD) and (unit + 1) % slices and state[unit + 1] < INPUT_DONE:
-        return unit + 1
-    return None
-
-
-def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[str, str]:
+def _untimely(schedule: Schedule, action: Action, state: int) -> tuple[str, str]:
     """Tell (what is wrong, what is expected) of an action that comes twice or too early."""
     op = action.op
-    unit = action.microbatch
-    state = states[unit]
     forward, whole, inputs, weights, again = [
         schedule.cell(action._replace(op=other)) for other in OPS
     ]
-    if (state, op) in NEXT:  # only its sequence is in the way
-        missing = _first_missing(states, op, unit, schedule.slices)
-        assert missing is not None
-        sequence, part = divmod(unit, schedule.slices)
-        way = "backwards fall"
-        if op == FORWARD:
-            way = "F's rise"
-        what = f"{op} of slice {part} before that of slice {missing % schedule.slices}"
-        before = schedule.cell(action._replace(microbatch=missing))
-        return f"{what}: {way} within micro-batch {sequence}", f"{before} earlier on this rank"
     if op == FORWARD:
         return "the forward comes twice", f"one {forward}"
     if state == NOTHING:
@@ -259,14 +232,14 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
     return "the input gradient comes twice", once
 
 
-def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
+def _check_complete(schedule: Schedule, states: Sequence[bytearray]) -> None:
     """Refuse a (stage, unit) that is not finished or, where there is no backward, not forwarded."""
     count = schedule.units
     wrong = []
-    for stage, state in sorted(states):
+    for stage, state in enumerate(states):
         goal = FINISHED
         expected = "one F, and either one B, or one I and one W"
-        if forwards_only or not schedule.has_backward(stage):
+        if schedule.forwards_only or not schedule.has_backward(stage):
             goal = FORWARDED
             expected = "one F"
         if state.count(goal) == count:
@@ -293,42 +266,27 @@ def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: 
     )
 
 
-def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
-    """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
-    stopped = reached(schedule.placement, schedule.units, orders)
-    for rank, slot in enumerate(stopped):
-        if slot < len(orders[rank]):
-            _refuse_deadlock(schedule, stopped, rank)
-
-
 def _refuse_deadlock(schedule: Schedule, stopped: Sequence[int], rank: int) -> NoReturn:
-    cycle, awaited = _wait_cycle(schedule, stopped, rank)
-    cells = [(rank, stopped[rank]) for rank in cycle]
+    """Follow the waits of a stopped rank until one repeats, and name that cycle."""
+    awaited: dict[int, Action] = {}
+    while rank not in awaited:
+        awaited[rank] = _awaited(schedule, schedule.orders[rank][stopped[rank]])
+        rank = schedule.placement[awaited[rank].stage]
+    path = [*awaited]
+    cells = [(rank, stopped[rank]) for rank in path[path.index(rank) :]]
     links = []
-    for (rank, slot), later in zip(cells[:LISTED_RANKS], awaited):
-        owner = schedule.placement[later.stage]
+    for rank, slot in cells[:LISTED_RANKS]:
         stopped_at = schedule.cell(schedule.orders[rank][slot])
-        awaited_cell = schedule.cell(later)
-        links.append(f"rank {rank} at {stopped_at} waits for {awaited_cell}, later on rank {owner}")
-    if len(cycle) > LISTED_RANKS:
-        links.append(f"and so on around {len(cycle)} ranks")
+        later = awaited[rank]
+        owner = schedule.placement[later.stage]
+        links.append(
+            f"rank {rank} at {stopped_at} waits for {schedule.cell(later)}, later on rank {owner}"
+        )
+    if len(cells) > LISTED_RANKS:
+        links.append(f"and so on around {len(cells)} ranks")
     what = "deadlock: " + "; ".join(links)
     expected = "orders in which no ranks wait for each other in a cycle"
     _refuse(schedule, *cells[0], what, expected, cells)
-
-
-def _wait_cycle(
-    schedule: Schedule, stopped: Sequence[int], rank: int
-) -> tuple[list[int], list[Action]]:
-    """Follow the waits of a stopped rank until one repeats: (ranks, what each waits for)."""
-    path: list[int] = []
-    awaited: list[Action] = []
-    while rank not in path:
-        path.append(rank)
-        awaited.append(_awaited(schedule, schedule.orders[rank][stopped[rank]]))
-        rank = schedule.placement[awaited[-1].stage]
-    first = path.index(rank)
-    return path[first:], awaited[first:]
 
 
 def _awaited(schedule: Schedule, action: Action) -> Action:
@@ -352,18 +310,12 @@ def _refuse(
     mark: list[tuple[int, int]] | None = None,
 ) -> NoReturn:
     action = schedule.orders[rank][slot]
-    stage = None
-    place: dict[str, int | None] = {"microbatch": None}
-    if type(action) is Action:
-        stage = action.stage
-        place["microbatch"] = action.microbatch
-        if type(action.microbatch) is int:
-            place = place_of(action.microbatch, schedule.slices)
+    unit = getattr(action, "microbatch", None)
     raise ScheduleError(
         f"slot {slot}: {what}\n{grid(schedule, mark or (rank, slot))}",
         rank=rank,
-        stage=stage,
-        **place,
+        stage=getattr(action, "stage", None),
+        **place_of(unit, schedule.slices),
         found=schedule.cell(action),
         expected=expected,
         remedy="correct the marked cell; the schedules of schedules.by_name pass this check",
@@ -405,41 +357,24 @@ def grid(
     if isinstance(mark, tuple):
         mark = [mark]
     marks = list(mark or ())
-    absent: dict[int, list[str]] = {}
+    rows = [[*map(schedule.cell, order)] for order in schedule.orders]
     for rank, text in missing:
-        texts = absent.setdefault(rank, [])
-        marks.append((rank, len(schedule.orders[rank]) + len(texts)))
-        texts.append(text)
+        marks.append((rank, len(rows[rank])))
+        rows[rank].append(text)
     ranks = range(schedule.ranks)
     if marks:
         ranks = _around(marks[0][0], WINDOW_RANKS, ranks)
-    rows: dict[int, list[Action | str]] = {}
-    for rank in ranks:
-        rows[rank] = [*schedule.orders[rank], *absent.get(rank, ())]
-    longest = max(map(len, rows.values()), default=0)
+    longest = max([len(rows[rank]) for rank in ranks], default=0)
     slots = range(longest)
     if marks:
         slots = _around(marks[0][1], WINDOW_SLOTS, slots)
-    marked = set(marks)
-
-    def cell(rank: int, slot: int) -> str:
-        if slot >= len(rows[rank]):
-            return ""
-        text = schedule.cell(rows[rank][slot])
-        if (rank, slot) in marked:
-            return f">{text}<"
-        return f" {text} "
-
-    head = ["slot "]
-    for slot in slots:
-        head.append(f" {slot} ")
-    table = [head]
+    table = [["slot ", *[f" {slot} " for slot in slots]]]
     for rank in ranks:
         row = [f"rank {rank} "]
-        for slot in slots:
-            row.append(cell(rank, slot))
+        for slot, text in enumerate(rows[rank][slots.start : slots.stop], slots.start):
+            row.append(f">{text}<" if (rank, slot) in marks else f" {text} ")
         table.append(row)
-    widths = [max(map(len, column)) for column in zip(*table)]
+    widths = [max(map(len, column)) for column in zip_longest(*table, fillvalue="")]
     lines = []
     for row in table:
         lines.append("".join(map(str.ljust, row, widths)).rstrip())

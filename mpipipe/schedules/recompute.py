@@ -12,22 +12,15 @@ import math
 import operator
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.action import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    RECOMPUTE,
-    WEIGHT_GRAD,
-    Action,
-    recomputed_in,
-)
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
@@ -35,13 +28,13 @@ from mpipipe.schedules.simulate import (
     EQUAL_COSTS,
     Costs,
     Timeline,
-    action_times,
     held,
     peak_memory,
     simulate,
     sizes_per_stage,
 )
 
+BACKWARDS = (BACKWARD, INPUT_GRAD)
 Pair: TypeAlias = "tuple[int, int]"  # stage, unit
 ROUNDING = 1e-9  # sums of sizes may be off by this share of the limit
 
@@ -91,22 +84,19 @@ def with_recompute(
     if schedule.recomputed:
         orders = []
         for order in schedule.orders:
-            rest = []
-            for action in order:
-                if action.op != RECOMPUTE:
-                    rest.append(action)
-            orders.append(tuple(rest))
-        plain = replace(schedule, orders=tuple(orders))
+            orders.append(tuple([action for action in order if action.op != RECOMPUTE]))
+        plain = replace(schedule, orders=orders)
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
+    timeline = simulate(plain, costs)
     least = peak_memory(everything, activation, kept_input)
     if memory_limit is None:
         limits = []
         for rank, peak in enumerate(least):
             largest = max(whole[stage] for stage in schedule.stages_of(rank))
             limits.append((peak + largest) * (1 + ROUNDING))
-        return hidden_in_waits(everything, costs, limits, whole, inputs)[0]
+        return hidden_in_waits(everything, timeline, costs, limits, whole, inputs)[0]
     limit = memory_limit * (1 + ROUNDING)
     most = max(least)
     if not limit >= most:
@@ -117,41 +107,32 @@ def with_recompute(
             "of them again",
             remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
         )
-    timeline = simulate(plain, costs)
-    lives = []
-    for rank in range(schedule.ranks):
-        lives.append(_lives(timeline, rank, whole, inputs))
+    freed = [*map(operator.sub, whole, inputs)]
+    lives = [_lives(timeline, rank, freed) for rank in range(schedule.ranks)]
     results = []
     for preference in PREFERENCES:
         chosen: set[Pair] = set()
         for order, rank_lives in zip(plain.orders, lives):
             chosen |= _given_up(order, rank_lives, whole, limit, preference)
-        results.append(
-            hidden_in_waits(
-                before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, inputs
-            )
-        )
+        recomputing = before_backwards(plain, chosen)
+        limits = [limit] * schedule.ranks
+        results.append(hidden_in_waits(recomputing, timeline, costs, limits, whole, inputs))
     return min(results, key=lambda result: (result[1], len(result[0].recomputed)))[0]
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
     """Put an R just before the backward of these pairs, or of all. Existing R's stay."""
-    orders = [tuple(_before_backwards(pairs, order)) for order in schedule.orders]
+    orders = []
+    for order in schedule.orders:
+        actions = []
+        for action in order:
+            pair = action.stage, action.microbatch
+            is_chosen = pairs is None or pair in pairs
+            if action.op in BACKWARDS and is_chosen and pair not in schedule.recomputed:
+                actions.append(action._replace(op=RECOMPUTE))
+            actions.append(action)
+        orders.append(tuple(actions))
     return replace(schedule, orders=orders)
-
-
-def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -> Iterator[Action]:
-    existing = recomputed_in(order)
-    for action in order:
-        stage, op, microbatch = action
-        pair = stage, microbatch
-        if (
-            op in (BACKWARD, INPUT_GRAD)
-            and (pairs is None or pair in pairs)
-            and pair not in existing
-        ):
-            yield Action(stage, RECOMPUTE, microbatch)
-        yield action
 
 
 class _Life(NamedTuple):
@@ -180,9 +161,7 @@ PREFERENCES: tuple[Callable[[_Life], tuple[float, float]], ...] = (
 )
 
 
-def _lives(
-    timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence[float]
-) -> dict[Pair, _Life]:
+def _lives(timeline: Timeline, rank: int, freed: Sequence[float]) -> dict[Pair, _Life]:
     """List the activations of a rank; an R costs the time that waits do not hide."""
     begins: dict[Pair, int] = {}
     lives: dict[Pair, _Life] = {}
@@ -190,12 +169,11 @@ def _lives(
     for slot, ((stage, op, microbatch), start, end) in enumerate(timeline.spans[rank]):
         if op == FORWARD:
             begins[stage, microbatch] = slot
-        elif op in (BACKWARD, INPUT_GRAD):
+        elif op in BACKWARDS:
             again = timeline.duration(Action(stage, RECOMPUTE, microbatch))
             price = max(0.0, again - (start - before))
-            lives[stage, microbatch] = _Life(
-                begins[stage, microbatch], slot, price, whole[stage] - kept[stage]
-            )
+            life = _Life(begins[stage, microbatch], slot, price, freed[stage])
+            lives[stage, microbatch] = life
         before = end
     return lives
 
@@ -216,7 +194,7 @@ def _given_up(
         pair = stage, microbatch
         if op == FORWARD and pair in lives:
             now += whole[stage]
-        elif op in (BACKWARD, INPUT_GRAD) and pair in chosen:
+        elif op in BACKWARDS and pair in chosen:
             now += lives[pair].freed
         while now > limit:
             _, other = heappop(waiting)
@@ -241,6 +219,7 @@ MOST_PASSES = 8  # each pass simulates; few passes after the second find anythin
 #     after    F1 R0 .... F2  B0           its activation is held for longer
 def hidden_in_waits(
     schedule: Schedule,
+    timeline: Timeline,
     costs: Costs,
     limits: Sequence[float],
     whole: Sequence[float],
@@ -249,16 +228,19 @@ def hidden_in_waits(
     """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
     An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it
-    does not fit, the simulation decides. `limits` is the memory that each rank may hold; `whole`
+    does not fit, the simulation decides. `timeline` says how long actions take.
+
+    `limits` is the memory that each rank may hold; `whole`
     and `kept` are those of `held`.
     """
-    durations = action_times(costs, schedule.stages)
     transfer = costs.per_stage("transfer", schedule.stages)
-    shares = costs.per_slice(schedule.slices)
+    freed = [*map(operator.sub, whole, kept)]
 
     def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
         codes = [packed(order, schedule.units) for order in orders]
-        return replay(schedule.placement, schedule.units, durations, transfer, codes, shares)[:2]
+        return replay(
+            schedule.placement, schedule.units, timeline.durations, transfer, codes, timeline.shares
+        )[:2]
 
     orders = [*schedule.orders]
     starts, ends = replayed(orders)
@@ -268,18 +250,11 @@ def hidden_in_waits(
         for _ in range(MOST_PASSES):
             changed = list(orders)
             for rank, order in enumerate(orders):
-                times = []
-                for stage, op, unit in order:
-                    times.append(durations[op][stage] * shares[unit % len(shares)])
-                line = _Waits(order, starts[rank], times)
+                line = _Waits(order, starts[rank], [*map(timeline.duration, order)])
                 places = line.places(share)
                 if places:
-                    memory = list(held(order, whole, kept, schedule.trained_from))
-                    more = {}
-                    for slot in places:
-                        stage = order[slot].stage
-                        more[slot] = whole[stage] - kept[stage]
-                    changed[rank] = line.moved(share, places, memory, more, limits[rank])
+                    memory = list(held(schedule, order, whole, kept))
+                    changed[rank] = line.moved(share, places, memory, freed, limits[rank])
             if changed == orders:
                 break
             began, ended = replayed(changed)
@@ -330,14 +305,14 @@ class _Waits:
         share: float,
         places: dict[int, int],
         memory: list[float],
-        more: dict[int, float],
+        freed: Sequence[float],
         limit: float,
     ) -> tuple[Action, ...]:
         """Return the order with R's moved into the waits, as far as memory allows.
 
-        `memory` is what the rank holds during each action, `more` what each R adds, by its slot.
+        `memory` is what the rank holds during each action, `freed` what an R of each stage adds.
         """
-        ahead: dict[int, list[Action]] = {}  # slot -> R's that are moved to before it
+        ahead: dict[int, list[Action]] = defaultdict(list)  # slot -> R's moved to before it
         left = dict(places)
         for slot, wait in enumerate(self.waits):
             if wait <= 0:
@@ -345,19 +320,18 @@ class _Waits:
             for source, forward in [*left.items()]:
                 if not forward < slot < source:
                     continue
-                if (
-                    wait < share * self.seconds[source]
-                    or max(memory[slot:source]) + more[source] > limit
-                ):
+                seconds = self.seconds[source]
+                more = freed[self.order[source].stage]
+                if wait < share * seconds or max(memory[slot:source]) + more > limit:
                     break
-                wait -= self.seconds[source]
-                ahead.setdefault(slot, []).append(self.order[source])
+                wait -= seconds
+                ahead[slot].append(self.order[source])
                 del left[source]
                 for later in range(slot, source):
-                    memory[later] += more[source]
+                    memory[later] += more
         order: list[Action] = []
         for slot, action in enumerate(self.order):
-            order += ahead.get(slot, ())
+            order += ahead[slot]
             if slot in left or slot not in places:
                 order.append(action)
         return tuple(order)

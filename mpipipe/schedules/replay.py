@@ -17,7 +17,7 @@ OP_BITS = 7
 
 def replay(
     placement: Sequence[int],
-    microbatches: int,
+    units: int,
     durations: Mapping[str, Sequence[float]],
     transfer: Sequence[float],
     orders: Sequence[array[int]],
@@ -26,32 +26,22 @@ def replay(
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
     Return for each rank the start times of the actions that could run, and the time at which it is
-    done; and at stage * M + micro-batch the ends of F's, and of B's and I's. Every action is on the
+    done; and at stage * units + unit the ends of F's, and of B's and I's. Every action is on the
     right rank, once, with F before B or I before W. Sends cost the sender nothing and never block;
     `transfer` is the time of a message, as `Costs.transfer`. An action whose input never comes
     stops its rank for good. `orders` are packed. `shares` are those of `Timeline`.
     """
-    stages = len(placement)
-    # A line of the tables below is a stage or, where slices differ in time, a unit of a stage.
-    slice_shares = [1.0]
-    if set(shares) != {1.0}:
-        slice_shares = [*shares] * (microbatches // len(shares))
-    copies = len(slice_shares)
-    width = microbatches // copies
+    # Stage s runs unit u at index s * units + u of these lists.
+    of_units = [*shares] * (units // len(shares))
     times = []
     for name in OPS:
-        times.append([time * share for time in durations[name] for share in slice_shares])
+        times.append([seconds * share for seconds in durations[name] for share in of_units])
     forward, backward, input_grad, weight_grad, recompute = times
-    # How far away the index of the awaited action is; 0 if an action waits for none.
-    before_forward = _distances(FORWARD, stages, microbatches, copies)
-    before_backward = _distances(BACKWARD, stages, microbatches, copies)
-    hop: list[float] = []
-    for time in hops(placement, transfer):
-        hop += [time] * copies
-    hop_back = hop[copies:] + [0.0] * copies
-    # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not
-    # done yet
-    forward_done = array("d", [-1.0]) * (stages * microbatches)
+    hop = []
+    for seconds in hops(placement, transfer):
+        hop += [seconds] * units
+    # -1 where it is not done yet.
+    forward_done = array("d", [-1.0]) * len(hop)
     backward_done = array("d", forward_done)
     starts = [array("d") for _ in orders]
     ends = [0.0] * len(orders)
@@ -67,38 +57,36 @@ def replay(
             code = order[slot]
             op = code & OP_BITS
             index = code >> OP_WIDTH
-            line = index // width
             start = now
             if op == F:
-                before = before_forward[line]
-                if before:
-                    needed = index + before
+                # It waits for the stage before, if there is one.
+                needed = index - units
+                if needed >= 0:
                     sent = forward_done[needed]
                     if sent < 0:
                         sleepers[needed] = rank
                         break
-                    sent += hop[line]
+                    sent += hop[index]
                     if sent > now:
                         start = sent
-                forward_done[index] = now = start + forward[line]
+                forward_done[index] = now = start + forward[index]
                 if index in sleepers:
                     ready.append(sleepers.pop(index))
             elif op == W:
-                now = start + weight_grad[line]
+                now = start + weight_grad[index]
             elif op == R:
-                now = start + recompute[line]
+                now = start + recompute[index]
             else:
-                before = before_backward[line]
-                if before:
-                    needed = index + before
+                needed = index + units
+                if needed < len(hop):
                     sent = backward_done[needed]
                     if sent < 0:
                         sleepers[~needed] = rank
                         break
-                    sent += hop_back[line]
+                    sent += hop[needed]
                     if sent > now:
                         start = sent
-                backward_done[index] = now = start + (backward if op == B else input_grad)[line]
+                backward_done[index] = now = start + (backward if op == B else input_grad)[index]
                 if ~index in sleepers:
                     ready.append(sleepers.pop(~index))
             began.append(start)
@@ -106,29 +94,17 @@ def replay(
     return starts, ends, (forward_done, backward_done)
 
 
-def _distances(op: str, stages: int, microbatches: int, copies: int) -> list[int]:
-    """Return for each stage how far away the index of the action is that an op waits for."""
-    distances = []
-    for stage in range(stages):
-        distance = 0
-        awaited = source(stage, op, stages)
-        if awaited is not None:
-            distance = (awaited - stage) * microbatches
-        distances += [distance] * copies
-    return distances
-
-
-def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[int]]) -> list[int]:
+def reached(placement: Sequence[int], units: int, orders: Sequence[array[int]]) -> list[int]:
     """Count how many actions of each rank can run: fewer than all if ranks wait for each other."""
     ones = [1.0] * len(placement)
-    starts, _, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
+    starts, _, _ = replay(placement, units, dict.fromkeys(OPS, ones), ones, orders)
     return list(map(len, starts))
 
 
-def packed(order: Iterable[Action], microbatches: int) -> array[int]:
+def packed(order: Iterable[Action], units: int) -> array[int]:
     """Return an order as whole numbers, since millions of Action objects would take 1 GB."""
     return array(
-        "q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order]
+        "q", [(stage * units + unit) << OP_WIDTH | NUMBER[op] for stage, op, unit in order]
     )
 
 

@@ -11,7 +11,7 @@ from keyword import iskeyword
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, Action, Order, cell, recomputed_in
+from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, cell
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.text import counted
 
@@ -132,16 +132,17 @@ class Schedule:
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """Every (stage, unit) whose forward is run again, by an R."""
-        return frozenset().union(*map(recomputed_in, self.orders))
+        pairs = set()
+        for order in self.orders:
+            for stage, op, unit in order:
+                if op == RECOMPUTE:
+                    pairs.add((stage, unit))
+        return frozenset(pairs)
 
     @cached_property
     def forwards_only(self) -> bool:
         """Whether there is no backward at all."""
-        for order in self.orders:
-            for action in order:
-                if action.op != FORWARD:
-                    return False
-        return True
+        return all(action.op == FORWARD for order in self.orders for action in order)
 
     @property
     def skip_ends(self) -> list[tuple[int, int]]:
@@ -306,10 +307,7 @@ def check_skips(skips: Sequence[Skip], stages: int) -> None:
                 "the name of a skip", found=repr(name), expected="an identifier, as in 'residual'"
             )
         if name in met and (met[name][0] != source or target in met[name][1]):
-            ends = []
-            for other in skips:
-                if other.name == name:
-                    ends.append(str((other.source, other.target)))
+            ends = [str(other[1:]) for other in skips if other.name == name]
             raise ScheduleError(
                 f"two skips are called {name!r}",
                 found=", ".join(ends),

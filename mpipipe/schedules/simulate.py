@@ -7,18 +7,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import add
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    RECOMPUTE,
-    WEIGHT_GRAD,
-    Action,
-    recomputed_in,
-)
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.checks import at_least_one, floats, one_per_stage
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import hops, packed, replay
@@ -222,14 +215,24 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     (33.0, 0.375, [4, 3, 2, 1])
     """
     check(schedule)
-    durations = action_times(costs, schedule.stages)
+    stages = schedule.stages
+    transfer = costs.per_stage("transfer", stages)
+    durations = {
+        FORWARD: costs.per_stage("forward", stages),
+        INPUT_GRAD: costs.per_stage("input_grad", stages),
+        WEIGHT_GRAD: costs.per_stage("weight_grad", stages),
+        RECOMPUTE: costs.per_stage("recompute", stages),
+    }
+    durations[BACKWARD] = [*map(add, durations[INPUT_GRAD], durations[WEIGHT_GRAD])]
     shares = costs.per_slice(schedule.slices)
-    transfer = costs.per_stage("transfer", schedule.stages)
     orders = []
     peaks = []
     for order in schedule.orders:
         orders.append(packed(order, schedule.units))
-        peaks.append(peak_of(schedule, order))
+        changes: list[int] = []
+        for begins, ends_here in activations(schedule, order):
+            changes += begins, -ends_here
+        peaks.append(max(accumulate(changes, initial=0)))
     starts, ends, done = replay(
         schedule.placement, schedule.units, durations, transfer, orders, shares
     )
@@ -242,43 +245,16 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     for stage, unit in schedule.recomputed:
         again.append(durations[RECOMPUTE][stage] * shares[unit % len(shares)])
     busy += math.fsum(again)
-    fraction, ratio = bubbles(schedule.ranks, makespan, busy)
+    whole = schedule.ranks * makespan
+    idle = max(0.0, whole - busy)
+    fraction = 0.0
+    ratio = 0.0
+    if makespan:
+        fraction = idle / whole
+        ratio = idle / busy if busy else math.inf
     return Timeline(
-        schedule,
-        makespan,
-        fraction,
-        ratio,
-        peaks,
-        durations=durations,
-        starts=starts,
-        ends=ends,
-        done=done,
-        shares=shares,
+        schedule, makespan, fraction, ratio, peaks, durations, starts, ends, done, shares
     )
-
-
-def bubbles(ranks: int, makespan: float, busy: float) -> tuple[float, float]:
-    """Return idle time over all time, and over busy time."""
-    idle = max(0.0, ranks * makespan - busy)
-    if not makespan:
-        return 0.0, 0.0
-    ratio = math.inf
-    if busy:
-        ratio = idle / busy
-    return idle / (ranks * makespan), ratio
-
-
-def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
-    """Give for each op its time in each stage."""
-    input_grad = costs.per_stage("input_grad", stages)
-    weight_grad = costs.per_stage("weight_grad", stages)
-    return {
-        FORWARD: costs.per_stage("forward", stages),
-        BACKWARD: [first + second for first, second in zip(input_grad, weight_grad)],
-        INPUT_GRAD: input_grad,
-        WEIGHT_GRAD: weight_grad,
-        RECOMPUTE: costs.per_stage("recompute", stages),
-    }
 
 
 # -- How much a rank holds for its backwards, action by action; independent of costs ---------------
@@ -294,20 +270,10 @@ def first_trained(schedule: Schedule) -> int:
 def activations(schedule: Schedule, order: Sequence[Action]) -> Iterator[tuple[bool, bool]]:
     """Yield whether an activation begins with each action, and whether one ends with it."""
     trained_from = first_trained(schedule)
-    recomputed = recomputed_in(order)
-    for stage, op, microbatch in order:
-        whole = op == FORWARD and stage >= trained_from and (stage, microbatch) not in recomputed
+    recomputed = schedule.recomputed
+    for stage, op, unit in order:
+        whole = op == FORWARD and stage >= trained_from and (stage, unit) not in recomputed
         yield whole or op == RECOMPUTE, op in (BACKWARD, WEIGHT_GRAD)
-
-
-def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
-    """Count the chunk activations that an order holds at once, at most."""
-    alive = peak = 0
-    for begins, ends in activations(schedule, order):
-        alive += begins
-        peak = max(peak, alive)
-        alive -= ends
-    return peak
 
 
 #     F        whole activation          without an R it stays until B or W
@@ -353,23 +319,8 @@ def peak_memory(
     [13.0, 12.0, 11.0, 10.0]
     """
     whole, inputs = sizes_per_stage(schedule, activation, kept_input)
-    if schedule.forwards_only:
-        return [0.0] * schedule.ranks
-    n = schedule.slices
-    orders = schedule.orders
-    trained_from = schedule.trained_from
-    shares = shares_of_mean(slices, n, "lengths")
-    if slices is not None:  # each slice of a stage counts as a stage
-        orders = []
-        for order in schedule.orders:
-            of_slices = []
-            for stage, op, unit in order:
-                of_slices.append(Action(stage * n + unit % n, op, unit))
-            orders.append(tuple(of_slices))
-        whole = [size * share for size in whole for share in shares]
-        inputs = [size * share for size in inputs for share in shares]
-        trained_from *= n
-    return [max(held(order, whole, inputs, trained_from)) for order in orders]
+    shares = shares_of_mean(slices, schedule.slices, "lengths")
+    return [max(held(schedule, order, whole, inputs, shares)) for order in schedule.orders]
 
 
 def sizes_per_stage(
@@ -390,24 +341,30 @@ def sizes_per_stage(
 
 
 def held(
-    order: Sequence[Action], whole: Sequence[float], kept: Sequence[float], trained_from: int = 0
+    schedule: Schedule,
+    order: Sequence[Action],
+    whole: Sequence[float],
+    kept: Sequence[float],
+    shares: Sequence[float] = (1.0,),
 ) -> Iterator[float]:
-    """Yield what a rank holds during each action; frozen stages at the front hold nothing."""
-    again = recomputed_in(order)
+    """Yield what a rank with this order holds during each action; frozen stages hold nothing."""
+    first = first_trained(schedule)
     now = 0.0
-    for stage, op, microbatch in order:
-        if op == FORWARD and stage >= trained_from:
-            yield now + whole[stage]
-            if (stage, microbatch) in again:
-                now += kept[stage]
-            else:
-                now += whole[stage]
+    for stage, op, unit in order:
+        share = shares[unit % len(shares)]
+        size = whole[stage] * share
+        part = kept[stage] * share
+        if op == FORWARD and stage >= first:
+            yield now + size
+            if (stage, unit) in schedule.recomputed:
+                size = part
+            now += size
             continue
         if op == RECOMPUTE:
-            now += whole[stage] - kept[stage]
+            now += size - part
         yield now
         if op in (BACKWARD, WEIGHT_GRAD):
-            now -= whole[stage]
+            now -= size
 
 
 # -- How long messages take, by latency, bandwidth and size of a node ------------------------------

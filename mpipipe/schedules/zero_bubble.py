@@ -8,7 +8,8 @@ raises ArgumentError. `slices` are those of classic.py.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from operator import sub
@@ -16,10 +17,10 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.checks import sizes
-from mpipipe.schedules.classic import forwards_ahead, in_groups, looped
+from mpipipe.schedules.classic import Line, looped
 from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, TIMES, Costs, are_alike, simulate
 from mpipipe.schedules.slices import in_slices
 
 
@@ -46,10 +47,7 @@ def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedul
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-
-    def order(rank: int, units: int) -> list[Action]:
-        return split_order(ranks, 1, units, rank, step=1)
-
+    order = partial(split_order, step=1)
     return looped("zero_bubble_h1", ranks, 1, microbatches, order, slices=slices)
 
 
@@ -70,25 +68,21 @@ def interleaved_zero_bubble(
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the
         first group of micro-batches (see `interleaved_1f1b`).
     """
-
-    def order(rank: int, units: int) -> list[Action]:
-        return split_order(ranks, chunks, units, rank, step=1)
-
+    order = partial(split_order, step=1)
     return looped("interleaved_zero_bubble", ranks, chunks, microbatches, order, slices=slices)
 
 
-def split_order(ranks: int, chunks: int, units: int, rank: int, step: int) -> list[Action]:
+def split_order(line: Line, step: int) -> list[Action]:
     """Run the first F's, then an F, an I and an earlier W in turn; at the end what is left.
 
     Rank r runs each W r times `step` I's after its own I.
     """
-    forwards = in_groups(FORWARD, ranks, chunks, units, rank)
-    inputs = in_groups(INPUT_GRAD, ranks, chunks, units, rank)
-    weights = in_groups(WEIGHT_GRAD, ranks, chunks, units, rank)
-    first = forwards_ahead(ranks, chunks, units, rank, step)
+    forwards = line.in_groups(FORWARD)
+    weights = line.in_groups(WEIGHT_GRAD)
+    first = line.forwards_ahead(step)
     order = forwards[:first]
-    delay = step * rank
-    for done, action in enumerate(inputs):
+    delay = step * line.rank
+    for done, action in enumerate(line.in_groups(INPUT_GRAD)):
         order += forwards[first + done : first + done + 1]
         order.append(action)
         if done >= delay:
@@ -199,11 +193,8 @@ def _on_a_v(
     full = max(2 * ranks - less, units)
     orders = []
     for rank in range(ranks):
-        order = []
-        for action in _of_rank(cells, ranks, full, rank):
-            if action.microbatch < units:
-                order.append(action)
-        orders.append(tuple(order))
+        actions = _of_rank(cells(rank, ranks, full), ranks, rank)
+        orders.append(tuple([action for action in actions if action.microbatch < units]))
     return Schedule(name, v_placement(ranks), units, orders)
 
 
@@ -228,27 +219,25 @@ def _dualpipe(rank: int, ranks: int, full: int) -> str:
     return filling + steady + emptying + "WI" * rest + "W" * (rank + 1)
 
 
-def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
+def _of_rank(cells: str, ranks: int, rank: int) -> Iterator[Action]:
     """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up."""
     count: Counter[str] = Counter()
     owed: deque[Action] = deque()
-    order = []
-    for cell in cells(rank, ranks, full):
+    for cell in cells:
         op = cell.upper()
         stage = rank
         if cell.islower():
             stage = 2 * ranks - 1 - rank
         if op == WEIGHT_GRAD:
-            order.append(owed.popleft())
+            yield owed.popleft()
             continue
         # Both are backwards.
         chain = cell.replace("b", "i").replace("B", "I")
         action = Action(stage, op, count[chain])
         count[chain] += 1
-        order.append(action)
+        yield action
         if op == INPUT_GRAD:
             owed.append(Action(stage, WEIGHT_GRAD, action.microbatch))
-    return order
 
 
 # -- Weight gradients where a rank would wait, for costs that are given ----------------------------
@@ -273,38 +262,32 @@ Queues: TypeAlias = "Sequence[Sequence[Sequence[int]]]"
 class StageTimes:
     """Stages on ranks, with the times of their tasks.
 
-    seconds, rank : time and rank of each task
+    seconds : time of each task
     waits_for, lag : the task before it in its micro-batch, -1 without one, and the time of its
         message
-    awaited_by : the F or I that waits for it, -1 without one
+    awaited_on : the rank of the F or I that waits for a task, where one does
     """
 
     def __init__(self, placement: tuple[int, ...], microbatches: int, costs: Costs) -> None:
         stages = len(placement)
         self.placement = placement
         self.microbatches = microbatches
-        self.ranks = max(placement) + 1
-        forward_times = costs.per_stage("forward", stages)
-        input_times = costs.per_stage("input_grad", stages)
-        weight_times = costs.per_stage("weight_grad", stages)
+        times = [costs.per_stage(name, stages) for name in TIMES[:3]]
         hop = [*hops(placement, costs.per_stage("transfer", stages)), 0.0]
         self.seconds: list[float] = []
-        self.rank: list[int] = []
         self.waits_for: list[int] = []
         self.lag: list[float] = []
-        self.awaited_by = [-1] * (3 * stages)
-        for stage in range(stages):
+        for stage, seconds in enumerate(zip(*times)):
             forward = 3 * stage
-            self.seconds += [forward_times[stage], input_times[stage], weight_times[stage]]
-            self.rank += [placement[stage]] * 3
+            self.seconds += seconds
             self.waits_for += [max(forward - 3, -1), forward + 4, forward + 1]
             self.lag += [hop[stage], hop[stage + 1], 0.0]
-            if stage:
-                self.awaited_by[forward - 3] = forward
-                self.awaited_by[forward + 1] = forward - 2
         # In the last stage the I follows its own F.
-        self.waits_for[3 * stages - 2] = 3 * stages - 3
-        self.awaited_by[3 * stages - 3] = 3 * stages - 2
+        self.waits_for[-2] = 3 * stages - 3
+        self.awaited_on = {}
+        for task, before in enumerate(self.waits_for):
+            if task % 3 < 2:
+                self.awaited_on[before] = placement[task // 3]
 
     def schedule(self, name: str, orders: Sequence[Sequence[int]]) -> Schedule:
         """Write tasks out as actions."""
@@ -342,10 +325,10 @@ def fill_idle_with_weight_grads(
     left = [sum(map(len, of_rank)) for of_rank in queues]
     orders: list[list[int]] = [[] for _ in queues]
     ends: list[list[float]] = [[] for _ in seconds]
-    activations = [0.0] * times.ranks
+    activations = [0.0] * len(queues)
     owed: list[deque[int]] = [deque() for _ in queues]
-    begins = [0.0] * times.ranks
-    free = [(0.0, rank) for rank in range(times.ranks)]
+    begins = [0.0] * len(queues)
+    free = [(0.0, rank) for rank in range(len(queues))]
     # Ranks for which nothing is known to become ready, and since when.
     asleep: dict[int, float] = {}
     while free:
@@ -375,7 +358,7 @@ def fill_idle_with_weight_grads(
         weights = owed[rank]
         # W's delay each I a little, and only the last one makes all ranks before it late for good.
         share = patience
-        if left[rank] == 1 and rank != times.rank[0]:
+        if left[rank] == 1 and rank != times.placement[0]:
             share = max(1.0, patience)
         if weights and start > now and (is_full or start - now >= share * seconds[weights[0]]):
             task = weights.popleft()
@@ -396,9 +379,8 @@ def fill_idle_with_weight_grads(
         orders[rank].append(task)
         activations[rank] += holds[task % 3]
         heapreplace(free, (end, rank))
-        waiting = times.awaited_by[task]
-        if waiting >= 0 and times.rank[waiting] in asleep:
-            sleeper = times.rank[waiting]
+        sleeper = times.awaited_on.get(task, -1)
+        if sleeper in asleep:
             heappush(free, (max(asleep.pop(sleeper), start), sleeper))
     if any(left):
         return None
