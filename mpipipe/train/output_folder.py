@@ -11,7 +11,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import datetime
@@ -29,7 +29,6 @@ from mpipipe.options import Values, option_of, written
 from mpipipe.train import report
 from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.task import Task
-from mpipipe.train.task_file import TaskFileConfig
 
 # Seconds in which a network file system shows one host what another one wrote.
 PATIENCE = 10.0
@@ -60,13 +59,6 @@ def shared_path(comm: Communicator, path: str | None) -> str:
         return place
 
     return group_of(comm).from_one("the path of a folder", find)
-
-
-def mend(out: Path, replaced: Sequence[str]) -> None:
-    """Mend the folders in it that a killed job has left half replaced."""
-    with using(out):
-        for name in replaced:
-            checkpoint.restore_folder(out / name)
 
 
 def names_in(out: Path) -> set[str]:
@@ -184,9 +176,7 @@ def absolute(path: str) -> str:
     return path
 
 
-def write(
-    out: Path, keys: Mapping[str, object], environment: Mapping[str, object], task: Task
-) -> None:
+def write(out: Path, keys: Values, environment: Values, task: Task) -> None:
     """Write both files on rank 0, and copies of the file and modules of a task. Raises OSError."""
     path = out / CONFIG
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config"
@@ -237,6 +227,10 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
     """
 
     def find() -> Checkpoint | None:
+        with using(out):
+            # A killed job may have left them half replaced.
+            for name in task.folders:
+                checkpoint.restore_folder(out / name)
         newest = checkpoint.newest(out)
         path: Path | str | None = config.resume
         if config.resume == "auto":
@@ -245,7 +239,9 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
         if path not in (None, "no"):
             start = checkpoint.read(path)
             _check_same(start, config, task)
-        if config.resume == "no" or (start is not None and not _is_in(start, out)):
+        checkpoints = (out / CHECKPOINTS).resolve()
+        is_in = start is None or start.path.parent.resolve() == checkpoints
+        if config.resume == "no" or not is_in:
             if names_in(out):
                 go_on = ""
                 if newest is not None:
@@ -283,11 +279,12 @@ def newest_state(run: Path) -> Checkpoint:
 def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -> None:
     """Set the parameters with which a new training begins; collective."""
     task.load(stages, mesh)
-    if isinstance(config, TaskFileConfig) and config.init is not None:
-        path = Path(config.init)
-        folders = path / "weights", path / CHECKPOINTS
+    init = getattr(config, "init", None)
+    if init is not None:
+        path = Path(init)
         with group_of(mesh.comm).raise_together("train: the weights to begin with"):
-            if mesh.rank == 0 and any(folder.is_dir() for folder in folders):
+            is_run = (path / "weights").is_dir() or (path / CHECKPOINTS).is_dir()
+            if mesh.rank == 0 and is_run:
                 path = newest_state(path).path
         checkpoint.load(path, mesh, stages)
 
@@ -297,10 +294,6 @@ UNFINISHED = re.compile(
     r"((config|environment|metrics|train)\.(toml|json|jsonl|log)(\.partial)?"
     r"|tensorboard|checkpoints|__pycache__|.*\.py.*)"
 )
-
-
-def _is_in(start: Checkpoint, out: Path) -> bool:
-    return start.path.parent.resolve() == (out / CHECKPOINTS).resolve()
 
 
 def _check_unfinished(out: Path, task: Task) -> None:
@@ -327,7 +320,9 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
     now = facts_of(config, task)
     others = [entry.name for entry in fields(config) if not option_of(entry).decides]
     try:
-        before = _fixed(start.state, config, task, others)
+        # Sizes are those of the model, where options leave them.
+        saved = start.state["configuration"] | start.state["model"]
+        before = plain(written(type(config)())) | saved
         fingerprint = start.state["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -335,8 +330,11 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
             found=place,
             remedy="load it with mpipipe.checkpoint",
         ) from error
-    after = _fixed(now, config, task, others)
-    different = [key for key in after if before.get(key) != after[key]]
+    after = now["configuration"] | now["model"]
+    different = []
+    for key in after:
+        if key not in others and before.get(key) != after[key]:
+            different.append(key)
     if different:
         then = ", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different)
         raise ConfigError(
@@ -368,13 +366,6 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
 
 
-def _fixed(facts: Values, config: TaskConfig, task: Task, others: Sequence[str]) -> Values:
-    """Return what must stay the same: sizes are those of the model, where options leave them."""
-    sizes = plain(task.compared(facts["model"]))
-    values = {**plain(written(type(config)())), **facts["configuration"], **sizes}
-    return {key: value for key, value in values.items() if key not in others}
-
-
 def plain(values: Any) -> Any:
     """Return values as they come back from a file: tuples become lists."""
     return json.loads(json.dumps(values))
@@ -385,7 +376,7 @@ def leave_behind(start: Checkpoint | None, out: Path) -> Iterator[Path]:
 
     Yields the new names.
     """
-    if start is None or not _is_in(start, out):
+    if start is None:
         return
     for path in [*checkpoint.find(out / CHECKPOINTS), *checkpoint.find(out / "weights")]:
         if checkpoint.step_of(path) >= start.step and path.name != start.path.name:

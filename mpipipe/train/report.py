@@ -189,8 +189,10 @@ class Reporter:
         self.tensorboard = None
         if tensorboard:
             self.tensorboard = TensorBoard(out, done or 0, self.warn)
-        self.pace = Pace(steps, done or 0)
         self.bubbles = 0
+        # Steps before this start, and so far; when this start and the last record were.
+        self.before = self.done = done or 0
+        self.start = self.last = time.monotonic()
 
     def say(self, text: str) -> None:
         """Write one or more lines, to the log as well. What cannot be encoded is escaped."""
@@ -203,17 +205,17 @@ class Reporter:
         self.log.append(text)
 
     def advance(self) -> None:
-        self.pace.done += 1
+        self.done += 1
 
     def record(self, record: Record) -> None:
         """Append a record to the metrics, and show it as a line or two."""
-        facts = {**record.facts(), **self.pace.stamp()}
+        facts = {**record.facts(), **self.stamp()}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
         known = {**dict.fromkeys(facts), **finite(facts)}
         self.metrics.append(json.dumps(known, allow_nan=False))
         if self.tensorboard is not None:
             self.tensorboard.write(facts)
-        lines = lines_of(record, self.steps, self.unit, self.pace.timing())
+        lines = lines_of(record, self.steps, self.unit, self.timing())
         if record.bubble is not None and record.predicted is not None:
             self.bubbles += 1
             # The first record includes the step that allocates memory.
@@ -235,31 +237,6 @@ class Reporter:
         self.metrics.close()
         self.log.close()
 
-
-class NullReporter:
-    """The reporter of all other ranks, which shows nothing."""
-
-    def nothing(self, *_: object) -> None:
-        """Do nothing."""
-
-    say = advance = record = sync = __exit__ = nothing
-
-    def __enter__(self) -> NullReporter:
-        return self
-
-
-# -- The pace of a training: elapsed time, time left, and the clock in its records -----------------
-
-
-class Pace:
-    """Times the steps of one start of a training; `done` steps are made so far."""
-
-    def __init__(self, steps: int, done: int) -> None:
-        self.steps = steps
-        self.before = done
-        self.done = done
-        self.start = self.last = time.monotonic()
-
     def timing(self) -> str:
         """Return the time since this start and the time left, in words."""
         gone = time.monotonic() - self.start
@@ -271,10 +248,18 @@ class Pace:
 
     def stamp(self) -> dict[str, float]:
         """Return the `time` of a record in seconds since 1970, and `seconds` since the last one."""
-        now = time.monotonic()
-        before = self.last
-        self.last = now
-        return {"time": round(time.time(), 3), "seconds": round(now - before, 6)}
+        seconds = time.monotonic() - self.last
+        self.last += seconds
+        return {"time": round(time.time(), 3), "seconds": round(seconds, 6)}
+
+
+class NullReporter(Reporter):
+    """The reporter of all other ranks, which shows nothing."""
+
+    def nothing(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+    __init__ = say = advance = record = sync = __exit__ = nothing
 
 
 def duration(seconds: float) -> str:
@@ -318,7 +303,7 @@ class TensorBoard:
             self.writer = SummaryWriter(
                 str(out / "tensorboard"),
                 purge_step=done + 1 if done else None,
-                filename_suffix=f".{done}" if done else "",
+                filename_suffix=f".{done}",
             )
 
     def write(self, facts: Facts) -> None:
@@ -336,7 +321,6 @@ class TensorBoard:
         if self.writer is not None:
             with self._giving_up():
                 self.writer.close()
-        self.writer = None
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:

@@ -66,9 +66,6 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     owner = take_folder(out, group, output_folder.using)
     owner.made = owner.made or config.out is None
     with released_at_end(owner, group):
-        group.from_one(
-            "train: what a killed job has left", partial(output_folder.mend, out, task.folders)
-        )
         config = with_order(config, comm)
         pipe = pipe_of(config, comm.size)
         made = Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order)
@@ -122,9 +119,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
             raise
 
 
-def _reporter(
-    trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
-) -> Reporter | NullReporter:
+def _reporter(trainer: Trainer, device: str, start: checkpoint.Checkpoint | None) -> Reporter:
     """Make the run folder, say in it where the numbers come from, and make the reporter."""
     config = trainer.config
     task = trainer.task

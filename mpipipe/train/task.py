@@ -337,12 +337,8 @@ class Task:
     # -- what is said and written
 
     def sizes(self) -> Values:
-        """Return what the model is, as plain values by name, for checkpoints."""
+        """Return what the model is, as plain values by name: the same as in a checkpoint."""
         return {}
-
-    def compared(self, sizes: Values) -> Values:
-        """Return the sizes that must be the same in a training and in its checkpoint."""
-        return sizes
 
     def resolve(self, keys: Values) -> Values:
         """Return the options of a training with those of the task, and with absolute paths."""

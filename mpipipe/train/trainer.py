@@ -24,7 +24,7 @@ from mpipipe.tracing import Recording, check_new
 from mpipipe.train import output_folder
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.rehearsal import rehearse, seq_warning
-from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
+from mpipipe.train.report import Record, Reporter, finite, summary
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import (
     Reader,
@@ -60,7 +60,7 @@ class Trainer:
     numbers.
     """
 
-    reporter: Reporter | NullReporter
+    reporter: Reporter
     preemption: Preemption
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.train.report import Pace, Record, Reporter, bubble_explained, duration, lines_of
+from mpipipe.train.report import Record, Reporter, bubble_explained, duration, lines_of
 from mpipipe.train.screen import folded
 
 FULL = Record(
@@ -109,16 +109,16 @@ def test_times_are_short():
     assert [*map(duration, seconds)] == ["0s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d01h"]
 
 
-def test_the_time_left_counts_only_the_steps_of_this_start(monkeypatch):
+def test_the_time_left_counts_only_the_steps_of_this_start(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr("mpipipe.train.report.time.monotonic", lambda: now)
-    pace = Pace(100, done=60)
-    assert pace.timing() == "0s"
-    now += 20.0
-    for _ in range(10):
-        pace.done += 1
-    assert pace.timing() == "20s, 1m00s left"
-    assert pace.stamp()["seconds"] == 20.0 and pace.stamp()["seconds"] == 0.0
-    for _ in range(30):
-        pace.done += 1
-    assert pace.timing() == "20s"
+    with Reporter(100, tmp_path, io.StringIO(), done=60) as reporter:
+        assert reporter.timing() == "0s"
+        now += 20.0
+        for _ in range(10):
+            reporter.advance()
+        assert reporter.timing() == "20s, 1m00s left"
+        assert reporter.stamp()["seconds"] == 20.0 and reporter.stamp()["seconds"] == 0.0
+        for _ in range(30):
+            reporter.advance()
+        assert reporter.timing() == "20s"
