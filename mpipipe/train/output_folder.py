@@ -210,12 +210,9 @@ CHECKPOINTS = "checkpoints"
 
 def facts_of(config: TaskConfig, task: Task) -> Values:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
-    facts = {
-        "configuration": written(config),
-        "model": task.sizes(),
-        "fingerprint": task.fingerprint,
-    }
-    return plain(facts)
+    return plain(
+        {"configuration": written(config), "model": task.sizes(), "fingerprint": task.fingerprint}
+    )
 
 
 def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:

@@ -6,9 +6,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -92,7 +92,7 @@ def finite(facts: Facts) -> Facts:
     return {name: value for name, value in facts.items() if math.isfinite(value)}
 
 
-FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
+FIELDS = tuple(Record.__annotations__)
 
 
 # How a line of progress, and the last line, name and write the fields of a Record.
@@ -135,7 +135,7 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     lines = []
     if record.loss is not None:
         cells = [place, *_cells(record, CELLS, unit), timing]
-        lines.append("  ".join(cells).rstrip())
+        lines.append("  ".join(cells))
     if record.validation is not None:
         cells = [place, *_cells(record, VALIDATION, unit)]
         cells += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
@@ -159,44 +159,62 @@ def bubble_explained(record: Record, oversubscribed: str | None) -> str:
     return f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"
 
 
+@dataclass
 class Reporter:
     """Shows progress on rank 0, as lines of text. A context manager.
 
     Metrics and the log are in `out`, lines go to `stream`, by default the standard output.
     `oversubscribed` is a sentence if ranks share cores. `done` counts the steps before this start;
-    None is a new training, without metrics. With `tensorboard`, records go to TensorBoard as well.
+    None is a new training, without metrics. With `tensorboard`, records go to the folder
+    tensorboard/ as well, where those before that this start repeats are hidden; what the library
+    raises ends no training: one warning says that no more is written.
+
     Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is
     None; later a failed write does not end the training.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        out: Path,
-        stream: TextIO | None = None,
-        *,
-        unit: str = "tokens",
-        oversubscribed: str | None = None,
-        done: int | None = None,
-        tensorboard: bool = False,
-    ) -> None:
-        self.steps = steps
-        self.stream = SafeStream(stream or sys.stdout)
-        self.unit = unit
-        self.oversubscribed = oversubscribed
-        self.metrics = JsonLines(out / METRICS, goes_on=done is not None)
-        self.log = JsonLines(out / LOG, goes_on=True)
-        self.tensorboard = None
-        if tensorboard:
-            self.tensorboard = TensorBoard(out, done or 0, self.warn)
+    steps: int
+    out: Path
+    stream: TextIO | None = None
+    unit: str = "tokens"
+    oversubscribed: str | None = None
+    done: int | None = None
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        self.outlet = SafeStream(self.stream or sys.stdout)
+        self.metrics = JsonLines(self.out / METRICS, goes_on=self.done is not None)
+        self.log = JsonLines(self.out / LOG, goes_on=True)
         self.bubbles = 0
-        # Steps before this start, and so far; when this start and the last record were.
-        self.before = self.done = done or 0
+        # Steps of this start; when it and the last record were.
+        self.made = 0
         self.start = self.last = time.monotonic()
+        # Writes for TensorBoard, until it fails.
+        self.writer: Any = None
+        if self.tensorboard:
+            with self._giving_up():
+                from tensorboardX import SummaryWriter
+
+                # File names have whole seconds: without a suffix two starts might share a file.
+                self.writer = SummaryWriter(
+                    str(self.out / "tensorboard"),
+                    purge_step=self.done + 1 if self.done else None,
+                    filename_suffix=f".{self.done or 0}",
+                )
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Write nothing more for TensorBoard once its library raises."""
+        try:
+            yield
+        except Exception as error:
+            self.writer = None
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
 
     def say(self, text: str) -> None:
         """Write one or more lines, to the log as well. What cannot be encoded is escaped."""
-        self.stream.write(f"{text}\n")
+        self.outlet.write(f"{text}\n")
         self.log.append(text)
 
     def warn(self, text: str) -> None:
@@ -205,7 +223,7 @@ class Reporter:
         self.log.append(text)
 
     def advance(self) -> None:
-        self.done += 1
+        self.made += 1
 
     def record(self, record: Record) -> None:
         """Append a record to the metrics, and show it as a line or two."""
@@ -213,8 +231,12 @@ class Reporter:
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
         known = {**dict.fromkeys(facts), **finite(facts)}
         self.metrics.append(json.dumps(known, allow_nan=False))
-        if self.tensorboard is not None:
-            self.tensorboard.write(facts)
+        if self.writer is not None:
+            with self._giving_up():
+                for name, value in facts.items():
+                    if name not in ("step", "time"):
+                        self.writer.add_scalar(name, value, record.step, walltime=facts["time"])
+                self.writer.flush()
         lines = lines_of(record, self.steps, self.unit, self.timing())
         if record.bubble is not None and record.predicted is not None:
             self.bubbles += 1
@@ -232,18 +254,18 @@ class Reporter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        if self.writer is not None:
+            with self._giving_up():
+                self.writer.close()
         self.metrics.close()
         self.log.close()
 
     def timing(self) -> str:
         """Return the time since this start and the time left, in words."""
         gone = time.monotonic() - self.start
-        made = self.done - self.before
-        left = self.steps - self.done
-        if made and left:
-            return f"{duration(gone)}, {duration(left * gone / made)} left"
+        left = self.steps - self.made - (self.done or 0)
+        if self.made and left:
+            return f"{duration(gone)}, {duration(left * gone / self.made)} left"
         return duration(gone)
 
     def stamp(self) -> dict[str, float]:
@@ -276,61 +298,11 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-# -- The numbers for TensorBoard -------------------------------------------------------------------
-
-
 def check_tensorboard() -> None:
     """Raise BackendError where the library that writes for TensorBoard is not installed."""
     optional_library(
         "tensorboardX", "write for TensorBoard", "tensorboard", ", or leave out --tensorboard"
     )
-
-
-class TensorBoard:
-    """The folder tensorboard/. Steps that this start repeats are hidden in those before it.
-
-    `done` counts the steps before this start. What the library raises ends no training: one warning
-    says that no more is written.
-    """
-
-    def __init__(self, out: Path, done: int, warn: Callable[[str], None]) -> None:
-        self.warn = warn
-        self.writer: Any = None
-        with self._giving_up():
-            from tensorboardX import SummaryWriter
-
-            # File names have whole seconds: without a suffix two starts might share a file.
-            self.writer = SummaryWriter(
-                str(out / "tensorboard"),
-                purge_step=done + 1 if done else None,
-                filename_suffix=f".{done}",
-            )
-
-    def write(self, facts: Facts) -> None:
-        """Write the numbers of a record."""
-        if self.writer is None:
-            return
-        with self._giving_up():
-            for name, value in facts.items():
-                if name not in ("step", "time"):
-                    self.writer.add_scalar(name, value, int(facts["step"]), walltime=facts["time"])
-            self.writer.flush()
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        if self.writer is not None:
-            with self._giving_up():
-                self.writer.close()
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Write nothing more once the library raises."""
-        try:
-            yield
-        except Exception as error:
-            self.writer = None
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
 
 
 # -- metrics.jsonl over a resume: records after the checkpoint are cut off, and none is repeated --

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe import arrays, checkpoint, environment, files, nn
-from mpipipe.arrays import Array
-from mpipipe.checkpoint import released_at_end, take_folder
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
@@ -63,9 +61,9 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     if config.tensorboard:
         group.from_one("train: where metrics go", report.check_tensorboard)
     out = Path(output_folder.shared_path(comm, config.out))
-    owner = take_folder(out, group, output_folder.using)
+    owner = checkpoint.take_folder(out, group, output_folder.using)
     owner.made = owner.made or config.out is None
-    with released_at_end(owner, group):
+    with checkpoint.released_at_end(owner, group):
         config = with_order(config, comm)
         pipe = pipe_of(config, comm.size)
         made = Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order)
@@ -236,7 +234,9 @@ def export(run: Path, target: Path) -> str:
     return f"wrote {len(planned)} arrays of step {weights.step} from {weights.path} into {target}"
 
 
-def _values(weights: checkpoint.Checkpoint, name: str, entry: checkpoint.TensorEntry) -> Array:
+def _values(
+    weights: checkpoint.Checkpoint, name: str, entry: checkpoint.TensorEntry
+) -> arrays.Array:
     array = np.empty(entry.shape, entry.kind)
     checkpoint.read_arrays(weights, {name: array})
     return array

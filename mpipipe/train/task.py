@@ -18,14 +18,13 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup
-from mpipipe.nn import Parameter, frozen_names, is_adapter, is_frozen
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
-Described: TypeAlias = "Mapping[str, Parameter]"
+Described: TypeAlias = "Mapping[str, nn.Parameter]"
 Layers: TypeAlias = "list[Any]"
 Named: TypeAlias = "Mapping[str, float]"
 Numbers: TypeAlias = "Sequence[float]"
@@ -252,7 +251,7 @@ class Task:
         names = [name for name, parameter in everything.items() if not parameter.frozen]
         unfit = []
         for pattern in self.freeze:
-            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
+            if not any(nn.is_frozen(name, [pattern.removeprefix("!")]) for name in names):
                 unfit.append(("freeze", pattern))
         entries = everything.items()
         for group in self.groups:
@@ -260,7 +259,7 @@ class Task:
                 unfit.append(("groups", f"{group.match}"))
         for what, pattern in unfit:
             of_adapter = ""
-            if any(map(is_adapter, names)):
+            if any(map(nn.is_adapter, names)):
                 of_adapter = " of an adapter"
             raise ConfigError(
                 f"a pattern of {what} fits no parameter{of_adapter}",
@@ -268,7 +267,7 @@ class Task:
                 expected=f"one that fits names such as {', '.join(names[:4])}",
                 remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
             )
-        frozen = frozen_names(everything, tuple(self.freeze))
+        frozen = nn.frozen_names(everything, tuple(self.freeze))
         if frozen and len(frozen) == len(everything):
             raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
         return {name: parameter for name, parameter in everything.items() if name not in frozen}
