@@ -252,7 +252,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
                 )
             return start
         # Raises where they are no metrics.
-        report.records_until(out, 0 if start is None else start.step)
+        report.records_until(out, 0)
         if start is None:
             _check_unfinished(out, task)
         return start
@@ -328,16 +328,17 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
             remedy="load it with mpipipe.checkpoint",
         ) from error
     after = now["configuration"] | now["model"]
-    different = []
-    for key in after:
-        if key not in others and before.get(key) != after[key]:
-            different.append(key)
-    if different:
-        then = ", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different)
+    then = []
+    expected = []
+    for key, value in after.items():
+        if key not in others and before.get(key) != value:
+            then.append(f"{key} = {before.get(key)!r}"[:80])
+            expected.append(f"{key} = {value!r}"[:80])
+    if then:
         raise ConfigError(
             "the checkpoint is of a training with another configuration",
-            found=f"{then} in {place}",
-            expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
+            found=f"{', '.join(then)} in {place}",
+            expected=", ".join(expected),
             remedy=f"what may change over a resume is {', '.join(others)}; give all else as it "
             "was, or begin "
             "a new training with --from, or of a task with --init",

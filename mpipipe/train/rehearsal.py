@@ -83,7 +83,7 @@ def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
     """True if a layer may mix positions and, as far as is known, asks no other rank for theirs."""
     asks = isinstance(layer, RIGHT_IN_PARTS)
     if isinstance(layer, ForeignLayer):
-        asks = shard.attends
+        asks = shard.attended is not None
     elif isinstance(layer, nn.LearnedPositions):
         asks = layer.positions is not None
     alone = isinstance(getattr(layer, "attend", None), (Local, type(None)))
@@ -184,15 +184,14 @@ def mean_error(
     series = []
     for _ in range(REPEATS):
         losses = [loss.task.loss(*pair, **keywords) for pair in (whole, *parts)]
-        results = list(map(loss.plain.checked, losses))
-        series.append([_number(value) for value, _, _ in results])
-    (_, gradient, weight), *of_parts = results
+        values, gradients, given = zip(*map(loss.plain.checked, losses))
+        series.append(list(map(_number, values)))
+    weight, *weights = given
     stays = np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True)
     if not stays or (loss.over_batch and weight is None):
         return None
-    weights = []
-    for (_, _, part_weight), (_, target) in zip(of_parts, parts):
-        weights.append(rows_of_any(target) if part_weight is None else part_weight)
+    if weight is None:
+        weights = [rows_of_any(target) for _, target in parts]
     total = sum(weights)
     if not total:
         return None
@@ -201,9 +200,9 @@ def mean_error(
     if loss.over_batch:
         return None
     what = ("row", "position")[loss.axis]
-    of_whole, *values = series[0]
+    of_whole, *of_parts = series[0]
     # What counts nothing may have the value NaN.
-    mean = np.dot(weights, np.nan_to_num(values)) / total
+    mean = np.dot(weights, np.nan_to_num(of_parts)) / total
     if not np.isclose(of_whole, mean, rtol=near, atol=1e-7):
         return ConfigError(
             f"{place_of(loss.task, 'loss')} returns a value that is no mean over the {what}s",
@@ -216,9 +215,8 @@ def mean_error(
         )
     norms = ""
     if all(weights):
-        gradients = [part_gradient for _, part_gradient, _ in of_parts]
         shares = [share / total for share in weights]
-        norms = difference(gradient, gradients, near, shares, loss.axis)
+        norms = difference(gradients[0], gradients[1:], near, shares, loss.axis)
     if norms:
         return ConfigError(
             f"{place_of(loss.task, 'loss')} returns a gradient that is not that of a mean over the "
@@ -240,12 +238,9 @@ def check_sample(loss: TaskLoss, sample: Sample) -> None:
     """Raise ConfigError for a loss that is no mean: with each row twice a mean stays."""
     output, target, keywords, weight = sample
     if weight != 0:
-        gradient = loss.evaluate(output, target, **keywords)[0][1]
+        gradient = loss.task.loss(output, target, **keywords)[1]
         Loss.scaled(gradient, 1.0, output)
-    if loss.over_batch:
-        twice: Pair | None = (output * 2, target * 2)
-    else:
-        twice = _twice(output, target, loss.axis)
+    twice = _twice(output, target, loss.axis)
     if twice is None:
         return
     how = f"with each {('row', 'position')[loss.axis]} twice"
@@ -276,11 +271,14 @@ def check_metrics(loss: TaskLoss, sample: Sample) -> None:
             )
 
 
-def _twice(output: Tree, target: Tree, axis: int) -> Pair | None:
-    """Return a micro-batch with each row twice, or each position along axis 1.
+def _twice(output: Tree, target: Any, axis: int) -> Pair | None:
+    """Return a micro-batch with each row twice, or each position along axis 1, or a batch twice.
 
     None for graphs whose targets are not of their nodes: these share no rows.
     """
+    # The loss is over the batch.
+    if isinstance(output, list):
+        return output * 2, target * 2
     rows = rows_of_any(output)
     if rows == 0 or rows != rows_of_any(target):
         return None

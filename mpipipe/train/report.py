@@ -186,8 +186,7 @@ class Reporter:
         self.metrics = JsonLines(self.out / METRICS, goes_on=self.done is not None)
         self.log = JsonLines(self.out / LOG, goes_on=True)
         self.bubbles = 0
-        # Steps of this start; when it and the last record were.
-        self.made = 0
+        # When this start and the last record were.
         self.start = self.last = time.monotonic()
         # Writes for TensorBoard, until it fails.
         self.writer: Any = None
@@ -222,12 +221,14 @@ class Reporter:
         warn(text)
         self.log.append(text)
 
-    def advance(self) -> None:
-        self.made += 1
-
     def record(self, record: Record) -> None:
-        """Append a record to the metrics, and show it as a line or two."""
-        facts = {**record.facts(), **self.stamp()}
+        """Append a record to the metrics, and show it as a line or two.
+
+        There it has the `time` in seconds since 1970, and the `seconds` since the last record.
+        """
+        seconds = time.monotonic() - self.last
+        self.last += seconds
+        facts = {**record.facts(), "time": round(time.time(), 3), "seconds": round(seconds, 6)}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
         known = {**dict.fromkeys(facts), **finite(facts)}
         self.metrics.append(json.dumps(known, allow_nan=False))
@@ -237,8 +238,8 @@ class Reporter:
                     if name not in ("step", "time"):
                         self.writer.add_scalar(name, value, record.step, walltime=facts["time"])
                 self.writer.flush()
-        lines = lines_of(record, self.steps, self.unit, self.timing())
-        if record.bubble is not None and record.predicted is not None:
+        lines = lines_of(record, self.steps, self.unit, self.timing(record.step))
+        if record.predicted is not None:
             self.bubbles += 1
             # The first record includes the step that allocates memory.
             if self.bubbles == 2:
@@ -260,19 +261,14 @@ class Reporter:
         self.metrics.close()
         self.log.close()
 
-    def timing(self) -> str:
-        """Return the time since this start and the time left, in words."""
+    def timing(self, step: int) -> str:
+        """Return the time since this start and the time left after a step, in words."""
         gone = time.monotonic() - self.start
-        left = self.steps - self.made - (self.done or 0)
-        if self.made and left:
-            return f"{duration(gone)}, {duration(left * gone / self.made)} left"
+        made = step - (self.done or 0)
+        left = self.steps - step
+        if made and left:
+            return f"{duration(gone)}, {duration(left * gone / made)} left"
         return duration(gone)
-
-    def stamp(self) -> dict[str, float]:
-        """Return the `time` of a record in seconds since 1970, and `seconds` since the last one."""
-        seconds = time.monotonic() - self.last
-        self.last += seconds
-        return {"time": round(time.time(), 3), "seconds": round(seconds, 6)}
 
 
 class NullReporter(Reporter):
@@ -281,7 +277,7 @@ class NullReporter(Reporter):
     def nothing(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    __init__ = say = advance = record = sync = __exit__ = nothing
+    __init__ = say = record = sync = __exit__ = nothing
 
 
 def duration(seconds: float) -> str:

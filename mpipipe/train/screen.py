@@ -84,11 +84,10 @@ class JsonLines:
         """Write a line. Never raises OSError."""
         # The name of a file may be no text.
         rest = memoryview(f"{line}\n".encode(errors="backslashreplace"))
-        size = len(rest)
         try:
             while rest:
                 rest = rest[self.file.write(rest) :]
-            self.whole += size
+            self.whole = self.file.tell()
         except OSError as error:
             with suppress(OSError):
                 self.file.truncate(self.whole)

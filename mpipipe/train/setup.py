@@ -94,20 +94,19 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
         reader = Reader(task, shard, plan, mesh, config.steps)
         trainer = Trainer(stack, config, reader, device, layers, out, trace)
         trainer.begin(start)
-        reporter = _reporter(trainer, device, start)
-        stack.enter_context(reporter)
-        trainer.reporter = reporter
-        trainer.preemption = Preemption(
-            mesh.comm,
-            signals=config.preempt_signals,
-            time_limit=config.time_limit,
-            grace=config.preempt_grace,
-            say=reporter.say,
+        trainer.reporter = stack.enter_context(_reporter(trainer, device, start))
+        trainer.preemption = stack.enter_context(
+            Preemption(
+                mesh.comm,
+                signals=config.preempt_signals,
+                time_limit=config.time_limit,
+                grace=config.preempt_grace,
+                say=trainer.reporter.say,
+            )
         )
-        stack.enter_context(trainer.preemption)
         trainer.preemption.whereabouts = trainer.whereabouts
         if chosen:
-            reporter.say(chosen)
+            trainer.reporter.say(chosen)
         stack.enter_context(trainer.saver)
         try:
             return trainer.run()

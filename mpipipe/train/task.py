@@ -6,6 +6,7 @@ samples are.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -251,7 +252,7 @@ class Task:
         names = [name for name, parameter in everything.items() if not parameter.frozen]
         unfit = []
         for pattern in self.freeze:
-            if not any(nn.is_frozen(name, [pattern.removeprefix("!")]) for name in names):
+            if not fnmatch.filter(names, pattern.removeprefix("!")):
                 unfit.append(("freeze", pattern))
         entries = everything.items()
         for group in self.groups:
@@ -276,11 +277,12 @@ class Task:
         """Raise ConfigError if the model cannot be cut into this number of stages."""
         count = len(self.outline)
         if count < stages:
-            remedy = (
-                "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the "
-                "others train replicas"
+            raise too_few_pieces(
+                counted(count, "layer"),
+                stages,
+                "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the others "
+                "train replicas",
             )
-            raise too_few_pieces(counted(count, "layer"), stages, remedy)
 
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
         """Return bytes of a sample, and of the message of a layer for these rows; 0 if unknown."""

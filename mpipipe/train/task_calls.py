@@ -102,13 +102,6 @@ def line_of(error: BaseException, file: str) -> str | None:
     return None
 
 
-def _is_function(value: Any) -> bool:
-    try:
-        return signature(value) is not None
-    except (TypeError, ValueError):
-        return False
-
-
 def _is_list_of(kind: type, values: object) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
 
@@ -116,7 +109,7 @@ def _is_list_of(kind: type, values: object) -> bool:
 PER_SECOND = "samples_per_second", "tokens_per_second"
 LAYOUTS = "contiguous", "zigzag", "striped"
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "loss": ("a function of output and target", _is_function),
+    "loss": ("a function of output and target", callable),
     "layout": (" or ".join(LAYOUTS), LAYOUTS.__contains__),
     "unit": ("a word", lambda value: isinstance(value, str) and value.isprintable()),
     "units": ("a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),

@@ -168,10 +168,10 @@ def task_class(module: ModuleType, path: Path, name: str) -> type[Task]:
         is_task = isinstance(value, type) and issubclass(value, Task)
         if is_task and value.__module__ == module.__name__:
             kinds[key] = value
+    if not name and len(kinds) == 1:
+        (name,) = kinds
     if name in kinds:
         return kinds[name]
-    if not name and len(kinds) == 1:
-        return next(iter(kinds.values()))
     what = f"no task {name}".rstrip()
     if kinds and not name:
         what = "several tasks"

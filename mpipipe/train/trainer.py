@@ -85,19 +85,19 @@ class Trainer:
             layers.clear()
             self.loss = loss_of(task, reader.shard, stages[-1], plan.microbatch_rows)
         self.stages = stages
-        self.pipeline = Pipeline(
-            stages,
-            plan.schedule,
-            mesh.pipe,
-            self.loss,
-            config.recompute,
-            mesh.replicas,
-            input_grads=False,
-            slice_lengths=reader.shard.slice_lengths,
+        self.pipeline = stack.enter_context(
+            Pipeline(
+                stages,
+                plan.schedule,
+                mesh.pipe,
+                self.loss,
+                config.recompute,
+                mesh.replicas,
+                input_grads=False,
+                slice_lengths=reader.shard.slice_lengths,
+            )
         )
-        stack.enter_context(self.pipeline)
-        self.norm = optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas)
-        stack.enter_context(self.norm)
+        self.norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with self.group.raise_together("train: the optimizer"):
             self.optimizer = make_optimizer(task, config, stages, mesh)
         self.scaler = make_scaler(config)
@@ -134,7 +134,7 @@ class Trainer:
         """Train, validate, show a sample, and return the last record."""
         config = self.config
         if self.done < config.steps and self.preemption.asked():
-            self._leave()
+            self.preemption.leave(self.whereabouts())
         self._introduce()
         for step in range(self.done, config.steps):
             try:
@@ -200,7 +200,7 @@ class Trainer:
         if leaves:
             self.saver.wait()
             self._write_trace()
-            self._leave()
+            self.preemption.leave(self.whereabouts())
 
     def _note(self, saved: Path | None) -> None:
         """Tell `preemption` how long a save has taken."""
@@ -215,19 +215,14 @@ class Trainer:
             message="ranks make steps with different learning rates",
             remedy="let rate_at depend on the step and the configuration alone",
         )
-        facts = self.speed(self.times[0])
+        facts = self.speed(self.times[0]) | self.task.derived(loss, None)
         if self.scaler.dynamic:
             facts |= {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
         record = Record(self.done, loss, lr=self.lr, grad_norm=norm, **facts)
         if validates:
             record = self._validated(record)
-        else:
-            record = replace(record, **self.task.derived(loss, None))
         self._report(record)
         self.times[0] = 0
-
-    def _leave(self) -> None:
-        self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
 
     def _report(self, record: Record) -> None:
         with self.group.raise_together("train: whether the folder is still this job's"):
@@ -329,7 +324,6 @@ class Trainer:
                     optimizer, scaler, config.clip, lr=self.lr, over=self.norm
                 )
         self.times += 1, perf_counter() - start, 0, self.reader.waited
-        self.reporter.advance()
 
     def _part(self, name: str) -> AbstractContextManager[None]:
         """Mark a part of the step in the trace."""

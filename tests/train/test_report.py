@@ -27,8 +27,6 @@ def test_a_record_is_one_json_object_and_a_line_for_the_step_and_the_validation(
     stream = io.StringIO()
     with Reporter(20, tmp_path, stream, unit="bytes") as reporter:
         reporter.record(Record(0, validation=5.5))
-        for _ in range(10):
-            reporter.advance()
         reporter.record(Record(10, 2.0, 2.5, 1e-3, 0.75, 1234.5, 0.25, 0.2))
         reporter.record(Record(11, 2.0, grad_norm=None, loss_scale=32768.0, skipped=3))
         reporter.say("[bold]text[/bold] " + "x" * 200)
@@ -112,13 +110,13 @@ def test_times_are_short():
 def test_the_time_left_counts_only_the_steps_of_this_start(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr("mpipipe.train.report.time.monotonic", lambda: now)
-    with Reporter(100, tmp_path, io.StringIO(), done=60) as reporter:
-        assert reporter.timing() == "0s"
+    stream = io.StringIO()
+    with Reporter(100, tmp_path, stream, done=60) as reporter:
+        reporter.record(Record(60, 1.0))
         now += 20.0
-        for _ in range(10):
-            reporter.advance()
-        assert reporter.timing() == "20s, 1m00s left"
-        assert reporter.stamp()["seconds"] == 20.0 and reporter.stamp()["seconds"] == 0.0
-        for _ in range(30):
-            reporter.advance()
-        assert reporter.timing() == "20s"
+        for step in (70, 70, 100):
+            reporter.record(Record(step, 1.0))
+    lines = [line.partition("loss 1.0000  ")[2] for line in stream.getvalue().splitlines()]
+    assert lines == ["0s", "20s, 1m00s left", "20s, 1m00s left", "20s"]
+    seconds = [clocked(line)[1][1] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert seconds == [0.0, 20.0, 0.0, 0.0]
