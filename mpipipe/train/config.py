@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from signal import Signals
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
@@ -49,7 +49,7 @@ def in_one_text(values: Iterable[object]) -> str:
 class ParallelOptions:
     """Ranks, stages, schedule."""
 
-    heading: ClassVar[str] = "parallel"
+    heading = "parallel"
 
     pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
     seq: int = option(
@@ -126,7 +126,7 @@ class ParallelOptions:
 class TrainingOptions:
     """Steps, batches, optimizer."""
 
-    heading: ClassVar[str] = "training"
+    heading = "training"
 
     dtype: str = option(
         "float32",
@@ -178,7 +178,7 @@ class TrainingOptions:
 class OutputOptions:
     """What is written and shown."""
 
-    heading: ClassVar[str] = "output"
+    heading = "output"
 
     out: str | None = option(
         None,
@@ -213,7 +213,7 @@ class OutputOptions:
 class ClusterOptions:
     """What keeps a training safe on a cluster."""
 
-    heading: ClassVar[str] = "cluster"
+    heading = "cluster"
 
     preempt_signals: tuple[Signals, ...] = option(
         "USR2,TERM",
@@ -351,7 +351,7 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
     def may_save(self) -> bool:
         """True if a checkpoint may be saved, such as where the training has to leave."""
         # SLURM may set a limit where none is here.
-        limited = self.time_limit is None or self.time_limit > 0
+        limited = self.time_limit != 0
         return self.save_every > 0 or bool(self.preempt_signals) or limited
 
     @classmethod

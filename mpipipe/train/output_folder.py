@@ -86,13 +86,11 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     another folder or none, as with a disk that each host has for itself: weights would be lost or
     scattered.
     """
-    group = group_of(comm)
-    with group.raise_together("making the output folder"), using(out):
+    with group_of(comm).raise_together("making the output folder"), using(out):
         if comm.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             # A training that goes on is not finished any more.
             (out / FINISHED).unlink(missing_ok=True)
-    with group.raise_together("looking at the output folder"):
         if writes and not _sees(out):
             raise ConfigError(
                 "the output folder of rank 0 is not there on this rank",

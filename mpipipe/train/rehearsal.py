@@ -136,8 +136,7 @@ def row_fingerprint(tree: Tree) -> list[float] | None:
 
 def numbers(leaf: object) -> Array:
     """Return an array of any dtype as float64, complex numbers as pairs."""
-    array = np.asarray(arrays.as_reals(arrays.on_host(leaf)))
-    return array.astype(np.float64)
+    return np.asarray(arrays.as_reals(arrays.on_host(leaf)), np.float64)
 
 
 def difference(
@@ -147,8 +146,8 @@ def difference(
 
     Arrays of other shapes are left out, and integers: they may be numbers of nodes of a graph.
     """
-    trees = [getattr(tree, "main", tree) for tree in (whole, *parts)]
-    for leaf, *pieces in zip(*(arrays.flatten(tree)[0] for tree in trees)):
+    leaves = [arrays.flatten(getattr(tree, "main", tree))[0] for tree in (whole, *parts)]
+    for leaf, *pieces in zip(*leaves):
         if leaf is None or not arrays.is_floating(leaf.dtype):
             continue
         scaled = [share * numbers(piece) for share, piece in zip(shares, pieces)]
@@ -157,7 +156,7 @@ def difference(
         least = ROUNDING
         if leaf.dtype == np.float16:
             least = SUBNORMAL
-        norm = float(np.linalg.norm(joined))
+        norm = np.linalg.norm(joined)
         if values.shape == joined.shape and np.linalg.norm(
             values - joined
         ) > near * norm + least * np.sqrt(values.size):
@@ -168,18 +167,18 @@ def difference(
 # -- A loss and its metrics: means over rows -------------------------------------------------------
 
 
-def mean_error(
+def check_mean(
     loss: TaskLoss,
     parts: Sequence[Pair],
     whole: Pair,
     near: float,
     how: str,
     keywords: Mapping[str, object],
-) -> ConfigError | None:
+) -> None:
     """Compare the loss of a micro-batch with the mean, by weights, of those of its parts.
 
-    Return what is wrong; None for a loss that draws random numbers. The number of evaluations does
-    not depend on results: a loss may exchange messages.
+    Raises ConfigError where they differ, but for a loss that draws random numbers. The number of
+    evaluations does not depend on results: a loss may exchange messages.
     """
     series = []
     for _ in range(REPEATS):
@@ -189,22 +188,22 @@ def mean_error(
     weight, *weights = given
     stays = np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True)
     if not stays or (loss.over_batch and weight is None):
-        return None
+        return
     if weight is None:
         weights = [rows_of_any(target) for _, target in parts]
     total = sum(weights)
     if not total:
-        return None
+        return
     if weight is not None and not math.isclose(weight, total, rel_tol=COARSE):
-        return loss.weight_error(f"{weights[0]}, and {weight} {how}")
+        raise loss.weight_error(f"{weights[0]}, and {weight} {how}")
     if loss.over_batch:
-        return None
+        return
     what = ("row", "position")[loss.axis]
     of_whole, *of_parts = series[0]
     # What counts nothing may have the value NaN.
     mean = np.dot(weights, np.nan_to_num(of_parts)) / total
     if not np.isclose(of_whole, mean, rtol=near, atol=1e-7):
-        return ConfigError(
+        raise ConfigError(
             f"{place_of(loss.task, 'loss')} returns a value that is no mean over the {what}s",
             found=f"{mean:.6g}, and {of_whole:.6g} {how}",
             expected="the same, or the result depends on --microbatches: values of micro-batches, "
@@ -218,7 +217,7 @@ def mean_error(
         shares = [share / total for share in weights]
         norms = difference(gradients[0], gradients[1:], near, shares, loss.axis)
     if norms:
-        return ConfigError(
+        raise ConfigError(
             f"{place_of(loss.task, 'loss')} returns a gradient that is not that of a mean over the "
             f"{what}s",
             found=f"{norms}, {how}",
@@ -227,7 +226,6 @@ def mean_error(
             remedy="divide the gradient by what the value is divided by; "
             "`python -m mpipipe train FILE.py --check` compares it with differences",
         )
-    return None
 
 
 def _number(value: Any) -> float:
@@ -244,9 +242,7 @@ def check_sample(loss: TaskLoss, sample: Sample) -> None:
     if twice is None:
         return
     how = f"with each {('row', 'position')[loss.axis]} twice"
-    problem = mean_error(loss, [(output, target)] * 2, twice, COARSE, how, keywords)
-    if problem is not None and weight != 0:
-        raise problem
+    check_mean(loss, [(output, target)] * 2, twice, COARSE, how, keywords)
 
 
 def check_metrics(loss: TaskLoss, sample: Sample) -> None:
@@ -425,15 +421,13 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
         for key, names in stage.ties.items():
             for name in names:
                 ties[key][name] = stage.parameters[name].shape
-    fine = True
+    end = ""
     tied = []
     for entries in ties.values():
-        fine = fine and len(set(entries.values())) == 1
+        if len(set(entries.values())) > 1:
+            end = "; tied parameters have one shape"
         tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries.items()))
-    end = "; tied parameters have one shape"
-    if fine:
-        end = ""
-    yield f"ties: {', '.join(tied) or 'none'}{end}", fine
+    yield f"ties: {', '.join(tied) or 'none'}{end}", not end
     yield f"state in checkpoints: {', '.join(state) or 'none'}", True
     yield f"between layers: {'; '.join(between[:-1]) or 'nothing'}", True
     yield f"whole backward in I, and nothing left for W: {', '.join(whole) or 'no layer'}", True
@@ -463,8 +457,9 @@ def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pa
         return line, fine
     how = f"for {len(alone)} rows, where the first is the mean of each alone"
     whole = output, target
-    problem = call(loss.task, "loss", loss, alone, whole, NEAR, how, still, by=mean_error)
-    if problem is not None:
+    try:
+        call(loss.task, "loss", loss, alone, whole, NEAR, how, still, by=check_mean)
+    except ConfigError as problem:
         reason = [problem.message, problem.found, problem.expected, problem.remedy]
         return f"loss: {'; '.join(map(str, reason))}", False
     check_metrics(loss, Sample(output, target, still, None))

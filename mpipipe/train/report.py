@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
@@ -19,6 +19,7 @@ from mpipipe.text import optional_library
 from mpipipe.train.screen import JsonLines, SafeStream, warn
 
 Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
+Measured: TypeAlias = "float | None"
 
 LOG = "train.log"
 # A bubble that takes less than this share of the time is not explained.
@@ -59,18 +60,18 @@ class Record:
     """
 
     step: int
-    loss: float | None = None
-    validation: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    tokens_per_second: float | None = None
-    bubble: float | None = None
-    predicted: float | None = None
-    loss_scale: float | None = None
-    skipped: int | None = None
-    bits_per_byte: float | None = None
-    validation_bits_per_byte: float | None = None
-    samples_per_second: float | None = None
+    loss: Measured = None
+    validation: Measured = None
+    lr: Measured = None
+    grad_norm: Measured = None
+    tokens_per_second: Measured = None
+    bubble: Measured = None
+    predicted: Measured = None
+    loss_scale: Measured = None
+    skipped: Measured = None
+    bits_per_byte: Measured = None
+    validation_bits_per_byte: Measured = None
+    samples_per_second: Measured = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -84,7 +85,7 @@ class Record:
         """Return what was measured, by name: fields in their order, and the metrics."""
         facts = {name: value for name, value in vars(self).items() if value is not None}
         metrics = facts.pop("metrics")
-        return {**facts, **metrics}
+        return facts | metrics
 
 
 def finite(facts: Facts) -> Facts:

@@ -71,6 +71,8 @@ class JsonLines:
     FileExistsError for a file that exists, unless it `goes_on`.
     """
 
+    warned = False
+
     def __init__(self, path: Path, goes_on: bool = False) -> None:
         self.path = path
         if not goes_on:
@@ -78,7 +80,6 @@ class JsonLines:
         self.file = open(path, "ab", buffering=0)
         # Bytes of whole lines in the file.
         self.whole = self.file.tell()
-        self.warned = False
 
     def append(self, line: str) -> None:
         """Write a line. Never raises OSError."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from mpipipe import arrays, checkpoint, environment, files, nn
 from mpipipe.comm import Mesh, select_device
@@ -124,7 +121,7 @@ def _reporter(trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
     out = trainer.out
     output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    with group_of(mesh.comm).raise_together("train: the reporter"):
+    with trainer.group.raise_together("train: the reporter"):
         if surroundings is None:
             return NullReporter()
         done = trainer.done
@@ -208,34 +205,20 @@ def _config_of(run: str | Path) -> TaskFileConfig:
 
 def export(run: Path, target: Path) -> str:
     """Write the weights that `load` takes into one file, named by `Task.state_name`; say so."""
-    config = _config_of(run)
-    task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
-    weights = output_folder.newest_state(run)
-    planned: dict[str, checkpoint.Planned] = {}
-    for content in weights.files.values():
-        for name, entry in content.arrays.items():
-            kind, _, parameter = name.partition("/")
-            if kind != checkpoint.PARAMETERS:
-                continue
-            called = call(task, "state_name", parameter)
-            is_name = isinstance(called, str) and called.isprintable()
-            if not is_name or called in ("", "__metadata__", *planned):
-                raise ConfigError(
-                    f"{type(task).__name__}.state_name gives no name of its own to {parameter}",
-                    found=repr(called),
-                    expected="a text that no other parameter has, and not __metadata__",
-                )
-            read = partial(_values, weights, name, entry)
-            planned[called] = checkpoint.Planned(entry.kind, entry.shape, read)
+    task, stage = load(run)
+    named: dict[str, arrays.Array] = {}
+    for name, array in stage.contents.items():
+        called = call(task, "state_name", name)
+        is_name = isinstance(called, str) and called.isprintable()
+        if not is_name or called in ("", "__metadata__", *named):
+            raise ConfigError(
+                f"{type(task).__name__}.state_name gives no name of its own to {name}",
+                found=repr(called),
+                expected="a text that no other parameter has, and not __metadata__",
+            )
+        named[called] = arrays.as_reals(array)
     files.check_new("the file of weights", target)
     with files.writing("the file of weights", target, remedy="make room, or choose another file"):
-        checkpoint.write_tensors(target, dict(sorted(planned.items())))
-    return f"wrote {len(planned)} arrays of step {weights.step} from {weights.path} into {target}"
-
-
-def _values(
-    weights: checkpoint.Checkpoint, name: str, entry: checkpoint.TensorEntry
-) -> arrays.Array:
-    array = np.empty(entry.shape, entry.kind)
-    checkpoint.read_arrays(weights, {name: array})
-    return array
+        checkpoint.write_tensors(target, dict(sorted(named.items())))
+    saved = output_folder.newest_state(run)
+    return f"wrote {len(named)} arrays of step {saved.step} from {saved.path} into {target}"

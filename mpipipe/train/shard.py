@@ -47,6 +47,16 @@ class Shard:
     [[[0, 1, 2]], [[3, 4, 5]]]
     """
 
+    reads_inputs = True
+    reads_targets = True
+    seed = 0
+    # The length that `attend` was called with.
+    attended: int | None = None
+    # Gives the lengths of slices, where there are several.
+    cut: Callable[[int], Sequence[int]] | None = None
+    # Positions that this rank holds of each slice, where sequences attend in slices.
+    slice_lengths: Sequence[int] | None = None
+
     def __init__(
         self, comm: Communicator, layout: str = "contiguous", size: int | None = None
     ) -> None:
@@ -54,15 +64,7 @@ class Shard:
         self.rank = comm.rank
         self.kind = layout
         self.size = size or comm.size
-        self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
-        self.seed = 0
-        # The length that `attend` was called with.
-        self.attended: int | None = None
-        # Gives the lengths of slices, where there are several.
-        self.cut: Callable[[int], Sequence[int]] | None = None
-        # Positions that this rank holds of each slice, where sequences attend in slices.
-        self.slice_lengths: Sequence[int] | None = None
         self._divided: dict[int, Layout] = {}
 
     def divide(self, length: int) -> Layout:

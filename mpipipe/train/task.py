@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,7 +47,7 @@ class TaskSource:
     name: str
     content: bytes
     # From its own folder, by their paths in there.
-    modules: Mapping[str, bytes] = field(default_factory=dict)
+    modules: Mapping[str, bytes]
 
     @property
     def copies(self) -> dict[str, bytes]:

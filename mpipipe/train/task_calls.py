@@ -102,6 +102,13 @@ def line_of(error: BaseException, file: str) -> str | None:
     return None
 
 
+def _is_function(value: Any) -> bool:
+    try:
+        return signature(value) is not None
+    except (TypeError, ValueError):
+        return False
+
+
 def _is_list_of(kind: type, values: object) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
 
@@ -109,7 +116,7 @@ def _is_list_of(kind: type, values: object) -> bool:
 PER_SECOND = "samples_per_second", "tokens_per_second"
 LAYOUTS = "contiguous", "zigzag", "striped"
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "loss": ("a function of output and target", callable),
+    "loss": ("a function of output and target", _is_function),
     "layout": (" or ".join(LAYOUTS), LAYOUTS.__contains__),
     "unit": ("a word", lambda value: isinstance(value, str) and value.isprintable()),
     "units": ("a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
@@ -305,8 +312,8 @@ def read(
             raise DataError(
                 f"{place} returns no inputs and targets", found=kind, expected="(inputs, targets)"
             )
-        counted_rows = None if task.per_microbatch else rows
-        make = partial(as_batch, dtype=shard.dtype, rows=counted_rows)
+        wanted = None if task.per_microbatch else rows
+        make = partial(as_batch, dtype=shard.dtype, rows=wanted)
         inputs = None
         targets = None
         if shard.reads_inputs:
@@ -366,10 +373,8 @@ def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree
         kind = leaf.dtype
         if kind.kind == "f":
             kind = dtype
-        if arrays.is_device(leaf):
-            copies.append(arrays.copied(leaf, kind))
-            continue
-        if arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
+        on_host = isinstance(leaf, np.ndarray)
+        if on_host and arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
             # A sum may be infinite by its size alone.
             bad = np.flatnonzero(~np.isfinite(leaf))
             if bad.size:
@@ -384,7 +389,7 @@ def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree
                     remedy="look at the data of this row; where values are missing, give numbers "
                     "and a mask as a tuple of targets, and let the loss use it",
                 )
-        copies.append(leaf.astype(kind, "C"))
+        copies.append(arrays.copied(leaf, kind))
     return arrays.unflatten(copies, structure)
 
 
@@ -486,16 +491,17 @@ class TaskLoss:
     one micro-batch: the first whose weight is not 0, else the last.
     """
 
+    # By the name of a metric, while somebody wants means: of values times weights, of weights.
+    sums: Counter[tuple[str, str]] | None = None
+    samples = False
+    sample: Sample | None = None
+
     def __init__(self, task: Task, in_slices: bool = False) -> None:
         self.task = task
         # The loss is to be a mean along this axis; for whole sequences along the other one, too.
         self.axis = int(in_slices)
         self.plain = Loss(task.loss)
         self.has_metrics = getattr(task.metrics, "__func__", None) is not Task.metrics
-        # By the name of a metric, while somebody wants means: of values times weights, of weights.
-        self.sums: Counter[tuple[str, str]] | None = None
-        self.samples = False
-        self.sample: Sample | None = None
         self.declared = getattr(task.loss, "mean_over_entries", None)
         # The pipeline looks at these, and at the names of the arguments.
         self.over_batch = self.plain.over_batch

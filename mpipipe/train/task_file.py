@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import ClassVar
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
@@ -40,7 +39,7 @@ REMEDY = (
 class TaskFileConfig(TaskConfig):
     """The configuration of the training of a task that is in a file."""
 
-    heading: ClassVar[str] = "task"
+    heading = "task"
 
     task: str | None = option(
         None, "file of the task, and the name of its class where it has several: FILE.py:CLASS"
@@ -81,8 +80,8 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
         chosen = ""
 
     def read() -> tuple[Path, bytes]:
-        with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY):
-            return Path(os.path.abspath(name)), files.read_bytes(Path(name), MOST_BYTES)
+        with files.reading("the file of the task", name, ConfigError, remedy=REMEDY):
+            return Path(os.path.abspath(name)), files.read_bytes(name, MOST_BYTES)
 
     place, code = group.from_one("train: the file of the task", read)
     with group.raise_together("train: loading the task"):

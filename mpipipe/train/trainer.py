@@ -50,6 +50,10 @@ class Trainer:
 
     reporter: Reporter
     preemption: Preemption
+    # Steps recorded so far, where a trace is wanted.
+    recording: Recording | None = None
+    # Number of steps made.
+    done = 0
     # Of the last step, whose loss and norm may still be on a GPU.
     result: StepResult
     lr: float
@@ -72,9 +76,8 @@ class Trainer:
         self.mesh = mesh = reader.mesh
         self.group = group_of(mesh.comm)
         self.out = out
-        # Where a trace of some steps will be written, and those recorded so far.
+        # Where a trace of some steps will be written.
         self.trace = trace
-        self.recording: Recording | None = None
         plan = reader.plan
         with self.group.raise_together("train: the stages"):
             kernels.check_choice(device)
@@ -105,8 +108,6 @@ class Trainer:
         self.saver = checkpoint.Saver(
             out / output_folder.CHECKPOINTS, mesh, stages, self.optimizer, keep=config.keep
         )
-        # Number of steps made, and the last record.
-        self.done = 0
         self.record = Record(0)
         # Since the last record and in all: steps, and seconds in them by the host's clock, busy
         # and elapsed as the pipeline measured.
