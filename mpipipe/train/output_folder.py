@@ -19,12 +19,11 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-from mpipipe import checkpoint, files
+from mpipipe import checkpoint, files, nn
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import Communicator, group_of
-from mpipipe.nn import Stage
 from mpipipe.options import Values, option_of, written
 from mpipipe.train import report
 from mpipipe.train.config import TaskConfig, toml_line
@@ -123,14 +122,15 @@ def finish(out: Path, comm: Communicator) -> None:
     group = group_of(comm)
     path = out / FINISHED
     group.agree("train: all ranks have come to the end")
-    remedy = (
-        "the training has ended well, and what it saved is there; make room, and write this "
-        "file yourself"
-    )
-    what = "the file that says that a training has ended"
     with (
         group.raise_together("train: the file of the end"),
-        files.writing(what, path, StorageError, remedy=remedy),
+        files.writing(
+            "the file that says that a training has ended",
+            path,
+            StorageError,
+            remedy="the training has ended well, and what it saved is there; make room, and write "
+            "this file yourself",
+        ),
     ):
         if comm.rank == 0:
             files.write_whole(path, f"{datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
@@ -177,9 +177,11 @@ def absolute(path: str) -> str:
 def write(out: Path, keys: Values, environment: Values, task: Task) -> None:
     """Write both files on rank 0, and copies of the file and modules of a task. Raises OSError."""
     path = out / CONFIG
-    command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config"
-    content = "# This training as it was resolved. Train it again:\n"
-    content += f"#   {command} {shlex.quote(str(path))} --out NEW\n"
+    content = (
+        "# This training as it was resolved. Train it again:\n"
+        f"#   mpiexec -n {environment['ranks']} python -m mpipipe train "
+        f"--config {shlex.quote(str(path))} --out NEW\n"
+    )
     if task.handed_over is not None:
         content += (
             "# but for the data, which the caller of train handed over: fingerprint "
@@ -190,8 +192,14 @@ def write(out: Path, keys: Values, environment: Values, task: Task) -> None:
     files.write_whole(path, content.encode(errors="surrogateescape"))
     source = task.file
     if source is not None:
-        facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
-        environment = {**environment, "task": facts | {"modules": sorted(source.modules)}}
+        environment = environment | {
+            "task": {
+                "file": str(source.path),
+                "class": source.name,
+                "sha256": source.checksum,
+                "modules": sorted(source.modules),
+            }
+        }
         for name, code in source.copies.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             files.write_whole(out / name, code)
@@ -234,8 +242,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
         if path not in (None, "no"):
             start = checkpoint.read(path)
             _check_same(start, config, task)
-        checkpoints = (out / CHECKPOINTS).resolve()
-        is_in = start is None or start.path.parent.resolve() == checkpoints
+        is_in = start is None or start.path.parent.resolve() == (out / CHECKPOINTS).resolve()
         if config.resume == "no" or not is_in:
             if names_in(out):
                 go_on = ""
@@ -271,7 +278,7 @@ def newest_state(run: Path) -> Checkpoint:
     return checkpoint.read(max(paths, key=lambda path: path.stat().st_mtime))
 
 
-def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -> None:
+def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[nn.Stage]) -> None:
     """Set the parameters with which a new training begins; collective."""
     task.load(stages, mesh)
     init = getattr(config, "init", None)

@@ -236,8 +236,7 @@ def check_sample(loss: TaskLoss, sample: Sample) -> None:
     """Raise ConfigError for a loss that is no mean: with each row twice a mean stays."""
     output, target, keywords, weight = sample
     if weight != 0:
-        gradient = loss.task.loss(output, target, **keywords)[1]
-        Loss.scaled(gradient, 1.0, output)
+        Loss.scaled(loss.task.loss(output, target, **keywords)[1], 1.0, output)
     twice = _twice(output, target, loss.axis)
     if twice is None:
         return
@@ -356,8 +355,8 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     alone = [x for x, _ in singles]
     names: list[dict[str, Tree]] = [{} for _ in singles]
     still = nn.Position(training=False)
-    findings: list[Finding] = []
-    passed: list[tuple[nn.Stage, Tree]] = []
+    findings = []
+    passed = []
     right = True
     for place, (stage, x, output) in enumerate(chain(task, shard, rows)):
         module: object = stage.layers[0]
@@ -411,8 +410,8 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
     """Yield lines about ties, state, dtypes between layers and backwards."""
     ties: dict[str, dict[str, arrays.Shape]] = defaultdict(dict)
     state: list[str] = []
-    whole: list[str] = []
-    between: list[str] = []
+    whole = []
+    between = []
     for stage, output in passed:
         state += stage.state
         between.append(shapes_of(getattr(output, "main", output)))
@@ -459,8 +458,7 @@ def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pa
     whole = output, target
     try:
         call(loss.task, "loss", loss, alone, whole, NEAR, how, still, by=check_mean)
-    except ConfigError as problem:
-        reason = [problem.message, problem.found, problem.expected, problem.remedy]
-        return f"loss: {'; '.join(map(str, reason))}", False
+    except ConfigError as error:
+        return f"loss: {error.message}; {error.found}; {error.expected}; {error.remedy}", False
     check_metrics(loss, Sample(output, target, still, None))
     return line, True

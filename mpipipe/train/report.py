@@ -135,8 +135,7 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     place = f"step {record.step:>{len(str(steps))}}/{steps}"
     lines = []
     if record.loss is not None:
-        cells = [place, *_cells(record, CELLS, unit), timing]
-        lines.append("  ".join(cells))
+        lines.append("  ".join([place, *_cells(record, CELLS, unit), timing]))
     if record.validation is not None:
         cells = [place, *_cells(record, VALIDATION, unit)]
         cells += [f"{name} {value:.4g}" for name, value in record.metrics.items()]

@@ -62,8 +62,7 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     owner.made = owner.made or config.out is None
     with checkpoint.released_at_end(owner, group):
         config = with_order(config, comm)
-        pipe = pipe_of(config, comm.size)
-        made = Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order)
+        made = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq, order=config.mesh_order)
         with watching(config.watchdog, out), made as mesh:
             record = _train(mesh, task, config, out)
         output_folder.finish(out, comm)
@@ -139,8 +138,11 @@ def _reporter(trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
                 reporter.say(
                     f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
                 )
-        microbatches = trainer.pipeline.schedule.microbatches
-        chosen = {"device": device, "pipe": mesh.pipe.size, "microbatches": microbatches}
+        chosen = {
+            "device": device,
+            "pipe": mesh.pipe.size,
+            "microbatches": trainer.pipeline.schedule.microbatches,
+        }
         keys = output_folder.resolved(config, task, chosen)
         try:
             output_folder.write(out, keys, surroundings, task)
@@ -181,8 +183,13 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
         task.find_data(group_of(comm))
-        layers = layers_of(task, shard_of(config, task, comm))
-        stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
+        stage = nn.Stage(
+            layers_of(task, shard_of(config, task, comm)),
+            config.dtype,
+            config.seed,
+            device,
+            frozen=tuple(task.freeze),
+        )
         with Mesh(comm) as mesh:
             checkpoint.load(output_folder.newest_state(Path(run)).path, mesh, [stage])
         return task, stage

@@ -249,12 +249,12 @@ class Task:
         Raises ConfigError if there are none, or a pattern of `freeze` or of `groups` fits no name.
         """
         everything = declared(self.outline)
-        names = [name for name, parameter in everything.items() if not parameter.frozen]
+        entries = everything.items()
+        names = [name for name, parameter in entries if not parameter.frozen]
         unfit = []
         for pattern in self.freeze:
             if not fnmatch.filter(names, pattern.removeprefix("!")):
                 unfit.append(("freeze", pattern))
-        entries = everything.items()
         for group in self.groups:
             if not any(group._has(entry.tie or name, entry.shape) for name, entry in entries):
                 unfit.append(("groups", f"{group.match}"))
@@ -271,7 +271,7 @@ class Task:
         frozen = nn.frozen_names(everything, tuple(self.freeze))
         if frozen and len(frozen) == len(everything):
             raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
-        return {name: parameter for name, parameter in everything.items() if name not in frozen}
+        return {name: parameter for name, parameter in entries if name not in frozen}
 
     def check_stages(self, stages: int) -> None:
         """Raise ConfigError if the model cannot be cut into this number of stages."""

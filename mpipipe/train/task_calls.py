@@ -449,8 +449,9 @@ class Reader:
     def _read(self, method: str, number: int) -> Reading:
         """Return what the task gives of all rows of this rank."""
         try:
-            microbatches = self.plan.schedule.microbatches
-            return read(self.task, method, number, self.rows, self.shard, microbatches)
+            return read(
+                self.task, method, number, self.rows, self.shard, self.plan.schedule.microbatches
+            )
         except MpipipeError as error:
             if error.rank is None:
                 error.rank = self.mesh.rank
@@ -568,9 +569,8 @@ class TaskLoss:
 
     def metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         """Return the metrics of a micro-batch by name. Raises ConfigError for other names."""
-        y = arrays.mapped(arrays.on_host, output)
-        goal = arrays.mapped(arrays.on_host, target)
-        return call(self.task, "metrics", y, goal, by=self._named)
+        host = partial(arrays.mapped, arrays.on_host)
+        return call(self.task, "metrics", host(output), host(target), by=self._named)
 
     def _named(self, output: Tree, target: Tree) -> dict[str, float]:
         metrics = {}

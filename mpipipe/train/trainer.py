@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -103,6 +103,9 @@ class Trainer:
         self.norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with self.group.raise_together("train: the optimizer"):
             self.optimizer = make_optimizer(task, config, stages, mesh)
+        # In its context the parameters of the stages can be read and set; an optimizer of a task
+        # need not have it.
+        self.whole_parameters = getattr(self.optimizer, "whole_parameters", nullcontext)
         self.scaler = make_scaler(config)
         # Its end finishes what is in flight.
         self.saver = checkpoint.Saver(
@@ -121,7 +124,7 @@ class Trainer:
         if start is not None:
             self._load(start)
         else:
-            with self._whole_parameters():
+            with self.whole_parameters():
                 output_folder.begin(self.config, self.task, self.mesh, stages)
         if isinstance(self.loss, TaskLoss):
             # Values may have been drawn without the seed.
@@ -190,23 +193,22 @@ class Trainer:
         if validates or done == 1 or done % config.log_every == 0:
             self._record(validates)
         leaves = not ends and self.preemption.due(self.saver.in_flight)
-        saves = config.save_every and (ends or done % config.save_every == 0)
-        if not (leaves or saves):
-            self._note(self.saver.poll())
+        every = config.save_every
+        saves = leaves or (every and (ends or done % every == 0))
+        finish = self.saver.poll
+        if saves:
+            # No checkpoint is of a training that has failed.
+            self._read()
+            finish = self.saver.wait
+        if finish() is not None:
+            self.preemption.save_took(self.saver.seconds)
+        if not saves:
             return
-        # No checkpoint is of a training that has failed.
-        self._read()
-        self._note(self.saver.wait())
         self.saver.save(done, self._state(), beforehand=self.reporter.sync)
         if leaves:
             self.saver.wait()
             self._write_trace()
             self.preemption.leave(self.whereabouts())
-
-    def _note(self, saved: Path | None) -> None:
-        """Tell `preemption` how long a save has taken."""
-        if saved is not None:
-            self.preemption.save_took(self.saver.seconds)
 
     def _record(self, validates: bool) -> None:
         loss, norm = self._read()
@@ -241,7 +243,7 @@ class Trainer:
         if record.validation is None:
             # A training that was resumed at its end, which was no end before.
             record = self._validated(replace(record, step=self.done))
-        with self._whole_parameters():
+        with self.whole_parameters():
             plan = self.reader.plan
             task.save(self.out, plan, self.stages, self.mesh, self.done)
             sample = task.sample(plan, self.pipeline, self.mesh, self.reader.shard) or self._shown()
@@ -251,11 +253,6 @@ class Trainer:
         line = f"steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}"
         self.reporter.say(f"mpipipe: ok {line}")
         return record
-
-    def _whole_parameters(self) -> AbstractContextManager[None]:
-        """Within this context the parameters of the stages can be read and set; collective."""
-        # An optimizer of a task need not have it.
-        return getattr(self.optimizer, "whole_parameters", nullcontext)()
 
     def _state(self) -> Values:
         """Return what a checkpoint remembers besides arrays."""
@@ -301,8 +298,10 @@ class Trainer:
             return f"{place}\n--resume auto --out {self.out} goes on from {saved.name}"
         if self.done:
             return f"{place}; nothing is saved to go on from\nmetrics are in {self.out}"
-        place = f"before step 1 of {steps}; there is nothing to save"
-        return f"{place}\n--resume auto --out {self.out} begins"
+        return (
+            f"before step 1 of {steps}; there is nothing to save\n"
+            f"--resume auto --out {self.out} begins"
+        )
 
     def step(self, step: int) -> None:
         """Make one step. On a GPU with the whole model it is under way when this returns."""
@@ -311,12 +310,13 @@ class Trainer:
         made = self.times[1, 0]
         if self.trace is not None and (made == 1 or (made == 0 and step + 1 == config.steps)):
             self.recording = Recording(self.pipeline, self.mesh.comm)
-        with self._part("reading"):
+        # Where a trace is recorded, parts of the step are marked in it.
+        with getattr(self.recording, "reading", nullcontext)():
             batch = self.reader.batch(step)
         self.lr = rate_of(self.task, step, config)
         scaler = self.scaler
         self.result = self.pipeline.step(*batch, scale=scaler.scale)
-        with self._part("optimizer"):
+        with getattr(self.recording, "optimizer", nullcontext)():
             optimizer = self.optimizer
             # An optimizer of the task's own does not wait for a save that still reads.
             nn.announce_write(optimizer, *optimizer.stages)
@@ -325,12 +325,6 @@ class Trainer:
                     optimizer, scaler, config.clip, lr=self.lr, over=self.norm
                 )
         self.times += 1, perf_counter() - start, 0, self.reader.waited
-
-    def _part(self, name: str) -> AbstractContextManager[None]:
-        """Mark a part of the step in the trace."""
-        if self.recording is None:
-            return nullcontext()
-        return getattr(self.recording, name)()
 
     def _write_trace(self) -> None:
         """Write the trace of the steps recorded so far, if there are any; collective."""
@@ -391,11 +385,10 @@ class Trainer:
         total = 0.0
         weights = 0.0
         for index in range(self.config.eval_batches):
-            batch = self.reader.pair("validation", index)
             value, weight = call(
                 self.task,
                 "layers",
-                *batch,
+                *self.reader.pair("validation", index),
                 when=" in the validation",
                 by=self.pipeline.weighed_evaluation,
             )
@@ -475,7 +468,7 @@ def trace_folder(comm: Communicator, config: TaskConfig, out: Path) -> Path | No
     folder = Path(output_folder.shared_path(comm, config.trace))
 
     def find() -> Path | None:
-        if folder == out or folder in out.parents or out in folder.parents:
+        if folder.is_relative_to(out) or out.is_relative_to(folder):
             raise ConfigError(
                 "one of out and trace is inside the other",
                 found=f"out {out}, trace {folder}",

@@ -13,7 +13,6 @@ from mpipipe import arrays, planning, schedules
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
-from mpipipe.options import Values
 from mpipipe.text import counted
 from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
 from mpipipe.train.shard import Shard
@@ -149,7 +148,7 @@ def problem_of(
             expected=f"a multiple of {replicas}",
             remedy=f"for example batch = {(config.batch // replicas + 1) * replicas}",
         )
-    fixed: Values = {name: getattr(config, name) for name in config.fixed}
+    fixed = {name: getattr(config, name) for name in config.fixed}
     if config.slices > 1:
         fixed["slices"] = config.slices
     moments = 2
@@ -306,7 +305,14 @@ def estimate_task(
                 measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
             )
         problem = measured.problem
-        parameters = planning.count_once(planning.declared(problem.layers))
-        return MemoryEstimate(config, task, problem, plan, of_ranks, ranks, parameters)
+        return MemoryEstimate(
+            config,
+            task,
+            problem,
+            plan,
+            of_ranks,
+            count=ranks,
+            parameters=planning.count_once(planning.declared(problem.layers)),
+        )
 
     return inprocess.run(1, work)[0]
