@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from mpipipe.errors import ConfigError
 from mpipipe.options import document, option
@@ -17,7 +16,7 @@ FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", 
 class DataOptions:
     """Text or tokens."""
 
-    heading: ClassVar[str] = "data"
+    heading = "data"
 
     data: tuple[str, ...] = option(
         (),
@@ -63,7 +62,7 @@ class DataOptions:
 class ModelOptions:
     """The model, and where its weights come from."""
 
-    heading: ClassVar[str] = "model"
+    heading = "model"
 
     dim: int = option(128, "width of the model", least=1, decides=True)
     layers: int = option(4, "transformer blocks", least=1, decides=True)

@@ -407,11 +407,6 @@ class TextTask(Task):
     def sizes(self) -> Values:
         return asdict(self.model)
 
-    def compared(self, sizes: dict[str, object]) -> Values:
-        if "seq" in sizes:  # as older checkpoints call it
-            return {**sizes, "seq_len": sizes["seq"]}
-        return sizes
-
     def resolve(self, keys: Values) -> Values:
         config = self.config
         if config.from_ is None:

@@ -9,9 +9,8 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from signal import Signals
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
@@ -30,8 +29,11 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """Read the numbers of layers of stages. Raises ArgumentError for anything else."""
     counts = list(map(str.strip, text.split(",")))
     if not all(map(COUNT.fullmatch, counts)):
-        expected = "numbers of layers with commas between, such as 3,2,2,3"
-        raise ArgumentError("no partition", found=f"{text!r:.80}", expected=expected)
+        raise ArgumentError(
+            "no partition",
+            found=f"{text!r:.80}",
+            expected="numbers of layers with commas between, such as 3,2,2,3",
+        )
     return tuple(map(int, counts))
 
 
@@ -49,7 +51,7 @@ def in_one_text(values: Iterable[object]) -> str:
 class ParallelOptions:
     """Ranks, stages, schedule."""
 
-    heading: ClassVar[str] = "parallel"
+    heading = "parallel"
 
     pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
     seq: int = option(
@@ -127,7 +129,7 @@ class ParallelOptions:
 class TrainingOptions:
     """Steps, batches, optimizer."""
 
-    heading: ClassVar[str] = "training"
+    heading = "training"
 
     dtype: str = option(
         "float32",
@@ -179,7 +181,7 @@ class TrainingOptions:
 class OutputOptions:
     """What is written and shown."""
 
-    heading: ClassVar[str] = "output"
+    heading = "output"
 
     out: str | None = option(
         None,
@@ -214,7 +216,7 @@ class OutputOptions:
 class ClusterOptions:
     """What keeps a training safe on a cluster."""
 
-    heading: ClassVar[str] = "cluster"
+    heading = "cluster"
 
     preempt_signals: tuple[Signals, ...] = option(
         "USR2,TERM",
@@ -352,8 +354,7 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
     def may_save(self) -> bool:
         """True if a checkpoint may be saved, such as where the training has to leave."""
         # SLURM may set a limit where none is here.
-        limited = self.time_limit is None or self.time_limit > 0
-        return self.save_every > 0 or bool(self.preempt_signals) or limited
+        return self.save_every > 0 or bool(self.preempt_signals) or self.time_limit != 0
 
     @classmethod
     def load(cls, path: str | None = None, **flags: object) -> Self:
@@ -421,18 +422,18 @@ def read_keys(name: str | None) -> Values:
     """Return the keys of a TOML file. ConfigError where it cannot be read, or has a table."""
     if name is None:
         return {}
-    what = "the config file"
-    path = Path(name)
     try:
-        with files.reading(what, path, ConfigError, remedy="name a TOML file with --config"):
-            keys = tomllib.loads(files.read_text(path, MOST_BYTES))
+        with files.reading(
+            "the config file", name, ConfigError, remedy="name a TOML file with --config"
+        ):
+            keys = tomllib.loads(files.read_text(name, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
+        raise ConfigError(f"the config file is not TOML: {error}", found=name) from error
     for key, value in keys.items():
         if isinstance(value, dict):
             raise ConfigError(
                 "the config file has a table",
-                found=f"[{key}] in {path}",
+                found=f"[{key}] in {name}",
                 expected="keys at the top level, without tables",
                 remedy=f"leave out the line [{key}]: its keys are known without it",
             )

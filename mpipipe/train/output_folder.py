@@ -11,7 +11,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import datetime
@@ -19,17 +19,15 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-from mpipipe import checkpoint, files
+from mpipipe import checkpoint, files, nn
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import Communicator, group_of
-from mpipipe.nn import Stage
 from mpipipe.options import Values, option_of, written
 from mpipipe.train import report
 from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.task import Task
-from mpipipe.train.task_file import TaskFileConfig
 
 # Seconds in which a network file system shows one host what another one wrote.
 PATIENCE = 10.0
@@ -62,13 +60,6 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     return group_of(comm).from_one("the path of a folder", find)
 
 
-def mend(out: Path, replaced: Sequence[str]) -> None:
-    """Mend the folders in it that a killed job has left half replaced."""
-    with using(out):
-        for name in replaced:
-            checkpoint.restore_folder(out / name)
-
-
 def names_in(out: Path) -> set[str]:
     """Return what is in an output folder besides what any job has there from its start."""
     with using(out):
@@ -94,13 +85,11 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     another folder or none, as with a disk that each host has for itself: weights would be lost or
     scattered.
     """
-    group = group_of(comm)
-    with group.raise_together("making the output folder"), using(out):
+    with group_of(comm).raise_together("making the output folder"), using(out):
         if comm.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             # A training that goes on is not finished any more.
             (out / FINISHED).unlink(missing_ok=True)
-    with group.raise_together("looking at the output folder"):
         if writes and not _sees(out):
             raise ConfigError(
                 "the output folder of rank 0 is not there on this rank",
@@ -133,14 +122,15 @@ def finish(out: Path, comm: Communicator) -> None:
     group = group_of(comm)
     path = out / FINISHED
     group.agree("train: all ranks have come to the end")
-    remedy = (
-        "the training has ended well, and what it saved is there; make room, and write this "
-        "file yourself"
-    )
-    what = "the file that says that a training has ended"
     with (
         group.raise_together("train: the file of the end"),
-        files.writing(what, path, StorageError, remedy=remedy),
+        files.writing(
+            "the file that says that a training has ended",
+            path,
+            StorageError,
+            remedy="the training has ended well, and what it saved is there; make room, and write "
+            "this file yourself",
+        ),
     ):
         if comm.rank == 0:
             files.write_whole(path, f"{datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
@@ -184,14 +174,14 @@ def absolute(path: str) -> str:
     return path
 
 
-def write(
-    out: Path, keys: Mapping[str, object], environment: Mapping[str, object], task: Task
-) -> None:
+def write(out: Path, keys: Values, environment: Values, task: Task) -> None:
     """Write both files on rank 0, and copies of the file and modules of a task. Raises OSError."""
     path = out / CONFIG
-    command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config"
-    content = "# This training as it was resolved. Train it again:\n"
-    content += f"#   {command} {shlex.quote(str(path))} --out NEW\n"
+    content = (
+        "# This training as it was resolved. Train it again:\n"
+        f"#   mpiexec -n {environment['ranks']} python -m mpipipe train "
+        f"--config {shlex.quote(str(path))} --out NEW\n"
+    )
     if task.handed_over is not None:
         content += (
             "# but for the data, which the caller of train handed over: fingerprint "
@@ -202,8 +192,14 @@ def write(
     files.write_whole(path, content.encode(errors="surrogateescape"))
     source = task.file
     if source is not None:
-        facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
-        environment = {**environment, "task": facts | {"modules": sorted(source.modules)}}
+        environment = environment | {
+            "task": {
+                "file": str(source.path),
+                "class": source.name,
+                "sha256": source.checksum,
+                "modules": sorted(source.modules),
+            }
+        }
         for name, code in source.copies.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             files.write_whole(out / name, code)
@@ -220,12 +216,9 @@ CHECKPOINTS = "checkpoints"
 
 def facts_of(config: TaskConfig, task: Task) -> Values:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
-    facts = {
-        "configuration": written(config),
-        "model": task.sizes(),
-        "fingerprint": task.fingerprint,
-    }
-    return plain(facts)
+    return plain(
+        {"configuration": written(config), "model": task.sizes(), "fingerprint": task.fingerprint}
+    )
 
 
 def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:
@@ -237,6 +230,10 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
     """
 
     def find() -> Checkpoint | None:
+        with using(out):
+            # A killed job may have left them half replaced.
+            for name in task.folders:
+                checkpoint.restore_folder(out / name)
         newest = checkpoint.newest(out)
         path: Path | str | None = config.resume
         if config.resume == "auto":
@@ -245,7 +242,8 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
         if path not in (None, "no"):
             start = checkpoint.read(path)
             _check_same(start, config, task)
-        if config.resume == "no" or (start is not None and not _is_in(start, out)):
+        is_in = start is None or start.path.parent.resolve() == (out / CHECKPOINTS).resolve()
+        if config.resume == "no" or not is_in:
             if names_in(out):
                 go_on = ""
                 if newest is not None:
@@ -259,7 +257,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
                 )
             return start
         # Raises where they are no metrics.
-        report.records_until(out, 0 if start is None else start.step)
+        report.records_until(out, 0)
         if start is None:
             _check_unfinished(out, task)
         return start
@@ -280,14 +278,15 @@ def newest_state(run: Path) -> Checkpoint:
     return checkpoint.read(max(paths, key=lambda path: path.stat().st_mtime))
 
 
-def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -> None:
+def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[nn.Stage]) -> None:
     """Set the parameters with which a new training begins; collective."""
     task.load(stages, mesh)
-    if isinstance(config, TaskFileConfig) and config.init is not None:
-        path = Path(config.init)
-        folders = path / "weights", path / CHECKPOINTS
+    init = getattr(config, "init", None)
+    if init is not None:
+        path = Path(init)
         with group_of(mesh.comm).raise_together("train: the weights to begin with"):
-            if mesh.rank == 0 and any(folder.is_dir() for folder in folders):
+            is_run = (path / "weights").is_dir() or (path / CHECKPOINTS).is_dir()
+            if mesh.rank == 0 and is_run:
                 path = newest_state(path).path
         checkpoint.load(path, mesh, stages)
 
@@ -297,10 +296,6 @@ UNFINISHED = re.compile(
     r"((config|environment|metrics|train)\.(toml|json|jsonl|log)(\.partial)?"
     r"|tensorboard|checkpoints|__pycache__|.*\.py.*)"
 )
-
-
-def _is_in(start: Checkpoint, out: Path) -> bool:
-    return start.path.parent.resolve() == (out / CHECKPOINTS).resolve()
 
 
 def _check_unfinished(out: Path, task: Task) -> None:
@@ -327,7 +322,12 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
     now = facts_of(config, task)
     others = [entry.name for entry in fields(config) if not option_of(entry).decides]
     try:
-        before = _fixed(start.state, config, task, others)
+        # Sizes are those of the model, where options leave them.
+        saved = start.state["configuration"] | start.state["model"]
+        # What older checkpoints call the length of sequences.
+        if "seq" in start.state["model"]:
+            saved["seq_len"] = start.state["model"]["seq"]
+        before = plain(written(type(config)())) | saved
         fingerprint = start.state["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -335,14 +335,18 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
             found=place,
             remedy="load it with mpipipe.checkpoint",
         ) from error
-    after = _fixed(now, config, task, others)
-    different = [key for key in after if before.get(key) != after[key]]
-    if different:
-        then = ", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different)
+    after = now["configuration"] | now["model"]
+    then = []
+    expected = []
+    for key, value in after.items():
+        if key not in others and before.get(key) != value:
+            then.append(f"{key} = {before.get(key)!r}"[:80])
+            expected.append(f"{key} = {value!r}"[:80])
+    if then:
         raise ConfigError(
             "the checkpoint is of a training with another configuration",
-            found=f"{then} in {place}",
-            expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
+            found=f"{', '.join(then)} in {place}",
+            expected=", ".join(expected),
             remedy=f"what may change over a resume is {', '.join(others)}; give all else as it "
             "was, or begin "
             "a new training with --from, or of a task with --init",
@@ -368,13 +372,6 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
 
 
-def _fixed(facts: Values, config: TaskConfig, task: Task, others: Sequence[str]) -> Values:
-    """Return what must stay the same: sizes are those of the model, where options leave them."""
-    sizes = plain(task.compared(facts["model"]))
-    values = {**plain(written(type(config)())), **facts["configuration"], **sizes}
-    return {key: value for key, value in values.items() if key not in others}
-
-
 def plain(values: Any) -> Any:
     """Return values as they come back from a file: tuples become lists."""
     return json.loads(json.dumps(values))
@@ -385,7 +382,7 @@ def leave_behind(start: Checkpoint | None, out: Path) -> Iterator[Path]:
 
     Yields the new names.
     """
-    if start is None or not _is_in(start, out):
+    if start is None:
         return
     for path in [*checkpoint.find(out / CHECKPOINTS), *checkpoint.find(out / "weights")]:
         if checkpoint.step_of(path) >= start.step and path.name != start.path.name:

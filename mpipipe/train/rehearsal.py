@@ -83,7 +83,7 @@ def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
     """True if a layer may mix positions and, as far as is known, asks no other rank for theirs."""
     asks = isinstance(layer, RIGHT_IN_PARTS)
     if isinstance(layer, ForeignLayer):
-        asks = shard.attends
+        asks = shard.attended is not None
     elif isinstance(layer, nn.LearnedPositions):
         asks = layer.positions is not None
     alone = isinstance(getattr(layer, "attend", None), (Local, type(None)))
@@ -136,8 +136,7 @@ def row_fingerprint(tree: Tree) -> list[float] | None:
 
 def numbers(leaf: object) -> Array:
     """Return an array of any dtype as float64, complex numbers as pairs."""
-    array = np.asarray(arrays.as_reals(arrays.on_host(leaf)))
-    return array.astype(np.float64)
+    return np.asarray(arrays.as_reals(arrays.on_host(leaf)), np.float64)
 
 
 def difference(
@@ -147,8 +146,8 @@ def difference(
 
     Arrays of other shapes are left out, and integers: they may be numbers of nodes of a graph.
     """
-    trees = [getattr(tree, "main", tree) for tree in (whole, *parts)]
-    for leaf, *pieces in zip(*(arrays.flatten(tree)[0] for tree in trees)):
+    leaves = [arrays.flatten(getattr(tree, "main", tree))[0] for tree in (whole, *parts)]
+    for leaf, *pieces in zip(*leaves):
         if leaf is None or not arrays.is_floating(leaf.dtype):
             continue
         scaled = [share * numbers(piece) for share, piece in zip(shares, pieces)]
@@ -157,7 +156,7 @@ def difference(
         least = ROUNDING
         if leaf.dtype == np.float16:
             least = SUBNORMAL
-        norm = float(np.linalg.norm(joined))
+        norm = np.linalg.norm(joined)
         if values.shape == joined.shape and np.linalg.norm(
             values - joined
         ) > near * norm + least * np.sqrt(values.size):
@@ -168,44 +167,43 @@ def difference(
 # -- A loss and its metrics: means over rows -------------------------------------------------------
 
 
-def mean_error(
+def check_mean(
     loss: TaskLoss,
     parts: Sequence[Pair],
     whole: Pair,
     near: float,
     how: str,
     keywords: Mapping[str, object],
-) -> ConfigError | None:
+) -> None:
     """Compare the loss of a micro-batch with the mean, by weights, of those of its parts.
 
-    Return what is wrong; None for a loss that draws random numbers. The number of evaluations does
-    not depend on results: a loss may exchange messages.
+    Raises ConfigError where they differ, but for a loss that draws random numbers. The number of
+    evaluations does not depend on results: a loss may exchange messages.
     """
     series = []
     for _ in range(REPEATS):
         losses = [loss.task.loss(*pair, **keywords) for pair in (whole, *parts)]
-        results = list(map(loss.plain.checked, losses))
-        series.append([_number(value) for value, _, _ in results])
-    (_, gradient, weight), *of_parts = results
+        values, gradients, given = zip(*map(loss.plain.checked, losses))
+        series.append(list(map(_number, values)))
+    weight, *weights = given
     stays = np.allclose(series, series[0], rtol=1e-5, atol=1e-7, equal_nan=True)
     if not stays or (loss.over_batch and weight is None):
-        return None
-    weights = []
-    for (_, _, part_weight), (_, target) in zip(of_parts, parts):
-        weights.append(rows_of_any(target) if part_weight is None else part_weight)
+        return
+    if weight is None:
+        weights = [rows_of_any(target) for _, target in parts]
     total = sum(weights)
     if not total:
-        return None
+        return
     if weight is not None and not math.isclose(weight, total, rel_tol=COARSE):
-        return loss.weight_error(f"{weights[0]}, and {weight} {how}")
+        raise loss.weight_error(f"{weights[0]}, and {weight} {how}")
     if loss.over_batch:
-        return None
+        return
     what = ("row", "position")[loss.axis]
-    of_whole, *values = series[0]
+    of_whole, *of_parts = series[0]
     # What counts nothing may have the value NaN.
-    mean = np.dot(weights, np.nan_to_num(values)) / total
+    mean = np.dot(weights, np.nan_to_num(of_parts)) / total
     if not np.isclose(of_whole, mean, rtol=near, atol=1e-7):
-        return ConfigError(
+        raise ConfigError(
             f"{place_of(loss.task, 'loss')} returns a value that is no mean over the {what}s",
             found=f"{mean:.6g}, and {of_whole:.6g} {how}",
             expected="the same, or the result depends on --microbatches: values of micro-batches, "
@@ -216,11 +214,10 @@ def mean_error(
         )
     norms = ""
     if all(weights):
-        gradients = [part_gradient for _, part_gradient, _ in of_parts]
         shares = [share / total for share in weights]
-        norms = difference(gradient, gradients, near, shares, loss.axis)
+        norms = difference(gradients[0], gradients[1:], near, shares, loss.axis)
     if norms:
-        return ConfigError(
+        raise ConfigError(
             f"{place_of(loss.task, 'loss')} returns a gradient that is not that of a mean over the "
             f"{what}s",
             found=f"{norms}, {how}",
@@ -229,7 +226,6 @@ def mean_error(
             remedy="divide the gradient by what the value is divided by; "
             "`python -m mpipipe train FILE.py --check` compares it with differences",
         )
-    return None
 
 
 def _number(value: Any) -> float:
@@ -240,18 +236,12 @@ def check_sample(loss: TaskLoss, sample: Sample) -> None:
     """Raise ConfigError for a loss that is no mean: with each row twice a mean stays."""
     output, target, keywords, weight = sample
     if weight != 0:
-        gradient = loss.evaluate(output, target, **keywords)[0][1]
-        Loss.scaled(gradient, 1.0, output)
-    if loss.over_batch:
-        twice: Pair | None = (output * 2, target * 2)
-    else:
-        twice = _twice(output, target, loss.axis)
+        Loss.scaled(loss.task.loss(output, target, **keywords)[1], 1.0, output)
+    twice = _twice(output, target, loss.axis)
     if twice is None:
         return
     how = f"with each {('row', 'position')[loss.axis]} twice"
-    problem = mean_error(loss, [(output, target)] * 2, twice, COARSE, how, keywords)
-    if problem is not None and weight != 0:
-        raise problem
+    check_mean(loss, [(output, target)] * 2, twice, COARSE, how, keywords)
 
 
 def check_metrics(loss: TaskLoss, sample: Sample) -> None:
@@ -262,14 +252,12 @@ def check_metrics(loss: TaskLoss, sample: Sample) -> None:
     if loss.over_batch:
         output = output[0]
         target = target[0]
-    once = loss.metrics(output, target)
     twice = _twice(output, target, loss.axis)
     if twice is None:
         return
     doubled = loss.metrics(*twice)
-    for name, value in once.items():
-        is_sum = np.isclose(doubled[name], 2 * value, rtol=NEAR, atol=0)
-        if value and math.isfinite(value) and is_sum:
+    for name, value in loss.metrics(output, target).items():
+        if abs(doubled[name] - 2 * value) < 2 * NEAR * abs(value):
             raise ConfigError(
                 f"{place_of(loss.task, 'metrics')} returns a sum over the rows",
                 found=f"{name} {value:.6g}, and {doubled[name]:.6g} with each row twice",
@@ -278,11 +266,14 @@ def check_metrics(loss: TaskLoss, sample: Sample) -> None:
             )
 
 
-def _twice(output: Tree, target: Tree, axis: int) -> Pair | None:
-    """Return a micro-batch with each row twice, or each position along axis 1.
+def _twice(output: Tree, target: Any, axis: int) -> Pair | None:
+    """Return a micro-batch with each row twice, or each position along axis 1, or a batch twice.
 
     None for graphs whose targets are not of their nodes: these share no rows.
     """
+    # The loss is over the batch.
+    if isinstance(output, list):
+        return output * 2, target * 2
     rows = rows_of_any(output)
     if rows == 0 or rows != rows_of_any(target):
         return None
@@ -302,7 +293,7 @@ def rehearse(reader: Reader, pipeline: Pipeline, step: int, loss: TaskLoss) -> N
     group = group_of(reader.mesh.comm)
     pipe = group_of(reader.mesh.pipe)
     for method, number in (("batch", step), ("validation", 0)):
-        alone: Fingerprints | None = None
+        alone: Fingerprints = []
         with group.raise_together(f"train: the first {method}"):
             pair = reader.pair(method, number)
             if reader.reads and pipe.size > 1:
@@ -364,15 +355,13 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     alone = [x for x, _ in singles]
     names: list[dict[str, Tree]] = [{} for _ in singles]
     still = nn.Position(training=False)
-    findings: list[Finding] = []
-    passed: list[tuple[nn.Stage, Tree]] = []
+    findings = []
+    passed = []
     right = True
-    mixing = ""
     for place, (stage, x, output) in enumerate(chain(task, shard, rows)):
-        layer = stage.layers[0]
-        module = layer
-        if isinstance(layer, ForeignLayer):
-            module = layer.entry
+        module: object = stage.layers[0]
+        if isinstance(module, ForeignLayer):
+            module = module.entry
         name = f"layers[{place}] {type(module).__name__}"
         passed.append((stage, output))
         for row, values in enumerate(names):
@@ -381,18 +370,17 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
         # After the rows: a layer may have state, such as a running mean.
         findings.append(_checked(name, stage, x, nn.Position()))
         right = right and findings[-1][1]
-        if right and not mixing and difference(output, alone, NEAR, [1.0] * rows):
-            mixing = name
-    if mixing:
-        line = (
-            f"{mixing}: gives other rows for a batch than for each row alone, so the result "
-            "depends on --microbatches; "
-            "let no row change another one: take norms and means of each row by itself"
-        )
-        findings.append((line, False))
+        if right and difference(output, alone, NEAR, [1.0] * rows):
+            right = False
+            line = (
+                f"{name}: gives other rows for a batch than for each row alone, so the result "
+                "depends on --microbatches; "
+                "let no row change another one: take norms and means of each row by itself"
+            )
+            findings.append((line, right))
     findings += _facts(passed)
     parts: list[Pair] = []
-    if all(fine for _, fine in findings):
+    if right:
         parts = [(x, goal) for x, (_, goal) in zip(alone, singles)]
     findings.append(_checked_loss(TaskLoss(task), output, target, parts))
     return [line for line, _ in findings], all(fine for _, fine in findings)
@@ -422,8 +410,8 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
     """Yield lines about ties, state, dtypes between layers and backwards."""
     ties: dict[str, dict[str, arrays.Shape]] = defaultdict(dict)
     state: list[str] = []
-    whole: list[str] = []
-    between: list[str] = []
+    whole = []
+    between = []
     for stage, output in passed:
         state += stage.state
         between.append(shapes_of(getattr(output, "main", output)))
@@ -432,15 +420,13 @@ def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
         for key, names in stage.ties.items():
             for name in names:
                 ties[key][name] = stage.parameters[name].shape
-    fine = True
+    end = ""
     tied = []
     for entries in ties.values():
-        fine = fine and len(set(entries.values())) == 1
+        if len(set(entries.values())) > 1:
+            end = "; tied parameters have one shape"
         tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries.items()))
-    end = "; tied parameters have one shape"
-    if fine:
-        end = ""
-    yield f"ties: {', '.join(tied) or 'none'}{end}", fine
+    yield f"ties: {', '.join(tied) or 'none'}{end}", not end
     yield f"state in checkpoints: {', '.join(state) or 'none'}", True
     yield f"between layers: {'; '.join(between[:-1]) or 'nothing'}", True
     yield f"whole backward in I, and nothing left for W: {', '.join(whole) or 'no layer'}", True
@@ -470,9 +456,9 @@ def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pa
         return line, fine
     how = f"for {len(alone)} rows, where the first is the mean of each alone"
     whole = output, target
-    problem = call(loss.task, "loss", loss, alone, whole, NEAR, how, still, by=mean_error)
-    if problem is not None:
-        reason = [problem.message, problem.found, problem.expected, problem.remedy]
-        return f"loss: {'; '.join(map(str, reason))}", False
+    try:
+        call(loss.task, "loss", loss, alone, whole, NEAR, how, still, by=check_mean)
+    except ConfigError as error:
+        return f"loss: {error.message}; {error.found}; {error.expected}; {error.remedy}", False
     check_metrics(loss, Sample(output, target, still, None))
     return line, True

@@ -6,11 +6,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
@@ -19,6 +19,7 @@ from mpipipe.text import optional_library
 from mpipipe.train.screen import JsonLines, SafeStream, warn
 
 Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
+Measured: TypeAlias = "float | None"
 
 LOG = "train.log"
 # A bubble that takes less than this share of the time is not explained.
@@ -59,18 +60,18 @@ class Record:
     """
 
     step: int
-    loss: float | None = None
-    validation: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    tokens_per_second: float | None = None
-    bubble: float | None = None
-    predicted: float | None = None
-    loss_scale: float | None = None
-    skipped: int | None = None
-    bits_per_byte: float | None = None
-    validation_bits_per_byte: float | None = None
-    samples_per_second: float | None = None
+    loss: Measured = None
+    validation: Measured = None
+    lr: Measured = None
+    grad_norm: Measured = None
+    tokens_per_second: Measured = None
+    bubble: Measured = None
+    predicted: Measured = None
+    loss_scale: Measured = None
+    skipped: Measured = None
+    bits_per_byte: Measured = None
+    validation_bits_per_byte: Measured = None
+    samples_per_second: Measured = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -84,7 +85,7 @@ class Record:
         """Return what was measured, by name: fields in their order, and the metrics."""
         facts = {name: value for name, value in vars(self).items() if value is not None}
         metrics = facts.pop("metrics")
-        return {**facts, **metrics}
+        return facts | metrics
 
 
 def finite(facts: Facts) -> Facts:
@@ -92,7 +93,7 @@ def finite(facts: Facts) -> Facts:
     return {name: value for name, value in facts.items() if math.isfinite(value)}
 
 
-FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
+FIELDS = tuple(Record.__annotations__)
 
 
 # How a line of progress, and the last line, name and write the fields of a Record.
@@ -134,8 +135,7 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     place = f"step {record.step:>{len(str(steps))}}/{steps}"
     lines = []
     if record.loss is not None:
-        cells = [place, *_cells(record, CELLS, unit), timing]
-        lines.append("  ".join(cells).rstrip())
+        lines.append("  ".join([place, *_cells(record, CELLS, unit), timing]))
     if record.validation is not None:
         cells = [place, *_cells(record, VALIDATION, unit)]
         cells += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
@@ -159,42 +159,61 @@ def bubble_explained(record: Record, oversubscribed: str | None) -> str:
     return f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"
 
 
+@dataclass
 class Reporter:
     """Shows progress on rank 0, as lines of text. A context manager.
 
     Metrics and the log are in `out`, lines go to `stream`, by default the standard output.
     `oversubscribed` is a sentence if ranks share cores. `done` counts the steps before this start;
-    None is a new training, without metrics. With `tensorboard`, records go to TensorBoard as well.
+    None is a new training, without metrics. With `tensorboard`, records go to the folder
+    tensorboard/ as well, where those before that this start repeats are hidden; what the library
+    raises ends no training: one warning says that no more is written.
+
     Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is
     None; later a failed write does not end the training.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        out: Path,
-        stream: TextIO | None = None,
-        *,
-        unit: str = "tokens",
-        oversubscribed: str | None = None,
-        done: int | None = None,
-        tensorboard: bool = False,
-    ) -> None:
-        self.steps = steps
-        self.stream = SafeStream(stream or sys.stdout)
-        self.unit = unit
-        self.oversubscribed = oversubscribed
-        self.metrics = JsonLines(out / METRICS, goes_on=done is not None)
-        self.log = JsonLines(out / LOG, goes_on=True)
-        self.tensorboard = None
-        if tensorboard:
-            self.tensorboard = TensorBoard(out, done or 0, self.warn)
-        self.pace = Pace(steps, done or 0)
+    steps: int
+    out: Path
+    stream: TextIO | None = None
+    unit: str = "tokens"
+    oversubscribed: str | None = None
+    done: int | None = None
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        self.outlet = SafeStream(self.stream or sys.stdout)
+        self.metrics = JsonLines(self.out / METRICS, goes_on=self.done is not None)
+        self.log = JsonLines(self.out / LOG, goes_on=True)
         self.bubbles = 0
+        # When this start and the last record were.
+        self.start = self.last = time.monotonic()
+        # Writes for TensorBoard, until it fails.
+        self.writer: Any = None
+        if self.tensorboard:
+            with self._giving_up():
+                from tensorboardX import SummaryWriter
+
+                # File names have whole seconds: without a suffix two starts might share a file.
+                self.writer = SummaryWriter(
+                    str(self.out / "tensorboard"),
+                    purge_step=self.done + 1 if self.done else None,
+                    filename_suffix=f".{self.done or 0}",
+                )
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Write nothing more for TensorBoard once its library raises."""
+        try:
+            yield
+        except Exception as error:
+            self.writer = None
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
 
     def say(self, text: str) -> None:
         """Write one or more lines, to the log as well. What cannot be encoded is escaped."""
-        self.stream.write(f"{text}\n")
+        self.outlet.write(f"{text}\n")
         self.log.append(text)
 
     def warn(self, text: str) -> None:
@@ -202,19 +221,25 @@ class Reporter:
         warn(text)
         self.log.append(text)
 
-    def advance(self) -> None:
-        self.pace.done += 1
-
     def record(self, record: Record) -> None:
-        """Append a record to the metrics, and show it as a line or two."""
-        facts = {**record.facts(), **self.pace.stamp()}
+        """Append a record to the metrics, and show it as a line or two.
+
+        There it has the `time` in seconds since 1970, and the `seconds` since the last record.
+        """
+        seconds = time.monotonic() - self.last
+        self.last += seconds
+        facts = {**record.facts(), "time": round(time.time(), 3), "seconds": round(seconds, 6)}
         # JSON has no number for what is not finite, such as a metric of a validation without cases.
         known = {**dict.fromkeys(facts), **finite(facts)}
         self.metrics.append(json.dumps(known, allow_nan=False))
-        if self.tensorboard is not None:
-            self.tensorboard.write(facts)
-        lines = lines_of(record, self.steps, self.unit, self.pace.timing())
-        if record.bubble is not None and record.predicted is not None:
+        if self.writer is not None:
+            with self._giving_up():
+                for name, value in facts.items():
+                    if name not in ("step", "time"):
+                        self.writer.add_scalar(name, value, record.step, walltime=facts["time"])
+                self.writer.flush()
+        lines = lines_of(record, self.steps, self.unit, self.timing(record.step))
+        if record.predicted is not None:
             self.bubbles += 1
             # The first record includes the step that allocates memory.
             if self.bubbles == 2:
@@ -230,51 +255,29 @@ class Reporter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        if self.writer is not None:
+            with self._giving_up():
+                self.writer.close()
         self.metrics.close()
         self.log.close()
 
-
-class NullReporter:
-    """The reporter of all other ranks, which shows nothing."""
-
-    def nothing(self, *_: object) -> None:
-        """Do nothing."""
-
-    say = advance = record = sync = __exit__ = nothing
-
-    def __enter__(self) -> NullReporter:
-        return self
-
-
-# -- The pace of a training: elapsed time, time left, and the clock in its records -----------------
-
-
-class Pace:
-    """Times the steps of one start of a training; `done` steps are made so far."""
-
-    def __init__(self, steps: int, done: int) -> None:
-        self.steps = steps
-        self.before = done
-        self.done = done
-        self.start = self.last = time.monotonic()
-
-    def timing(self) -> str:
-        """Return the time since this start and the time left, in words."""
+    def timing(self, step: int) -> str:
+        """Return the time since this start and the time left after a step, in words."""
         gone = time.monotonic() - self.start
-        made = self.done - self.before
-        left = self.steps - self.done
+        made = step - (self.done or 0)
+        left = self.steps - step
         if made and left:
             return f"{duration(gone)}, {duration(left * gone / made)} left"
         return duration(gone)
 
-    def stamp(self) -> dict[str, float]:
-        """Return the `time` of a record in seconds since 1970, and `seconds` since the last one."""
-        now = time.monotonic()
-        before = self.last
-        self.last = now
-        return {"time": round(time.time(), 3), "seconds": round(now - before, 6)}
+
+class NullReporter(Reporter):
+    """The reporter of all other ranks, which shows nothing."""
+
+    def nothing(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+    __init__ = say = record = sync = __exit__ = nothing
 
 
 def duration(seconds: float) -> str:
@@ -291,62 +294,11 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-# -- The numbers for TensorBoard -------------------------------------------------------------------
-
-
 def check_tensorboard() -> None:
     """Raise BackendError where the library that writes for TensorBoard is not installed."""
     optional_library(
         "tensorboardX", "write for TensorBoard", "tensorboard", ", or leave out --tensorboard"
     )
-
-
-class TensorBoard:
-    """The folder tensorboard/. Steps that this start repeats are hidden in those before it.
-
-    `done` counts the steps before this start. What the library raises ends no training: one warning
-    says that no more is written.
-    """
-
-    def __init__(self, out: Path, done: int, warn: Callable[[str], None]) -> None:
-        self.warn = warn
-        self.writer: Any = None
-        with self._giving_up():
-            from tensorboardX import SummaryWriter
-
-            # File names have whole seconds: without a suffix two starts might share a file.
-            self.writer = SummaryWriter(
-                str(out / "tensorboard"),
-                purge_step=done + 1 if done else None,
-                filename_suffix=f".{done}" if done else "",
-            )
-
-    def write(self, facts: Facts) -> None:
-        """Write the numbers of a record."""
-        if self.writer is None:
-            return
-        with self._giving_up():
-            for name, value in facts.items():
-                if name not in ("step", "time"):
-                    self.writer.add_scalar(name, value, int(facts["step"]), walltime=facts["time"])
-            self.writer.flush()
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        if self.writer is not None:
-            with self._giving_up():
-                self.writer.close()
-        self.writer = None
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Write nothing more once the library raises."""
-        try:
-            yield
-        except Exception as error:
-            self.writer = None
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
 
 
 # -- metrics.jsonl over a resume: records after the checkpoint are cut off, and none is repeated --

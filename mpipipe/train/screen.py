@@ -44,20 +44,17 @@ class SafeStream:
         try:
             stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
             stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError) as error:
+            self.stream = None
+            files.silence(stream)
             # The reader has left, as `head` does, or the stream is closed.
-            self._end(stream)
-        except OSError as error:
-            self._end(stream)
+            if isinstance(error, (BrokenPipeError, ValueError)):
+                return
             current_rank().unwritten = True
             warn(
                 f"mpipipe: the output cannot be written: {files.reason(error)}; the work goes on, "
                 "and its exit code will be 1"
             )
-
-    def _end(self, stream: TextIO) -> None:
-        self.stream = None
-        files.silence(stream)
 
 
 def warn(text: str) -> None:
@@ -74,30 +71,27 @@ class JsonLines:
     FileExistsError for a file that exists, unless it `goes_on`.
     """
 
+    warned = False
+
     def __init__(self, path: Path, goes_on: bool = False) -> None:
         self.path = path
-        new = os.O_EXCL
-        if goes_on:
-            new = 0
-        self.descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666
-        )
+        if not goes_on:
+            path.touch(exist_ok=False)
+        self.file = open(path, "ab", buffering=0)
         # Bytes of whole lines in the file.
-        self.whole = os.fstat(self.descriptor).st_size
-        self.warned = False
+        self.whole = self.file.tell()
 
     def append(self, line: str) -> None:
         """Write a line. Never raises OSError."""
         # The name of a file may be no text.
         rest = memoryview(f"{line}\n".encode(errors="backslashreplace"))
-        size = len(rest)
         try:
             while rest:
-                rest = rest[os.write(self.descriptor, rest) :]
-            self.whole += size
+                rest = rest[self.file.write(rest) :]
+            self.whole = self.file.tell()
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self.descriptor, self.whole)
+                self.file.truncate(self.whole)
             if not self.warned:
                 self.warned = True
                 warn(
@@ -108,11 +102,9 @@ class JsonLines:
     def sync(self) -> None:
         """Force the lines to the disk, as far as they could be written. Never raises OSError."""
         with suppress(OSError):
-            os.fsync(self.descriptor)
+            os.fsync(self.file)
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        if self.descriptor >= 0:
-            with suppress(OSError):
-                os.close(self.descriptor)
-            self.descriptor = -1
+        with suppress(OSError):
+            self.file.close()

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from mpipipe import arrays, checkpoint, environment, files, nn
-from mpipipe.arrays import Array
-from mpipipe.checkpoint import released_at_end, take_folder
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
@@ -63,15 +58,11 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     if config.tensorboard:
         group.from_one("train: where metrics go", report.check_tensorboard)
     out = Path(output_folder.shared_path(comm, config.out))
-    owner = take_folder(out, group, output_folder.using)
+    owner = checkpoint.take_folder(out, group, output_folder.using)
     owner.made = owner.made or config.out is None
-    with released_at_end(owner, group):
-        group.from_one(
-            "train: what a killed job has left", partial(output_folder.mend, out, task.folders)
-        )
+    with checkpoint.released_at_end(owner, group):
         config = with_order(config, comm)
-        pipe = pipe_of(config, comm.size)
-        made = Mesh(comm, pipe=pipe, seq=config.seq, order=config.mesh_order)
+        made = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq, order=config.mesh_order)
         with watching(config.watchdog, out), made as mesh:
             record = _train(mesh, task, config, out)
         output_folder.finish(out, comm)
@@ -99,20 +90,19 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
         reader = Reader(task, shard, plan, mesh, config.steps)
         trainer = Trainer(stack, config, reader, device, layers, out, trace)
         trainer.begin(start)
-        reporter = _reporter(trainer, device, start)
-        stack.enter_context(reporter)
-        trainer.reporter = reporter
-        trainer.preemption = Preemption(
-            mesh.comm,
-            signals=config.preempt_signals,
-            time_limit=config.time_limit,
-            grace=config.preempt_grace,
-            say=reporter.say,
+        trainer.reporter = stack.enter_context(_reporter(trainer, device, start))
+        trainer.preemption = stack.enter_context(
+            Preemption(
+                mesh.comm,
+                signals=config.preempt_signals,
+                time_limit=config.time_limit,
+                grace=config.preempt_grace,
+                say=trainer.reporter.say,
+            )
         )
-        stack.enter_context(trainer.preemption)
         trainer.preemption.whereabouts = trainer.whereabouts
         if chosen:
-            reporter.say(chosen)
+            trainer.reporter.say(chosen)
         stack.enter_context(trainer.saver)
         try:
             return trainer.run()
@@ -122,9 +112,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
             raise
 
 
-def _reporter(
-    trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
-) -> Reporter | NullReporter:
+def _reporter(trainer: Trainer, device: str, start: checkpoint.Checkpoint | None) -> Reporter:
     """Make the run folder, say in it where the numbers come from, and make the reporter."""
     config = trainer.config
     task = trainer.task
@@ -132,7 +120,7 @@ def _reporter(
     out = trainer.out
     output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    with group_of(mesh.comm).raise_together("train: the reporter"):
+    with trainer.group.raise_together("train: the reporter"):
         if surroundings is None:
             return NullReporter()
         done = trainer.done
@@ -150,8 +138,11 @@ def _reporter(
                 reporter.say(
                     f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
                 )
-        microbatches = trainer.pipeline.schedule.microbatches
-        chosen = {"device": device, "pipe": mesh.pipe.size, "microbatches": microbatches}
+        chosen = {
+            "device": device,
+            "pipe": mesh.pipe.size,
+            "microbatches": trainer.pipeline.schedule.microbatches,
+        }
         keys = output_folder.resolved(config, task, chosen)
         try:
             output_folder.write(out, keys, surroundings, task)
@@ -192,8 +183,13 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
         task.find_data(group_of(comm))
-        layers = layers_of(task, shard_of(config, task, comm))
-        stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
+        stage = nn.Stage(
+            layers_of(task, shard_of(config, task, comm)),
+            config.dtype,
+            config.seed,
+            device,
+            frozen=tuple(task.freeze),
+        )
         with Mesh(comm) as mesh:
             checkpoint.load(output_folder.newest_state(Path(run)).path, mesh, [stage])
         return task, stage
@@ -216,32 +212,20 @@ def _config_of(run: str | Path) -> TaskFileConfig:
 
 def export(run: Path, target: Path) -> str:
     """Write the weights that `load` takes into one file, named by `Task.state_name`; say so."""
-    config = _config_of(run)
-    task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
-    weights = output_folder.newest_state(run)
-    planned: dict[str, checkpoint.Planned] = {}
-    for content in weights.files.values():
-        for name, entry in content.arrays.items():
-            kind, _, parameter = name.partition("/")
-            if kind != checkpoint.PARAMETERS:
-                continue
-            called = call(task, "state_name", parameter)
-            is_name = isinstance(called, str) and called.isprintable()
-            if not is_name or called in ("", "__metadata__", *planned):
-                raise ConfigError(
-                    f"{type(task).__name__}.state_name gives no name of its own to {parameter}",
-                    found=repr(called),
-                    expected="a text that no other parameter has, and not __metadata__",
-                )
-            read = partial(_values, weights, name, entry)
-            planned[called] = checkpoint.Planned(entry.kind, entry.shape, read)
+    task, stage = load(run)
+    named: dict[str, arrays.Array] = {}
+    for name, array in stage.contents.items():
+        called = call(task, "state_name", name)
+        is_name = isinstance(called, str) and called.isprintable()
+        if not is_name or called in ("", "__metadata__", *named):
+            raise ConfigError(
+                f"{type(task).__name__}.state_name gives no name of its own to {name}",
+                found=repr(called),
+                expected="a text that no other parameter has, and not __metadata__",
+            )
+        named[called] = arrays.as_reals(array)
     files.check_new("the file of weights", target)
     with files.writing("the file of weights", target, remedy="make room, or choose another file"):
-        checkpoint.write_tensors(target, dict(sorted(planned.items())))
-    return f"wrote {len(planned)} arrays of step {weights.step} from {weights.path} into {target}"
-
-
-def _values(weights: checkpoint.Checkpoint, name: str, entry: checkpoint.TensorEntry) -> Array:
-    array = np.empty(entry.shape, entry.kind)
-    checkpoint.read_arrays(weights, {name: array})
-    return array
+        checkpoint.write_tensors(target, dict(sorted(named.items())))
+    saved = output_folder.newest_state(run)
+    return f"wrote {len(named)} arrays of step {saved.step} from {saved.path} into {target}"

@@ -47,6 +47,16 @@ class Shard:
     [[[0, 1, 2]], [[3, 4, 5]]]
     """
 
+    reads_inputs = True
+    reads_targets = True
+    seed = 0
+    # The length that `attend` was called with.
+    attended: int | None = None
+    # Gives the lengths of slices, where there are several.
+    cut: Callable[[int], Sequence[int]] | None = None
+    # Positions that this rank holds of each slice, where sequences attend in slices.
+    slice_lengths: Sequence[int] | None = None
+
     def __init__(
         self, comm: Communicator, layout: str = "contiguous", size: int | None = None
     ) -> None:
@@ -54,14 +64,7 @@ class Shard:
         self.rank = comm.rank
         self.kind = layout
         self.size = size or comm.size
-        self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
-        self.seed = 0
-        # True once `attend` was called.
-        self.attends = False
-        # Gives the lengths of slices, where there are several, and the length of the whole.
-        self.cut: Callable[[int], Sequence[int]] | None = None
-        self.attended: int | None = None
         self._divided: dict[int, Layout] = {}
 
     def divide(self, length: int) -> Layout:
@@ -69,7 +72,10 @@ class Shard:
         if length in self._divided:
             return self._divided[length]
         layout = Layout(self.kind, self.size, length, self.cut and self.cut(length))
-        slices = self._slices(layout) or [layout]
+        slices = [layout]
+        if layout.slice_lengths is not None:
+            count = len(layout.slice_lengths)
+            slices = [layout.part(number, number + 1) for number in range(count)]
         if any(part.length(rank) == 0 for part in slices for rank in range(self.size)):
             raise ConfigError(
                 "a rank would hold no part of the sequence",
@@ -80,11 +86,6 @@ class Shard:
             )
         self._divided[length] = layout
         return layout
-
-    @staticmethod
-    def _slices(layout: Layout) -> list[Layout]:
-        count = len(layout.slice_lengths or ())
-        return [layout.part(number, number + 1) for number in range(count)]
 
     def part(self, array: Array, axis: int = 1) -> Array:
         """Return this rank's part of an array along an axis, as a C-contiguous copy.
@@ -116,13 +117,6 @@ class Shard:
         """Return which of `length` positions of the whole this rank holds: int64, rising."""
         return self.divide(length).positions(self.rank)
 
-    @property
-    def slice_lengths(self) -> list[int] | None:
-        """Positions that this rank holds of each slice; None without slices, or for even ones."""
-        if self.cut is None or self.attended is None:
-            return None
-        return [part.length(self.rank) for part in self._slices(self.divide(self.attended))]
-
     def attend(
         self,
         length: int,
@@ -139,7 +133,6 @@ class Shard:
         causal, window, scale : bool, int and float, optional
             As for `attention.Local`. Where sequences come in slices, attention is causal.
         """
-        self.attends = True
         if self.cut is not None and (not causal or self.attended not in (None, length)):
             raise ConfigError(
                 "slices of a sequence cannot attend in this way",
@@ -147,15 +140,19 @@ class Shard:
                 expected="causal attention, over sequences of one length in all layers",
                 remedy="slices = 1, or causal=True",
             )
+        layout = self.divide(length)
         attend: Local | Ring
         if self.comm.size == 1:
             attend = Local(causal, scale, window)
             # On paper rows are those of a rank.
             if self.size > 1:
-                attend.positions = lambda rows: self.positions(length)  # type: ignore[method-assign]
+                places = layout.positions(self.rank)
+                attend.positions = lambda rows: places  # type: ignore[method-assign]
         else:
-            attend = Ring(self.comm, causal, self.divide(length), window, scale=scale)
+            attend = Ring(self.comm, causal, layout, window, scale=scale)
+        self.attended = length
         if self.cut is None:
             return attend
-        self.attended = length
-        return Sliced(attend, self.cut(length))
+        sliced = Sliced(attend, self.cut(length))
+        self.slice_lengths = sliced.slice_rows
+        return sliced

@@ -6,9 +6,10 @@ samples are.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,14 +18,13 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup
-from mpipipe.nn import Parameter, frozen_names, is_adapter, is_frozen
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
-Described: TypeAlias = "Mapping[str, Parameter]"
+Described: TypeAlias = "Mapping[str, nn.Parameter]"
 Layers: TypeAlias = "list[Any]"
 Named: TypeAlias = "Mapping[str, float]"
 Numbers: TypeAlias = "Sequence[float]"
@@ -46,7 +46,7 @@ class TaskSource:
     name: str
     content: bytes
     # From its own folder, by their paths in there.
-    modules: Mapping[str, bytes] = field(default_factory=dict)
+    modules: Mapping[str, bytes]
 
     @property
     def copies(self) -> dict[str, bytes]:
@@ -248,18 +248,18 @@ class Task:
         Raises ConfigError if there are none, or a pattern of `freeze` or of `groups` fits no name.
         """
         everything = declared(self.outline)
-        names = [name for name, parameter in everything.items() if not parameter.frozen]
+        entries = everything.items()
+        names = [name for name, parameter in entries if not parameter.frozen]
         unfit = []
         for pattern in self.freeze:
-            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
+            if not fnmatch.filter(names, pattern.removeprefix("!")):
                 unfit.append(("freeze", pattern))
-        entries = everything.items()
         for group in self.groups:
             if not any(group._has(entry.tie or name, entry.shape) for name, entry in entries):
                 unfit.append(("groups", f"{group.match}"))
         for what, pattern in unfit:
             of_adapter = ""
-            if any(map(is_adapter, names)):
+            if any(map(nn.is_adapter, names)):
                 of_adapter = " of an adapter"
             raise ConfigError(
                 f"a pattern of {what} fits no parameter{of_adapter}",
@@ -267,20 +267,21 @@ class Task:
                 expected=f"one that fits names such as {', '.join(names[:4])}",
                 remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
             )
-        frozen = frozen_names(everything, tuple(self.freeze))
+        frozen = nn.frozen_names(everything, tuple(self.freeze))
         if frozen and len(frozen) == len(everything):
             raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
-        return {name: parameter for name, parameter in everything.items() if name not in frozen}
+        return {name: parameter for name, parameter in entries if name not in frozen}
 
     def check_stages(self, stages: int) -> None:
         """Raise ConfigError if the model cannot be cut into this number of stages."""
         count = len(self.outline)
         if count < stages:
-            remedy = (
-                "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the "
-                "others train replicas"
+            raise too_few_pieces(
+                counted(count, "layer"),
+                stages,
+                "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the others "
+                "train replicas",
             )
-            raise too_few_pieces(counted(count, "layer"), stages, remedy)
 
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
         """Return bytes of a sample, and of the message of a layer for these rows; 0 if unknown."""
@@ -336,12 +337,8 @@ class Task:
     # -- what is said and written
 
     def sizes(self) -> Values:
-        """Return what the model is, as plain values by name, for checkpoints."""
+        """Return what the model is, as plain values by name: the same as in a checkpoint."""
         return {}
-
-    def compared(self, sizes: Values) -> Values:
-        """Return the sizes that must be the same in a training and in its checkpoint."""
-        return sizes
 
     def resolve(self, keys: Values) -> Values:
         """Return the options of a training with those of the task, and with absolute paths."""

@@ -17,9 +17,10 @@ import math
 import re
 import threading
 import traceback
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from time import perf_counter
@@ -29,7 +30,7 @@ import numpy as np
 
 from mpipipe import arrays, nn, optim
 from mpipipe.adapters import ForeignLayer, as_layer, let_draw_in_turn, seeded, with_loss
-from mpipipe.arrays import Array, Tree
+from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
@@ -128,7 +129,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def costs_of(task: Task) -> list[float]:
     """Return the operations of each layer; ConfigError for what are no such numbers."""
-    costs = call(task, "costs", by=lambda: [float(cost) for cost in task.costs()])
+    costs = call(task, "costs", by=lambda: list(map(float, task.costs())))
     count = len(task.outline)
     if len(costs) != count or not all(0 <= cost < math.inf for cost in costs):
         raise ConfigError(
@@ -157,7 +158,7 @@ OPTIMIZER = "stages", "steps", "lr", "step", "named_state"
 
 
 def make_optimizer(
-    task: Task, stages: Sequence[nn.Stage], config: TaskConfig, mesh: Mesh | None
+    task: Task, config: TaskConfig, stages: Sequence[nn.Stage], mesh: Mesh | None
 ) -> Any:
     """Return the optimizer of the task, or the one that options name; collective over a mesh."""
     together: AbstractContextManager[None] = nullcontext()
@@ -311,8 +312,8 @@ def read(
             raise DataError(
                 f"{place} returns no inputs and targets", found=kind, expected="(inputs, targets)"
             )
-        counted_rows = None if task.per_microbatch else rows
-        make = partial(as_batch, dtype=shard.dtype, rows=counted_rows)
+        wanted = None if task.per_microbatch else rows
+        make = partial(as_batch, dtype=shard.dtype, rows=wanted)
         inputs = None
         targets = None
         if shard.reads_inputs:
@@ -372,19 +373,15 @@ def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree
         kind = leaf.dtype
         if kind.kind == "f":
             kind = dtype
-        if arrays.is_device(leaf):
-            copies.append(arrays.copied(leaf, kind))
-            continue
-        if arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
+        on_host = isinstance(leaf, np.ndarray)
+        if on_host and arrays.is_floating(leaf.dtype) and not np.isfinite(leaf.sum()):
             # A sum may be infinite by its size alone.
-            count = leaf.size
-            if rows is not None:
-                count = len(rows)
-            bad = np.flatnonzero(~np.isfinite(leaf).reshape(count, -1).all(axis=1))
+            bad = np.flatnonzero(~np.isfinite(leaf))
             if bad.size:
                 place = f"value {bad[0]} of an array"
                 if rows is not None:
-                    place = f"row {rows[bad[0]]}, counted in the whole batch"
+                    row = rows[bad[0] * len(rows) // leaf.size]
+                    place = f"row {row}, counted in the whole batch"
                 raise DataError(
                     f"{what} are not finite",
                     found=f"NaN or infinity in {place}",
@@ -392,33 +389,36 @@ def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree
                     remedy="look at the data of this row; where values are missing, give numbers "
                     "and a mask as a tuple of targets, and let the loss use it",
                 )
-        copies.append(leaf.astype(kind, "C"))
+        copies.append(arrays.copied(leaf, kind))
     return arrays.unflatten(copies, structure)
 
 
+@dataclass(eq=False)
 class Reader:
     """Reads the rows of this replica.
 
     `waited` are the seconds in which the last call waited for them.
     """
 
-    def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
-        self.task = task
-        self.shard = shard
-        self.plan = plan
-        self.steps = steps
-        self.mesh = mesh
-        self.waited = 0.0
-        begin = mesh.data.rank * plan.rows
-        self.rows = range(begin, begin + plan.rows)
-        placement = plan.schedule.placement
-        shard.reads_inputs = mesh.pipe.rank == placement[0]
-        shard.reads_targets = mesh.pipe.rank == placement[-1]
-        self.reads = shard.reads_inputs or shard.reads_targets or task.everywhere
-        # The batch of the next step, where a thread reads it.
-        self.ahead: ThreadTask[Reading] | None = None
-        if task.read_ahead:
-            let_draw_in_turn(turn_of(task))
+    task: Task
+    shard: Shard
+    plan: LayerPlan
+    mesh: Mesh
+    steps: int
+    waited = 0.0
+    # The batch of the next step, where a thread reads it.
+    ahead: ThreadTask[Reading] | None = None
+
+    def __post_init__(self) -> None:
+        begin = self.mesh.data.rank * self.plan.rows
+        self.rows = range(begin, begin + self.plan.rows)
+        placement = self.plan.schedule.placement
+        shard = self.shard
+        shard.reads_inputs = self.mesh.pipe.rank == placement[0]
+        shard.reads_targets = self.mesh.pipe.rank == placement[-1]
+        self.reads = shard.reads_inputs or shard.reads_targets or self.task.everywhere
+        if self.task.read_ahead:
+            let_draw_in_turn(turn_of(self.task))
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step; where the task reads ahead, begin with that of the next."""
@@ -449,8 +449,9 @@ class Reader:
     def _read(self, method: str, number: int) -> Reading:
         """Return what the task gives of all rows of this rank."""
         try:
-            microbatches = self.plan.schedule.microbatches
-            return read(self.task, method, number, self.rows, self.shard, microbatches)
+            return read(
+                self.task, method, number, self.rows, self.shard, self.plan.schedule.microbatches
+            )
         except MpipipeError as error:
             if error.rank is None:
                 error.rank = self.mesh.rank
@@ -461,13 +462,8 @@ class Reader:
 
 
 # Records, and the last line, have these names already.
-RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}
+RESERVED = {*FIELDS, "steps", "time", "seconds"}
 NAME = re.compile(r"[^\s=]+")
-
-
-def new_sums() -> dict[str, Array]:
-    """Return a dict in which sums of two numbers begin with zeros."""
-    return defaultdict(partial(np.zeros, 2))
 
 
 class Sample(NamedTuple):
@@ -479,7 +475,12 @@ class Sample(NamedTuple):
     weight: float | None
 
 
-def loss_of(task: Task, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
+def elements(tree: Tree) -> int:
+    """Count the numbers in the arrays of a tree."""
+    return sum(leaf.size for leaf in arrays.flatten(tree)[0])
+
+
+def loss_of(task: Task, shard: Shard, stage: nn.Stage, rows: int) -> Callable[..., Any]:
     """Return the loss after the last stage, for this many rows in a micro-batch."""
     return task.loss_for(stage, rows, shard) or TaskLoss(task, shard.cut is not None)
 
@@ -491,16 +492,17 @@ class TaskLoss:
     one micro-batch: the first whose weight is not 0, else the last.
     """
 
+    # By the name of a metric, while somebody wants means: of values times weights, of weights.
+    sums: Counter[tuple[str, str]] | None = None
+    samples = False
+    sample: Sample | None = None
+
     def __init__(self, task: Task, in_slices: bool = False) -> None:
         self.task = task
         # The loss is to be a mean along this axis; for whole sequences along the other one, too.
         self.axis = int(in_slices)
         self.plain = Loss(task.loss)
         self.has_metrics = getattr(task.metrics, "__func__", None) is not Task.metrics
-        # Of metrics times weights, and of weights, while somebody wants their means.
-        self.sums: dict[str, Array] | None = None
-        self.samples = False
-        self.sample: Sample | None = None
         self.declared = getattr(task.loss, "mean_over_entries", None)
         # The pipeline looks at these, and at the names of the arguments.
         self.over_batch = self.plain.over_batch
@@ -531,12 +533,13 @@ class TaskLoss:
         for y, goal in zip(outputs, targets):
             share = weight
             if share is None or self.over_batch:
-                share = sum(leaf.size for leaf in arrays.flatten(goal)[0])
+                share = elements(goal)
             # Nothing counts in a micro-batch without a share.
             if not share:
                 continue
             for name, mean in self.metrics(y, goal).items():
-                self.sums[name] += mean * share, share
+                self.sums[name, "values"] += mean * share
+                self.sums[name, "weights"] += share
         return result
 
     def evaluate(
@@ -566,9 +569,8 @@ class TaskLoss:
 
     def metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         """Return the metrics of a micro-batch by name. Raises ConfigError for other names."""
-        y = arrays.mapped(arrays.on_host, output)
-        goal = arrays.mapped(arrays.on_host, target)
-        return call(self.task, "metrics", y, goal, by=self._named)
+        host = partial(arrays.mapped, arrays.on_host)
+        return call(self.task, "metrics", host(output), host(target), by=self._named)
 
     def _named(self, output: Tree, target: Tree) -> dict[str, float]:
         metrics = {}
@@ -585,9 +587,12 @@ class TaskLoss:
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of the `sums` over all ranks, which end here; collective."""
-        totals = new_sums()
+        totals: Counter[tuple[str, str]] = Counter()
         for sums in group.gather("train: the metrics", self.sums):
-            for name, both in sums.items():
-                totals[name] += both
+            totals.update(sums)
         self.sums = None
-        return {name: float(value / weight) for name, (value, weight) in totals.items()}
+        means = {}
+        for (name, part), total in totals.items():
+            if part == "values":
+                means[name] = total / totals[name, "weights"]
+        return means

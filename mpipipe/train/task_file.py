@@ -11,11 +11,9 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import ClassVar
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
@@ -36,11 +34,11 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TaskFileConfig(TaskConfig):
     """The configuration of the training of a task that is in a file."""
 
-    heading: ClassVar[str] = "task"
+    heading = "task"
 
     task: str | None = option(
         None, "file of the task, and the name of its class where it has several: FILE.py:CLASS"
@@ -81,8 +79,8 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
         chosen = ""
 
     def read() -> tuple[Path, bytes]:
-        with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY):
-            return Path(os.path.abspath(name)), files.read_bytes(Path(name), MOST_BYTES)
+        with files.reading("the file of the task", name, ConfigError, remedy=REMEDY):
+            return Path(os.path.abspath(name)), files.read_bytes(name, MOST_BYTES)
 
     place, code = group.from_one("train: the file of the task", read)
     with group.raise_together("train: loading the task"):
@@ -115,7 +113,8 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
 def imported(path: Path, code: bytes) -> ModuleType:
     """Import a file, whose folder is where it finds others. ConfigError where it raises."""
     module = ModuleType(f"task_{path.stem}")
-    module.__file__ = str(path)
+    file_name = str(path)
+    module.__file__ = file_name
     sys.modules[module.__name__] = module
     folder = str(path.parent)
     while folder in sys.path:
@@ -127,12 +126,12 @@ def imported(path: Path, code: bytes) -> ModuleType:
         place = path.parent / inside
         if place.is_file() and os.path.realpath(place) != os.path.realpath(file):
             sys.modules.pop(name, None)
-    linecache.checkcache(str(path))
+    linecache.checkcache(file_name)
     try:
-        exec(compile(code, str(path), "exec"), vars(module))
+        exec(compile(code, file_name, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        lines = [frame.lineno for frame in frames if frame.filename == file_name]
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
         remedy = f"`python {path.name}` shows the same"
@@ -140,7 +139,7 @@ def imported(path: Path, code: bytes) -> ModuleType:
             remedy += "; modules next to it are found, if it was not copied away"
         raise ConfigError(
             f"the file of the task does not import: {type(error).__name__}: {error}",
-            found=f"line {lines[-1]} of {path}" if lines else str(path),
+            found=f"line {lines[-1]} of {path}" if lines else file_name,
             remedy=remedy,
         ) from error
     return module
@@ -168,10 +167,10 @@ def task_class(module: ModuleType, path: Path, name: str) -> type[Task]:
         is_task = isinstance(value, type) and issubclass(value, Task)
         if is_task and value.__module__ == module.__name__:
             kinds[key] = value
+    if not name and len(kinds) == 1:
+        (name,) = kinds
     if name in kinds:
         return kinds[name]
-    if not name and len(kinds) == 1:
-        return next(iter(kinds.values()))
     what = f"no task {name}".rstrip()
     if kinds and not name:
         what = "several tasks"

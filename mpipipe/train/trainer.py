@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
 from mpipipe import arrays, checkpoint, nn, optim, schedules
-from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import Checkpoint
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
 from mpipipe.options import Values
@@ -24,7 +22,7 @@ from mpipipe.tracing import Recording, check_new
 from mpipipe.train import output_folder
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.rehearsal import rehearse, seq_warning
-from mpipipe.train.report import NullReporter, Record, Reporter, finite, summary
+from mpipipe.train.report import Record, Reporter, finite, summary
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import (
     Reader,
@@ -33,19 +31,9 @@ from mpipipe.train.task_calls import (
     loss_of,
     make_optimizer,
     make_scaler,
-    new_sums,
     rate_of,
     read,
 )
-
-
-class Made(NamedTuple):
-    """A step that was made: its loss and norm may still be on a GPU."""
-
-    result: StepResult
-    lr: float
-    # None if the optimizer has left the step out.
-    norm: float | optim.NormOfStep | None
 
 
 class Trainer:
@@ -60,8 +48,17 @@ class Trainer:
     numbers.
     """
 
-    reporter: Reporter | NullReporter
+    reporter: Reporter
     preemption: Preemption
+    # Steps recorded so far, where a trace is wanted.
+    recording: Recording | None = None
+    # Number of steps made.
+    done = 0
+    # Of the last step, whose loss and norm may still be on a GPU.
+    result: StepResult
+    lr: float
+    # None if the optimizer has left the step out.
+    norm_of_step: float | optim.NormOfStep | None
 
     def __init__(
         self,
@@ -79,9 +76,8 @@ class Trainer:
         self.mesh = mesh = reader.mesh
         self.group = group_of(mesh.comm)
         self.out = out
-        # Where a trace of some steps will be written, and those recorded so far.
+        # Where a trace of some steps will be written.
         self.trace = trace
-        self.recording: Recording | None = None
         plan = reader.plan
         with self.group.raise_together("train: the stages"):
             kernels.check_choice(device)
@@ -90,30 +86,31 @@ class Trainer:
             )
             # They may hold whole models.
             layers.clear()
-            self.loss = loss_of(task, stages[-1], plan.microbatch_rows, reader.shard)
+            self.loss = loss_of(task, reader.shard, stages[-1], plan.microbatch_rows)
         self.stages = stages
-        self.pipeline = Pipeline(
-            stages,
-            plan.schedule,
-            mesh.pipe,
-            self.loss,
-            config.recompute,
-            mesh.replicas,
-            input_grads=False,
-            slice_lengths=reader.shard.slice_lengths,
+        self.pipeline = stack.enter_context(
+            Pipeline(
+                stages,
+                plan.schedule,
+                mesh.pipe,
+                self.loss,
+                config.recompute,
+                mesh.replicas,
+                input_grads=False,
+                slice_lengths=reader.shard.slice_lengths,
+            )
         )
-        stack.enter_context(self.pipeline)
-        self.norm = optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas)
-        stack.enter_context(self.norm)
+        self.norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with self.group.raise_together("train: the optimizer"):
-            self.optimizer = make_optimizer(task, stages, config, mesh)
+            self.optimizer = make_optimizer(task, config, stages, mesh)
+        # In its context the parameters of the stages can be read and set; an optimizer of a task
+        # need not have it.
+        self.whole_parameters = getattr(self.optimizer, "whole_parameters", nullcontext)
         self.scaler = make_scaler(config)
         # Its end finishes what is in flight.
         self.saver = checkpoint.Saver(
             out / output_folder.CHECKPOINTS, mesh, stages, self.optimizer, keep=config.keep
         )
-        # Number of steps made, and the last record.
-        self.done = 0
         self.record = Record(0)
         # Since the last record and in all: steps, and seconds in them by the host's clock, busy
         # and elapsed as the pipeline measured.
@@ -121,13 +118,13 @@ class Trainer:
         # Busy and elapsed seconds of the pipeline that are in these times.
         self.measured = np.zeros(2)
 
-    def begin(self, start: Checkpoint | None) -> None:
+    def begin(self, start: checkpoint.Checkpoint | None) -> None:
         """Take the state of a checkpoint or a new one, and rehearse the first batches."""
         stages = self.stages
         if start is not None:
             self._load(start)
         else:
-            with self._whole_parameters():
+            with self.whole_parameters():
                 output_folder.begin(self.config, self.task, self.mesh, stages)
         if isinstance(self.loss, TaskLoss):
             # Values may have been drawn without the seed.
@@ -141,15 +138,15 @@ class Trainer:
         """Train, validate, show a sample, and return the last record."""
         config = self.config
         if self.done < config.steps and self.preemption.asked():
-            self._leave()
+            self.preemption.leave(self.whereabouts())
         self._introduce()
         for step in range(self.done, config.steps):
             try:
-                made = self.step(step)
+                self.step(step)
                 self.done = step + 1
                 if self.recording is not None and self.recording.steps >= RECORDED:
                     self._write_trace()
-                self._after_step(made)
+                self._after_step()
             except MpipipeError as error:
                 error.message = f"step {step + 1} of {config.steps}: {error.message}"
                 raise
@@ -185,7 +182,7 @@ class Trainer:
             say(warning)
         self._report(self._validated(Record(0)))
 
-    def _after_step(self, made: Made) -> None:
+    def _after_step(self) -> None:
         """Compare replicas, validate, report, save and leave, where it is time for that."""
         config = self.config
         done = self.done
@@ -194,47 +191,41 @@ class Trainer:
         ends = done == config.steps
         validates = ends or done % config.eval_every == 0
         if validates or done == 1 or done % config.log_every == 0:
-            self._record(made, validates)
+            self._record(validates)
         leaves = not ends and self.preemption.due(self.saver.in_flight)
-        saves = config.save_every and (ends or done % config.save_every == 0)
-        if not (leaves or saves):
-            self._note(self.saver.poll())
+        every = config.save_every
+        saves = leaves or (every and (ends or done % every == 0))
+        finish = self.saver.poll
+        if saves:
+            # No checkpoint is of a training that has failed.
+            self._read()
+            finish = self.saver.wait
+        if finish() is not None:
+            self.preemption.save_took(self.saver.seconds)
+        if not saves:
             return
-        # No checkpoint is of a training that has failed.
-        self._read(made)
-        self._note(self.saver.wait())
         self.saver.save(done, self._state(), beforehand=self.reporter.sync)
         if leaves:
             self.saver.wait()
             self._write_trace()
-            self._leave()
+            self.preemption.leave(self.whereabouts())
 
-    def _note(self, saved: Path | None) -> None:
-        """Tell `preemption` how long a save has taken."""
-        if saved is not None:
-            self.preemption.save_took(self.saver.seconds)
-
-    def _record(self, made: Made, validates: bool) -> None:
-        loss, norm = self._read(made)
+    def _record(self, validates: bool) -> None:
+        loss, norm = self._read()
         self.group.agree(
             "train: a record",
-            (("learning rate", made.lr),),
+            (("learning rate", self.lr),),
             message="ranks make steps with different learning rates",
             remedy="let rate_at depend on the step and the configuration alone",
         )
-        facts = self.speed(self.times[0])
+        facts = self.speed(self.times[0]) | self.task.derived(loss, None)
         if self.scaler.dynamic:
             facts |= {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
-        record = Record(self.done, loss, lr=made.lr, grad_norm=norm, **facts)
+        record = Record(self.done, loss, lr=self.lr, grad_norm=norm, **facts)
         if validates:
             record = self._validated(record)
-        else:
-            record = replace(record, **self.task.derived(loss, None))
         self._report(record)
         self.times[0] = 0
-
-    def _leave(self) -> None:
-        self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
 
     def _report(self, record: Record) -> None:
         with self.group.raise_together("train: whether the folder is still this job's"):
@@ -252,7 +243,7 @@ class Trainer:
         if record.validation is None:
             # A training that was resumed at its end, which was no end before.
             record = self._validated(replace(record, step=self.done))
-        with self._whole_parameters():
+        with self.whole_parameters():
             plan = self.reader.plan
             task.save(self.out, plan, self.stages, self.mesh, self.done)
             sample = task.sample(plan, self.pipeline, self.mesh, self.reader.shard) or self._shown()
@@ -262,11 +253,6 @@ class Trainer:
         line = f"steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}"
         self.reporter.say(f"mpipipe: ok {line}")
         return record
-
-    def _whole_parameters(self) -> AbstractContextManager[None]:
-        """Within this context the parameters of the stages can be read and set; collective."""
-        # An optimizer of a task need not have it.
-        return getattr(self.optimizer, "whole_parameters", nullcontext)()
 
     def _state(self) -> Values:
         """Return what a checkpoint remembers besides arrays."""
@@ -278,14 +264,15 @@ class Trainer:
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
         }
 
-    def _load(self, start: Checkpoint) -> None:
+    def _load(self, start: checkpoint.Checkpoint) -> None:
         """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
         checkpoint.load(start.path, self.mesh, self.stages, self.optimizer)
         with self.group.raise_together("train: the state in the checkpoint"):
             try:
                 facts = dict(start.state["record"])
-                if not all(type(value) in (int, float) for value in facts.values()):
+                if not {int, float}.issuperset(map(type, facts.values())):
                     raise ValueError("the record has something else than numbers")
+                self.record = Record.of(facts)
                 scale = start.state["loss_scale"]
                 counts = scale["good"], scale["skipped"], start.state["random"]["steps_taken"]
                 for count in counts:
@@ -300,7 +287,6 @@ class Trainer:
                     remedy="resume another checkpoint",
                 ) from error
         self.done = start.step
-        self.record = Record.of(facts)
         self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = counts
 
     def whereabouts(self) -> str:
@@ -312,36 +298,33 @@ class Trainer:
             return f"{place}\n--resume auto --out {self.out} goes on from {saved.name}"
         if self.done:
             return f"{place}; nothing is saved to go on from\nmetrics are in {self.out}"
-        place = f"before step 1 of {steps}; there is nothing to save"
-        return f"{place}\n--resume auto --out {self.out} begins"
+        return (
+            f"before step 1 of {steps}; there is nothing to save\n"
+            f"--resume auto --out {self.out} begins"
+        )
 
-    def step(self, step: int) -> Made:
+    def step(self, step: int) -> None:
         """Make one step. On a GPU with the whole model it is under way when this returns."""
         config = self.config
         start = perf_counter()
         made = self.times[1, 0]
         if self.trace is not None and (made == 1 or (made == 0 and step + 1 == config.steps)):
             self.recording = Recording(self.pipeline, self.mesh.comm)
-        with self._part("reading"):
+        # Where a trace is recorded, parts of the step are marked in it.
+        with getattr(self.recording, "reading", nullcontext)():
             batch = self.reader.batch(step)
-        lr = rate_of(self.task, step, config)
+        self.lr = rate_of(self.task, step, config)
         scaler = self.scaler
-        result = self.pipeline.step(*batch, scale=scaler.scale)
-        with self._part("optimizer"):
+        self.result = self.pipeline.step(*batch, scale=scaler.scale)
+        with getattr(self.recording, "optimizer", nullcontext)():
             optimizer = self.optimizer
             # An optimizer of the task's own does not wait for a save that still reads.
             nn.announce_write(optimizer, *optimizer.stages)
             with self._as_replicas():
-                norm = optim.scaled_step(optimizer, scaler, config.clip, lr=lr, over=self.norm)
+                self.norm_of_step = optim.scaled_step(
+                    optimizer, scaler, config.clip, lr=self.lr, over=self.norm
+                )
         self.times += 1, perf_counter() - start, 0, self.reader.waited
-        self.reporter.advance()
-        return Made(result, lr, norm)
-
-    def _part(self, name: str) -> AbstractContextManager[None]:
-        """Mark a part of the step in the trace."""
-        if self.recording is None:
-            return nullcontext()
-        return getattr(self.recording, name)()
 
     def _write_trace(self) -> None:
         """Write the trace of the steps recorded so far, if there are any; collective."""
@@ -363,19 +346,19 @@ class Trainer:
             # No reason to lose a training.
             say(f"mpipipe: the trace cannot be written: {error}")
 
-    def _read(self, made: Made) -> tuple[float, float | None]:
-        """Return loss and norm (None if skipped) of a step on every rank; waits for a GPU.
+    def _read(self) -> tuple[float, float | None]:
+        """Return loss and norm (None if skipped) of the last step on all ranks; waits for a GPU.
 
         NonFiniteError says which step had a loss or gradient that is not finite, this one or one
         before.
         """
         start = perf_counter()
-        loss = made.result.loss
+        loss = self.result.loss
         with self._as_replicas():
             self.scaler.read_norms(wait=True)
         norm = None
-        if made.norm is not None:
-            norm = float(made.norm)
+        if self.norm_of_step is not None:
+            norm = float(self.norm_of_step)
         measured = np.array(self.pipeline.training_seconds)
         self.times[:, 2:] += measured - self.measured
         self.measured = measured
@@ -398,15 +381,14 @@ class Trainer:
         scores = None
         if isinstance(self.loss, TaskLoss) and self.loss.has_metrics:
             scores = self.loss
-            scores.sums = new_sums()
+            scores.sums = Counter()
         total = 0.0
         weights = 0.0
         for index in range(self.config.eval_batches):
-            batch = self.reader.pair("validation", index)
             value, weight = call(
                 self.task,
                 "layers",
-                *batch,
+                *self.reader.pair("validation", index),
                 when=" in the validation",
                 by=self.pipeline.weighed_evaluation,
             )
@@ -448,7 +430,7 @@ class Trainer:
                     text = f"mpipipe: warning: {error.message}"
         return next(filter(None, group.gather("train: what the task shows", text)), "")
 
-    def speed(self, times: Array) -> Values:
+    def speed(self, times: arrays.Array) -> Values:
         """Return samples per second, bubble and predicted bubble of some steps; collective."""
         if times[0] == 0:
             return {}
@@ -485,17 +467,16 @@ def trace_folder(comm: Communicator, config: TaskConfig, out: Path) -> Path | No
         return None
     folder = Path(output_folder.shared_path(comm, config.trace))
 
-    def exists() -> bool:
-        if folder == out or folder in out.parents or out in folder.parents:
+    def find() -> Path | None:
+        if folder.is_relative_to(out) or out.is_relative_to(folder):
             raise ConfigError(
                 "one of out and trace is inside the other",
                 found=f"out {out}, trace {folder}",
                 expected="a folder of its own for the trace",
             )
-        if config.resume == "no" or not folder.exists():
-            check_new(folder)
-        return folder.exists()
+        if config.resume != "no" and folder.exists():
+            return None
+        check_new(folder)
+        return folder
 
-    if group_of(comm).from_one("train: the folder of the trace", exists):
-        return None
-    return folder
+    return group_of(comm).from_one("train: the folder of the trace", find)

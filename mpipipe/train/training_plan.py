@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 from mpipipe import arrays, planning, schedules
-from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh, extents_of
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
-from mpipipe.options import Values
-from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
 from mpipipe.train.shard import Shard
@@ -23,6 +21,7 @@ from mpipipe.train.task_calls import (
     call,
     chain,
     costs_of,
+    elements,
     example,
     layers_of,
     loss_of,
@@ -36,9 +35,7 @@ from mpipipe.train.task_calls import (
 
 def pipe_of(config: TaskConfig, ranks: int) -> int:
     """Return the ranks of one pipeline, in a job of this size."""
-    if config.pipe is None:
-        return max(1, ranks // config.seq)
-    return config.pipe
+    return config.pipe or max(1, ranks // config.seq)
 
 
 def plan_layers(
@@ -52,13 +49,11 @@ def plan_layers(
     """
     rows = problem.rows
     pipe = problem.ranks
-    microbatches = config.microbatches
+    microbatches = config.microbatches or min(rows, schedules.PER_RANK * pipe)
     order = None
     if is_table(config.schedule):
         order = read_order(config, pipe)
         microbatches = order.microbatches
-    if microbatches is None:
-        microbatches = min(rows, schedules.PER_RANK * pipe)
     if rows < microbatches:
         raise ConfigError(
             "fewer sequences than micro-batches",
@@ -100,7 +95,7 @@ def plan_layers(
 # every checkpoint.
 
 
-def read_order(config: TaskConfig, pipe: int) -> Schedule:
+def read_order(config: TaskConfig, pipe: int) -> schedules.Schedule:
     """Read the table of a configuration, and prove it. ConfigError for one of other sizes."""
     schedule = schedules.from_csv(config.schedule)
     schedules.check(schedule)
@@ -131,10 +126,10 @@ def read_order(config: TaskConfig, pipe: int) -> Schedule:
 
 def with_order(config: TaskConfig, comm: Communicator) -> TaskConfig:
     """Put the table of the file that a configuration names into it; collective."""
-    if not is_path(config.schedule):
+    if not schedules.is_path(config.schedule):
         return config
     table = group_of(comm).from_one(
-        "train: the order of the schedule", lambda: from_file(config.schedule).to_csv()
+        "train: the order of the schedule", lambda: schedules.from_file(config.schedule).to_csv()
     )
     return replace(config, schedule=table)
 
@@ -153,7 +148,7 @@ def problem_of(
             expected=f"a multiple of {replicas}",
             remedy=f"for example batch = {(config.batch // replicas + 1) * replicas}",
         )
-    fixed: Values = {name: getattr(config, name) for name in config.fixed}
+    fixed = {name: getattr(config, name) for name in config.fixed}
     if config.slices > 1:
         fixed["slices"] = config.slices
     moments = 2
@@ -219,7 +214,7 @@ def measured_ranks(
     """Return the ranks of a job, to measure a training on them; collective."""
     whole, _, problem = make_shard(config, task, mesh, on_paper, sliced=False)
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
-        inputs: list[Tree] = []
+        inputs: list[arrays.Tree] = []
         # Else the task says how large they are.
         if not task.message_shape(1, whole):
             inputs = [x for _, x, _ in chain(task, whole)]
@@ -227,22 +222,17 @@ def measured_ranks(
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         mesh=mesh,
-        layers=lambda: layers_of(task, whole),
-        loss_for=lambda stage, rows: loss_of(task, stage, rows, whole),
-        example=lambda rows, microbatches: example(task, rows, microbatches, whole, config.batch),
+        layers=partial(layers_of, task, whole),
+        loss_for=partial(loss_of, task, whole),
+        example=partial(example, task, shard=whole, most=config.batch),
         message_shape=lambda rows: task.message_shape(rows, whole) or (rows, largest),
-        optimizer=lambda stages, mesh: make_optimizer(task, stages, config, mesh),
-        scaler=lambda: make_scaler(config),
+        optimizer=partial(make_optimizer, task, config),
+        scaler=partial(make_scaler, config),
         lr=config.lr,
         clip=config.clip,
         seed=config.seed,
         frozen=task.freeze,
     )
-
-
-def elements(tree: Tree) -> int:
-    """Count the numbers in the arrays of a tree."""
-    return sum(leaf.size for leaf in arrays.flatten(tree)[0])
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
@@ -309,7 +299,14 @@ def estimate_task(
                 measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
             )
         problem = measured.problem
-        parameters = planning.count_once(planning.declared(problem.layers))
-        return MemoryEstimate(config, task, problem, plan, of_ranks, ranks, parameters)
+        return MemoryEstimate(
+            config,
+            task,
+            problem,
+            plan,
+            of_ranks,
+            count=ranks,
+            parameters=planning.count_once(planning.declared(problem.layers)),
+        )
 
     return inprocess.run(1, work)[0]

@@ -1,5 +1,6 @@
 """TensorBoard gets each number and cannot end a training; metrics.jsonl is cut off at a resume."""
 
+import io
 import json
 import struct
 import sys
@@ -8,21 +9,15 @@ import pytest
 
 from mpipipe.errors import BackendError, ConfigError
 from mpipipe.train import report
-from mpipipe.train.report import TensorBoard
+from mpipipe.train.report import Record, Reporter
 
-RECORDS = [
-    {"step": 0, "validation": 5.5, "time": 1e9, "seconds": 0.5},
-    {"step": 1, "loss": 0.1 + 0.2, "time": 1e9 + 1, "seconds": 1.0},
-    {"step": 2, "loss": 2.0, "validation": 2.5, "time": 1e9 + 3, "seconds": 2.0},
-]
+RECORDS = [Record(0, validation=5.5), Record(1, 0.1 + 0.2), Record(2, 2.0, 2.5)]
 
 
-def write_all(folder, done=0, records=RECORDS, warn=pytest.fail):
-    opened = TensorBoard(folder, done, warn)
-    for record in records:
-        opened.write(record)
-    opened.close()
-    opened.close()
+def write_all(folder, done=None, records=RECORDS):
+    with Reporter(9, folder, io.StringIO(), done=done, tensorboard=True) as reporter:
+        for record in records:
+            reporter.record(record)
 
 
 def events_of(folder):
@@ -36,12 +31,12 @@ def events_of(folder):
             at += 16 + size
 
 
-def test_tensorboard_gets_each_number_with_its_step_and_time(tmp_path):
+def test_tensorboard_gets_each_number_with_its_step_and_time(tmp_path, capsys):
     pytest.importorskip("tensorboardX")
     write_all(tmp_path)
     expected = [
         (record["step"], record["time"], name, pytest.approx(value, rel=1e-6))  # its floats have 32 bits
-        for record in RECORDS
+        for record in map(json.loads, (tmp_path / report.METRICS).read_text().splitlines())
         for name, value in record.items()
         if name not in ("step", "time")
     ]
@@ -51,7 +46,17 @@ def test_tensorboard_gets_each_number_with_its_step_and_time(tmp_path):
         for event in events
         for value in event.summary.value
     ]
+    assert [name for *_, name, _ in found] == [
+        "validation",
+        "seconds",
+        "loss",
+        "seconds",
+        "loss",
+        "validation",
+        "seconds",
+    ]
     assert found == expected and not any(event.HasField("session_log") for event in events)
+    assert not capsys.readouterr().err
 
 
 def test_a_resumed_training_tells_tensorboard_to_hide_what_came_before_from_its_next_step_on(tmp_path):
@@ -63,16 +68,17 @@ def test_a_resumed_training_tells_tensorboard_to_hide_what_came_before_from_its_
 
 
 @pytest.mark.parametrize("at", ["__init__", "add_scalar", "close"])
-def test_a_library_that_fails_is_left_out_with_one_warning(tmp_path, monkeypatch, at):
+def test_a_library_that_fails_is_left_out_with_one_warning(tmp_path, monkeypatch, capsys, at):
     library = pytest.importorskip("tensorboardX")
 
     def fail(*_, **__):
         raise RuntimeError("no room\nand many lines more")
 
     monkeypatch.setattr(library.SummaryWriter, at, fail)
-    warnings = []
-    write_all(tmp_path, warn=warnings.append)
-    assert warnings == ["mpipipe: no more metrics go to TensorBoard: no room; the training goes on"]
+    write_all(tmp_path)
+    warning = "mpipipe: no more metrics go to TensorBoard: no room; the training goes on\n"
+    assert capsys.readouterr().err == warning
+    assert (tmp_path / report.LOG).read_text().count(warning) == 1
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.train.report import Pace, Record, Reporter, bubble_explained, duration, lines_of
+from mpipipe.train.report import Record, Reporter, bubble_explained, duration, lines_of
 from mpipipe.train.screen import folded
 
 FULL = Record(
@@ -27,8 +27,6 @@ def test_a_record_is_one_json_object_and_a_line_for_the_step_and_the_validation(
     stream = io.StringIO()
     with Reporter(20, tmp_path, stream, unit="bytes") as reporter:
         reporter.record(Record(0, validation=5.5))
-        for _ in range(10):
-            reporter.advance()
         reporter.record(Record(10, 2.0, 2.5, 1e-3, 0.75, 1234.5, 0.25, 0.2))
         reporter.record(Record(11, 2.0, grad_norm=None, loss_scale=32768.0, skipped=3))
         reporter.say("[bold]text[/bold] " + "x" * 200)
@@ -109,16 +107,16 @@ def test_times_are_short():
     assert [*map(duration, seconds)] == ["0s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d01h"]
 
 
-def test_the_time_left_counts_only_the_steps_of_this_start(monkeypatch):
+def test_the_time_left_counts_only_the_steps_of_this_start(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr("mpipipe.train.report.time.monotonic", lambda: now)
-    pace = Pace(100, done=60)
-    assert pace.timing() == "0s"
-    now += 20.0
-    for _ in range(10):
-        pace.done += 1
-    assert pace.timing() == "20s, 1m00s left"
-    assert pace.stamp()["seconds"] == 20.0 and pace.stamp()["seconds"] == 0.0
-    for _ in range(30):
-        pace.done += 1
-    assert pace.timing() == "20s"
+    stream = io.StringIO()
+    with Reporter(100, tmp_path, stream, done=60) as reporter:
+        reporter.record(Record(60, 1.0))
+        now += 20.0
+        for step in (70, 70, 100):
+            reporter.record(Record(step, 1.0))
+    lines = [line.partition("loss 1.0000  ")[2] for line in stream.getvalue().splitlines()]
+    assert lines == ["0s", "20s, 1m00s left", "20s, 1m00s left", "20s"]
+    seconds = [clocked(line)[1][1] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert seconds == [0.0, 20.0, 0.0, 0.0]
