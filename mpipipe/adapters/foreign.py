@@ -24,7 +24,7 @@ import numpy as np
 from mpipipe import arrays, nn
 from mpipipe.arrays import Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import FlatBuffer, Parameter, Position, random_seed
+from mpipipe.nn import Parameter, Position, random_seed
 
 # Structures of parts with their numbers of arrays; arrays, with None for a gradient that is none.
 Structures: TypeAlias = "tuple[tuple[Structure, int], ...]"
@@ -226,13 +226,6 @@ class ForeignStage(nn.Stage):
 
     def _named_layers(self) -> list[tuple[str, nn.Layer]]:
         return [*self._by_name.items()]
-
-    @property
-    def gradients(self) -> FlatBuffer:
-        """The gradients, with what the library has put in their place since."""
-        for layer in self.layers:
-            layer.begin_call()
-        return self.buffers.gradients
 
 
 # -- Parts as lists of arrays ----------------------------------------------------------------------

@@ -52,15 +52,14 @@ def both(pull: Pull, dy: list[JaxArray]) -> Gradients:
 
 
 def compiled(
-    function: Callable[..., JaxTree], tree: JaxTree, gives: Sequence[str]
+    function: Callable[..., JaxTree], takes: set[str], tree: JaxTree, gives: Sequence[str]
 ) -> Callable[..., JaxTree]:
-    """Return the compiled form of a function that takes some of `OPTIONS`.
+    """Return the compiled form of a function that takes these of `OPTIONS`.
 
     It takes parameters, inputs, a key, a state, the structures of the inputs, which of them get
     gradients, and whether this is a training. It gives (floating outputs, pull, (the output without
     them, the new state)).
     """
-    takes = options_of(function)
 
     def call(
         values: list,

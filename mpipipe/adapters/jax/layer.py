@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -52,8 +51,9 @@ class JaxLayer(ForeignLayer):
     cast_remedy = (
         "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function"
     )
-    # Whether calls begin with the parameters as they are: JAX has copies of some.
-    _renews = False
+    # The state by the paths in its tree, on the host. A forward puts new arrays there, and a load
+    # may write to them.
+    state: dict[str, Array] = {}
 
     def _declare(self) -> dict[str, Parameter]:
         function, parameters, state = (*self.entry, None)[:3]
@@ -74,30 +74,23 @@ class JaxLayer(ForeignLayer):
                 "state",
             )
         self._state_tree = jax.tree.structure(state)
-        self._state = {name: leaf.copy() for name, leaf in named_leaves(state).items()}
+        self.state = {name: leaf.copy() for name, leaf in named_leaves(state).items()}
         self._before = StatesBefore()
         self._tree = jax.tree.structure(parameters)
+        self._compiled = functions.compiled(function, takes, self._tree, self.gives)
         leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
         self.dtypes = {leaf.real.dtype.name: name for name, leaf in leaves.items()}
         return {name: _declared(name, leaf) for name, leaf in leaves.items()}
 
-    @cached_property
-    def _compiled(self) -> Callable[..., JaxTree]:
-        return functions.compiled(self.entry[0], self._tree, self.gives)
-
     def bound(self) -> None:
         super().bound()
-        for name, leaf in self._state.items():
+        for name, leaf in self.state.items():
             # It goes along with the parameters.
             if leaf.dtype.name in self.dtypes:
-                self._state[name] = leaf.astype(self.stage.dtype)
-        self._read_parameters()
-        # JAX copies what does not lie as it wants: it does not see new values of these.
-        self._renews = False
-        for value, name in zip(self._values, self.declared):
-            if value.size and value.unsafe_buffer_pointer() != arrays.address(getattr(self, name)):
-                self._renews = True
+                self.state[name] = leaf.astype(self.stage.dtype)
+        self._values: dict[str, JaxArray] = {}
+        self.begin_call()
 
     def _of(self, name: str) -> Array:
         """Return a parameter, complex where JAX has it so."""
@@ -106,23 +99,21 @@ class JaxLayer(ForeignLayer):
             return array
         return array.view(f"c{2 * array.itemsize}")[..., 0]
 
-    def _read_parameters(self) -> None:
-        self._values = [put(self._of(name)) for name in self.declared]
-
     def begin_call(self) -> None:
-        """Let JAX see the parameters as they are now, where it has not taken their memory."""
-        if self._renews:
-            self._read_parameters()
+        """Let JAX see the parameters as they are now.
+
+        It copies what does not lie as it wants, and does not see new values of these.
+        """
+        for name in self.declared:
+            array = self._of(name)
+            value = self._values.get(name)
+            if value is None or value.unsafe_buffer_pointer() != arrays.address(array):
+                self._values[name] = put(array)
 
     @property
     def tree(self) -> JaxTree:
         """The parameters as a tree of views, shaped as the one that the function came with."""
         return jax.tree.unflatten(self._tree, [self._of(name) for name in self.declared])
-
-    @property
-    def state(self) -> dict[str, Array]:
-        """The state by the paths in its tree, on the host: views, which a load may write to."""
-        return self._state
 
     _computing = staticmethod(waiting_for_jax)
 
@@ -130,18 +121,22 @@ class JaxLayer(ForeignLayer):
         position = self.stage.position
         floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
         key = key_of(self.random_seed("jax"))
-        # What the backward keeps must not change with the state.
-        values = self._before.take(position) or self._state.values()
-        copies = [array.copy() for array in values]
+        state = self._before.take(position) or self.state
         if position.training and position.recompute == "later":
-            self._before.note(position, copies)
-        before = jax.tree.unflatten(self._state_tree, [*map(put, copies)])
-        results, pull, (rest, state) = self._compiled(
-            self._values, [*map(put, leaves)], key, before, structures, floating, position.training
+            self._before.note(position, state)
+        before = jax.tree.unflatten(self._state_tree, map(put, state.values()))
+        results, pull, (rest, after) = self._compiled(
+            [*self._values.values()],
+            [*map(put, leaves)],
+            key,
+            before,
+            structures,
+            floating,
+            position.training,
         )
         if position.training and position.recompute != "now":
-            for array, new in zip(self._state.values(), taken(jax.tree.leaves(state))):
-                array[...] = new
+            # The backward keeps the arrays that there were.
+            self.state = dict(zip(state, map(np.array, taken(jax.tree.leaves(after)))))
         # Without the floating arrays, in whose places None stands.
         without, output = flatten_parts(rest, functions.flatten_output)
         differentiable = tuple(leaf is None for leaf in without)

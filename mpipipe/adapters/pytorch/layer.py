@@ -60,7 +60,7 @@ from mpipipe.adapters.pytorch.tensors import (
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, Tree, array_of, tensor_of
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Layer, Parameter, Saved
+from mpipipe.nn import FlatBuffer, Layer, Parameter, Saved
 
 # Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
 BETWEEN_POLLS = 1e-3
@@ -421,6 +421,13 @@ class TorchStage(ForeignStage):
                 remedy="module.to(device)",
             )
         super().__init__(layer, prefix, seed, min(devices, default="cpu"), last)
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """The gradients, with what PyTorch has put in their place since."""
+        for layer in self.layers:
+            layer.begin_call()
+        return self.buffers.gradients
 
 
 def _declared(parameter: Tensor) -> Parameter:
