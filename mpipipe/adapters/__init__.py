@@ -87,7 +87,10 @@ def torch_stage(
     """
     room = _room("pytorch.layer", "torch", "PyTorch")
     entry = with_skips(module, gives=gives, takes=takes, ties=ties)
-    return room.TorchStage(room.TorchLayer(entry), prefix, seed, loss)
+    layers = [room.TorchLayer(entry)]
+    if loss is not None and loss.is_module:
+        layers.append(room.LossLayer(loss))
+    return room.TorchStage(layers, prefix, seed)
 
 
 def torch_loss(function: Callable[..., object], *, seed: int = 0) -> TorchLoss:
@@ -143,7 +146,7 @@ def jax_stage(
     """
     room = _room("jax.layer", "jax", "JAX")
     entry = with_skips((function, parameters, state), gives=gives, takes=takes, ties=ties)
-    return room.JaxStage(room.JaxLayer(entry), prefix, seed)
+    return room.JaxStage([room.JaxLayer(entry)], prefix, seed)
 
 
 def jax_loss(function: Callable[..., object], *, seed: int = 0) -> JaxLoss:

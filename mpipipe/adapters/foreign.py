@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import compress, islice, repeat
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Structure, Tree, flatten, unflatten
@@ -97,16 +94,19 @@ class ForeignLayer(nn.Layer):
     cast_remedy: str
     # Real dtypes of what is trained, with the name of a parameter that has it; see `_declare`.
     dtypes: dict[str, str]
+    # Devices such as "cpu" and "cuda:1".
+    devices: Collection[str] = ()
 
     _declare: Callable[[], dict[str, Parameter]]
     _computing: Callable[[], AbstractContextManager[object]]
     _forward: Callable[[Leaves, Structures], tuple[Leaves, Tape]]
-    # The last argument is True for a backward that is not divided: it leaves nothing pending.
+    # The last argument is True for a backward of PyTorch that leaves nothing pending.
     _backward: Callable[[Leaves, Tape, bool], tuple[Leaves, nn.Pending]]
-    _backward_weight: Callable[[nn.Pending], None]
 
     def __init__(self, skips: WithSkips, place: int | None = None) -> None:
         self.entry = skips.entry
+        module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
+        self.mixes_positions = getattr(module, "mixes_positions", self.mixes_positions)
         self.place = place
         self.gives = skips.gives
         self.takes = skips.takes
@@ -121,18 +121,12 @@ class ForeignLayer(nn.Layer):
             self.declared[name] = replace(self.declared[name], tie=key)
         self._tied = [name for name, entry in self.declared.items() if entry.tie is not None]
 
-    @property
-    def mixes_positions(self) -> bool:  # type: ignore[override]
-        """True, unless the module or the function has an attribute of this name that is False."""
-        module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
-        return bool(getattr(module, "mixes_positions", True))
-
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""
-        self.entry = SimpleNamespace(mixes_positions=self.mixes_positions)
+        self.entry = None
         declared = {}
         for name, entry in self.declared.items():
-            declared[name] = replace(entry, draw=lambda _generator, shape: np.zeros(shape))
+            declared[name] = replace(entry, draw=nn.zeros)
         self.declared = declared
         return self
 
@@ -168,47 +162,46 @@ class ForeignLayer(nn.Layer):
             stage.give(name, tree)
         return y, tape
 
-    def backward_input(self, dy: Tree, saved: Tape) -> tuple[Tree, Tape]:
-        return self._walk(dy, saved, whole=False)
+    def backward_input(self, dy: Tree, saved: Tape, whole: bool = False) -> tuple[Tree, Tape]:
+        """Return the gradient of the input, with None for an array that has none.
 
-    def backward_weight(self, pending: Tape) -> None:
-        with self._computing():
-            self._backward_weight(pending.of_library)
-
-    def backward(self, dy: Tree, saved: Tape) -> Tree:
-        return self._walk(dy, saved, whole=True)[0]
-
-    def _walk(self, dy: Tree, tape: Tape, whole: bool) -> tuple[Tree, Tape]:
-        """Return the gradient of the input, with None for an array that has none."""
+        A `whole` backward of PyTorch leaves nothing for `backward_weight`.
+        """
         stage = self.stage
         leaves: Leaves = []
-        for part, (structure, count) in zip([dy, *map(stage.gradient_of, self.gives)], tape.output):
+        parts = [dy, *map(stage.gradient_of, self.gives)]
+        for part, (structure, count) in zip(parts, saved.output):
             leaves += _leaves_like(part, structure, count)
+        outer = [*compress(leaves, saved.differentiable)]
         with self._computing():
-            slopes, pending = self._backward([*compress(leaves, tape.differentiable)], tape, whole)
-        dx, *taken = unflatten_parts(spread(slopes, tape.floating), tape.structures)
+            slopes, pending = self._backward(outer, saved, whole)
+        dx, *taken = unflatten_parts(spread(slopes, saved.floating), saved.structures)
         for name, gradient in zip(self.takes, taken):
             stage.add_gradient(name, gradient)
-        return dx, tape._replace(of_library=pending)
+        return dx, saved._replace(of_library=pending)
 
 
 class ForeignStage(nn.Stage):
-    """Such layers as a stage, whose parameters have prefixes in place of the numbers of layers.
+    """Such a layer as a stage, and perhaps a loss, with a prefix in place of numbers of layers.
 
     Parameters of 16 bits stay such ones.
     """
 
     keeps_halves = True
 
-    def __init__(
-        self,
-        layer: ForeignLayer,
-        prefix: str,
-        seed: int,
-        device: str = "cpu",
-        loss: ForeignLayer | None = None,
-    ) -> None:
-        kinds = layer.dtypes
+    def __init__(self, layers: Sequence[ForeignLayer], prefix: str, seed: int) -> None:
+        devices: set[str] = set()
+        for layer in layers:
+            devices.update(layer.devices)
+        if len(devices) > 1:
+            raise ArgumentError(
+                "a module on several devices",
+                found=", ".join(sorted(devices)),
+                expected="one",
+                remedy="module.to(device)",
+            )
+        self.layer = layers[0]
+        kinds = self.layer.dtypes
         if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
             raise ArgumentError(
                 "the parameters of a module or function must have one dtype, since they lie in one "
@@ -216,13 +209,10 @@ class ForeignStage(nn.Stage):
                 found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
                 expected="float64, float32, float16 or bfloat16, or complex numbers of one of "
                 "these",
-                remedy=layer.cast_remedy,
+                remedy=self.layer.cast_remedy,
             )
-        self.layer = layer
-        self._by_name = {prefix.rstrip("."): layer}
-        if loss is not None:
-            self._by_name[f"{prefix}loss"] = loss
-        super().__init__([*self._by_name.values()], min(kinds, default="float32"), seed, device)
+        self._by_name = dict(zip((prefix.rstrip("."), f"{prefix}loss"), layers))
+        super().__init__(layers, min(kinds, default="float32"), seed, min(devices, default="cpu"))
 
     def _named_layers(self) -> list[tuple[str, nn.Layer]]:
         return [*self._by_name.items()]
@@ -255,9 +245,11 @@ def returned(output: object, names: Sequence[str]) -> Sequence[Tree]:
     )
 
 
-def applied(function: Callable[..., Tree], parts: Sequence[Tree], **options: object) -> Tree:
-    """Return what a function returns for these parts."""
-    main, *taken = parts
+def applied(
+    function: Callable[..., Tree], leaves: Leaves, structures: Structures, **options: object
+) -> Tree:
+    """Return what a function returns for parts with these arrays."""
+    main, *taken = unflatten_parts(leaves, structures)
     if isinstance(main, dict):
         return function(*taken, **main, **options)
     if not isinstance(main, tuple):

@@ -52,14 +52,15 @@ def both(pull: Pull, dy: list[JaxArray]) -> Gradients:
 
 
 def compiled(
-    function: Callable[..., JaxTree], takes: set[str], tree: JaxTree, gives: Sequence[str]
+    function: Callable[..., JaxTree], tree: JaxTree, gives: Sequence[str]
 ) -> Callable[..., JaxTree]:
-    """Return the compiled form of a function that takes these of `OPTIONS`.
+    """Return the compiled form of a function that takes some of `OPTIONS`.
 
     It takes parameters, inputs, a key, a state, the structures of the inputs, which of them get
     gradients, and whether this is a training. It gives (floating outputs, pull, (the output without
     them, the new state)).
     """
+    takes = options_of(function)
 
     def call(
         values: list,
@@ -75,8 +76,8 @@ def compiled(
 
         def run(values: list, some: list) -> JaxTree:
             parameters = jax.tree.unflatten(tree, values)
-            parts = unflatten_parts(spread(some, floating, inputs), structures)
-            output = applied(partial(function, parameters), parts, **chosen)
+            leaves = spread(some, floating, inputs)
+            output = applied(partial(function, parameters), leaves, structures, **chosen)
             after = state
             if "state" in takes:
                 output, after = with_state(output, state)
@@ -166,8 +167,7 @@ def put(array: Array) -> JaxArray:
 
     Raises ArgumentError for 64-bit numbers where JAX would make 32-bit ones of them in silence.
     """
-    wide = array.dtype in (np.float64, np.complex128, np.int64, np.uint64)
-    if wide and not jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise ArgumentError(
             f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched "
             "off",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -47,13 +48,13 @@ class JaxLayer(ForeignLayer):
 
     ends = False
     freezes_parts = True
-    mixes_positions = ForeignLayer.mixes_positions
+    mixes_positions = True
     cast_remedy = (
         "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function"
     )
     # The state by the paths in its tree, on the host. A forward puts new arrays there, and a load
     # may write to them.
-    state: dict[str, Array] = {}
+    state: dict[str, Array]
 
     def _declare(self) -> dict[str, Parameter]:
         function, parameters, state = (*self.entry, None)[:3]
@@ -76,12 +77,15 @@ class JaxLayer(ForeignLayer):
         self._state_tree = jax.tree.structure(state)
         self.state = {name: leaf.copy() for name, leaf in named_leaves(state).items()}
         self._before = StatesBefore()
-        self._tree = jax.tree.structure(parameters)
-        self._compiled = functions.compiled(function, takes, self._tree, self.gives)
+        self.structure = jax.tree.structure(parameters)
         leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
         self.dtypes = {leaf.real.dtype.name: name for name, leaf in leaves.items()}
         return {name: _declared(name, leaf) for name, leaf in leaves.items()}
+
+    @cached_property
+    def _compiled(self) -> Callable[..., JaxTree]:
+        return functions.compiled(self.entry[0], self.structure, self.gives)
 
     def bound(self) -> None:
         super().bound()
@@ -92,28 +96,26 @@ class JaxLayer(ForeignLayer):
         self._values: dict[str, JaxArray] = {}
         self.begin_call()
 
-    def _of(self, name: str) -> Array:
-        """Return a parameter, complex where JAX has it so."""
-        array = getattr(self, name)
-        if name not in self._complex:
-            return array
-        return array.view(f"c{2 * array.itemsize}")[..., 0]
-
     def begin_call(self) -> None:
         """Let JAX see the parameters as they are now.
 
         It copies what does not lie as it wants, and does not see new values of these.
         """
-        for name in self.declared:
-            array = self._of(name)
+        for name, array in self.views.items():
             value = self._values.get(name)
             if value is None or value.unsafe_buffer_pointer() != arrays.address(array):
                 self._values[name] = put(array)
 
     @property
-    def tree(self) -> JaxTree:
-        """The parameters as a tree of views, shaped as the one that the function came with."""
-        return jax.tree.unflatten(self._tree, [self._of(name) for name in self.declared])
+    def views(self) -> dict[str, Array]:
+        """The parameters, complex where JAX has them so."""
+        views = {}
+        for name in self.declared:
+            array = getattr(self, name)
+            if name in self._complex:
+                array = array.view(f"c{2 * array.itemsize}")[..., 0]
+            views[name] = array
+        return views
 
     _computing = staticmethod(waiting_for_jax)
 
@@ -154,12 +156,10 @@ class JaxLayer(ForeignLayer):
         for slope, kind in zip(slopes, kinds):
             dy.append(jax.numpy.zeros(*kind) if slope is None else put(slope))
         weights, inputs = map(taken, functions.both(pull, dy))
-        if whole:
-            self._backward_weight(weights)
         return inputs, weights
 
-    def _backward_weight(self, pending: list[Array]) -> None:
-        for name, part in zip(self.declared, pending):
+    def backward_weight(self, pending: Tape) -> None:
+        for name, part in zip(self.declared, pending.of_library):
             total = getattr(self, f"{name}_grad")
             # A frozen parameter has none.
             if total is not None:
@@ -179,7 +179,7 @@ class JaxStage(ForeignStage):
     @property
     def tree(self) -> JaxTree:
         """The parameters as a tree of views, shaped as the one that the function came with."""
-        return self.layer.tree
+        return jax.tree.unflatten(self.layer.structure, self.layer.views.values())
 
 
 def _declared(name: str, leaf: Array) -> Parameter:
@@ -204,7 +204,7 @@ def named_leaves(parameters: JaxTree) -> dict[str, Array]:
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         # The dtype of a key of JAX is none of numpy.
         is_key = not isinstance(kind, (np.dtype, str))
-        if is_key or callable(leaf) or np.asarray(leaf).dtype.kind in "OSU":
+        if is_key or np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
                 f"{name} in a tree of a function of JAX is no array of numbers",
                 found=str(kind),
@@ -242,26 +242,15 @@ class JaxLoss:
         self.seed = seed
         draws = "key" in functions.options_of(function)
 
-        def compute(
-            leaves: list,
-            key: JaxArray,
-            factor: float,
-            structures: Structures,
-            floating: tuple[bool, ...],
+        def scaled(
+            outputs: list, targets: list, key: JaxArray, factor: float, structures: Structures
         ) -> JaxTree:
             options = {"key": key} if draws else {}
+            result = function(*unflatten_parts([*outputs, *targets], structures), **options)
+            value, *weights = result if isinstance(result, tuple) else (result,)
+            return value * factor, (value, weights)
 
-            def value_of(some: list) -> JaxTree:
-                parts = unflatten_parts(spread(some, floating, leaves), structures)
-                result = function(*parts, **options)
-                value, *weights = result if isinstance(result, tuple) else (result,)
-                return value, weights
-
-            some = list(compress(leaves, floating))
-            value, pull, weights = jax.vjp(value_of, some, has_aux=True)
-            return value, weights, *functions.both(pull, jax.numpy.asarray(factor, value.dtype))
-
-        self._compute = jax.jit(compute, static_argnums=(3, 4))
+        self._compute = jax.jit(jax.grad(scaled, has_aux=True, allow_int=True), static_argnums=4)
 
     def __call__(
         self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None
@@ -269,14 +258,19 @@ class JaxLoss:
         """Return (value, gradient of the output times `factor`), and the weight if there is one."""
         leaves, structures = flatten_parts([output, target])
         structure, count = structures[0]
-        outputs = floating_of(leaves[:count])
-        floating = outputs + (False,) * (len(leaves) - count)
+        floating = floating_of(leaves[:count])
+        inputs = list(map(put, leaves))
         key = key_of(random_seed("jax loss", self.seed, *(position or Position())[:3]))
-        value, weights, gradients = self._compute(
-            [*map(put, leaves)], key, factor, structures, floating
+        slopes, (value, weights) = self._compute(
+            inputs[:count], inputs[count:], key, factor, structures
         )
-        slopes = spread(taken(gradients), outputs)
-        return (value.item(), unflatten(slopes, structure), *map(float, weights))
+        # JAX's own gradients are the conjugates, and those of integers have no numbers.
+        gradients = taken(list(map(jax.numpy.conj, compress(slopes, floating))))
+        return (
+            value.item(),
+            unflatten(spread(gradients, floating), structure),
+            *map(float, weights),
+        )
 
 
 def key_of(seed: int) -> JaxArray:

@@ -32,7 +32,6 @@ from mpipipe.adapters.foreign import (
     applied,
     flatten_parts,
     returned,
-    unflatten_parts,
 )
 from mpipipe.adapters.pytorch.attend import TorchAttend
 from mpipipe.adapters.pytorch.backward import (
@@ -83,7 +82,7 @@ class TorchLayer(ForeignLayer):
 
     ends = False
     freezes_parts = True
-    mixes_positions = ForeignLayer.mixes_positions
+    mixes_positions = True
     cast_remedy = (
         "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward"
     )
@@ -120,12 +119,17 @@ class TorchLayer(ForeignLayer):
                 self._place(name, self._pieces[name].parameter)
             return
         super().bound()
+        device = self.stage.device
+        if device == "cuda":
+            device = f"cuda:{arrays.current_gpu()}"
         module = self.entry
         shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
-        self._move_state()
+        self._move_buffers(device)
         self._parameters = []
-        for name in self.declared:
-            parameter = module.get_parameter(name)
+        for name, parameter in module.named_parameters():
+            if name not in self.declared:
+                parameter.data = parameter.data.to(device)
+                continue
             before = parameter.grad
             self._place(name, parameter)
             if parameter.requires_grad:
@@ -143,19 +147,13 @@ class TorchLayer(ForeignLayer):
 
     # -- where parameters, gradients and buffers lie
 
-    def _move_state(self) -> None:
-        """Move what is not declared to the device; buffers keep to the dtype of the parameters.
+    def _move_buffers(self, device: str) -> None:
+        """Move buffers to the device; they keep to the dtype of the parameters.
 
         Those of other dtypes than the parameters had stay as they are: a table of angles is
         complex, a clock in seconds needs all of its digits.
         """
-        device = self.stage.device
-        if device == "cuda":
-            device = f"cuda:{arrays.current_gpu()}"
         dtype = getattr(torch, self.stage.dtype.name)
-        for name, parameter in self.entry.named_parameters():
-            if name not in self.declared:
-                parameter.data = parameter.data.to(device)
         for part in self.entry.modules():
             for key, buffer in part._buffers.items():
                 if buffer is None:
@@ -246,7 +244,7 @@ class TorchLayer(ForeignLayer):
                 )
 
     @property
-    def state(self) -> dict[str, Array]:
+    def state(self) -> dict[str, Array]:  # type: ignore[override]
         """Persistent buffers, and parameters that no stage can have, by the module's names."""
         named = dict(self.entry.named_parameters())
         second = dict(self.entry.named_parameters(remove_duplicate=False)).keys() - named.keys()
@@ -290,7 +288,7 @@ class TorchLayer(ForeignLayer):
             # The memory of inputs belongs to another stage or to the user, and a module may write
             # to copies.
             copies = [tensor.clone() for tensor in inputs]
-            output = applied(self.entry, unflatten_parts(copies, structures))
+            output = applied(self.entry, copies, structures)
             outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
             results = list(map(array_of, outputs))
         floating = tuple(tensor.requires_grad for tensor in inputs)
@@ -316,12 +314,11 @@ class TorchLayer(ForeignLayer):
                 gradients.append(tensor_of(slope))
         walks: list[Walk] = []
         if outputs:
-            versions = [gradient._version for gradient in gradients]
             if whole or hooked or not self._parameters:
                 torch.autograd.backward(outputs, gradients)
             else:
                 walks = begin_backward(outputs, gradients, inputs, self._parameters)
-            if versions != [gradient._version for gradient in gradients]:
+            if any(gradient._version for gradient in gradients):
                 raise ArgumentError(
                     "the backward of a module writes to the gradient that it is given in place",
                     expected="arrays that stay as they are: the memory belongs to another stage, "
@@ -333,13 +330,17 @@ class TorchLayer(ForeignLayer):
                 self.in_one_walk = bool(self._parameters) and not walks
         return list(map(slope_of, inputs)), walks
 
-    def _backward_weight(self, pending: list[Walk]) -> None:
+    def backward_weight(self, pending: Tape) -> None:
         self._check_gradients()
-        finish_backward(pending)
+        with self._computing():
+            finish_backward(pending.of_library)
+
+    def backward(self, dy: Tree, saved: Tape) -> Tree:
+        return self.backward_input(dy, saved, whole=True)[0]
 
     def _move_messages(self, output: object) -> None:
         """Poll after the forward of a module, and before its backward; but not all the time."""
-        if self.stage.poll is not None and perf_counter() > self._polled + BETWEEN_POLLS:
+        if perf_counter() > self._polled + BETWEEN_POLLS:
             self._polled = perf_counter()
             self.poll()
             if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -395,7 +396,7 @@ class LossLayer(TorchLayer):
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
         return x, None
 
-    def backward_input(self, dy: Tree, saved: object) -> tuple[Tree, Saved]:
+    def backward_input(self, dy: Tree, saved: object, whole: bool = False) -> tuple[Tree, Saved]:
         return dy, None
 
     # The loss itself adds to its gradients.
@@ -406,21 +407,10 @@ class LossLayer(TorchLayer):
 class TorchStage(ForeignStage):
     """See `mpipipe.adapters.torch_stage`, which makes it."""
 
-    def __init__(self, layer: TorchLayer, prefix: str, seed: int, loss: TorchLoss | None) -> None:
-        self.module = layer.entry
-        devices = layer.devices
-        last = None
-        if loss is not None and loss.is_module:
-            last = LossLayer(loss)
-            devices = devices | last.devices
-        if len(devices) > 1:
-            raise ArgumentError(
-                "a module on several devices",
-                found=", ".join(sorted(devices)),
-                expected="one",
-                remedy="module.to(device)",
-            )
-        super().__init__(layer, prefix, seed, min(devices, default="cpu"), last)
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module that it computes."""
+        return self.layer.entry
 
     @property
     def gradients(self) -> FlatBuffer:

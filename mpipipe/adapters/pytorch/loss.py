@@ -73,7 +73,12 @@ class TorchLoss:
             result = self.function(copies, targets)
             value, *weight = result if isinstance(result, tuple) else (result,)
             weight = list(map(float, weight))
-            _check_number(value)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise ArgumentError(
+                    "the value of a loss",
+                    found=f"{type(value).__name__} of shape {getattr(value, 'shape', ())}",
+                    expected="a tensor of one number, or a tuple of it and a weight",
+                )
             if weigh is not None:
                 factor *= weigh(weight[0] if weight else None)
             if value.requires_grad and not self._looked:
@@ -110,12 +115,3 @@ class TorchLoss:
                 "or loss.requires_grad_(False)",
             )
         self._looked = True
-
-
-def _check_number(value: object) -> None:
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ArgumentError(
-            "the value of a loss",
-            found=f"{type(value).__name__} of shape {getattr(value, 'shape', ())}",
-            expected="a tensor of one number, or a tuple of it and a weight",
-        )
