@@ -198,8 +198,9 @@ def with_skips(
     >>> entry.takes, entry.gives
     (('lead_time',), ('before',))
     """
-    names = skip_names(gives, "gives"), skip_names(takes, "takes")
-    return WithSkips(entry, *names, dict(ties or {}))
+    return WithSkips(
+        entry, skip_names(gives, "gives"), skip_names(takes, "takes"), dict(ties or {})
+    )
 
 
 def torch_attend(attend: ForwardAndBackward) -> TorchAttend:

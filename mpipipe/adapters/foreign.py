@@ -47,10 +47,6 @@ class Tape(NamedTuple):
 class StatesBefore(dict[tuple, Any]):
     """States that forwards found which will be run again, by step, micro-batch and replica."""
 
-    @property
-    def latest(self) -> Any:
-        return next(reversed(self.values()), None)
-
     def note(self, position: Position, state: object) -> None:
         """Remember a state. Those of another step are left by one that has failed."""
         if any(step != position.step for step, *_ in self):
@@ -98,7 +94,6 @@ class ForeignLayer(nn.Layer):
     devices: Collection[str] = ()
 
     _declare: Callable[[], dict[str, Parameter]]
-    _computing: Callable[[], AbstractContextManager[object]]
     _forward: Callable[[Leaves, Structures], tuple[Leaves, Tape]]
     # The last argument is True for a backward of PyTorch that leaves nothing pending.
     _backward: Callable[[Leaves, Tape, bool], tuple[Leaves, nn.Pending]]
@@ -106,6 +101,7 @@ class ForeignLayer(nn.Layer):
     def __init__(self, skips: WithSkips, place: int | None = None) -> None:
         self.entry = skips.entry
         module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
+        # True, unless the module or function has an attribute of this name that is False.
         self.mixes_positions = getattr(module, "mixes_positions", self.mixes_positions)
         self.place = place
         self.gives = skips.gives
@@ -152,8 +148,7 @@ class ForeignLayer(nn.Layer):
     def forward(self, x: Tree) -> tuple[Tree, Tape]:
         stage = self.stage
         leaves, structures = flatten_parts([x, *map(stage.taken, self.takes)])
-        with self._computing():
-            outputs, tape = self._forward(leaves, structures)
+        outputs, tape = self._forward(leaves, structures)
         if THREAD.counts:
             for name in self.declared:
                 tape.bytes.pop(arrays.address(getattr(self, name)), None)
@@ -169,12 +164,11 @@ class ForeignLayer(nn.Layer):
         """
         stage = self.stage
         leaves: Leaves = []
-        parts = [dy, *map(stage.gradient_of, self.gives)]
-        for part, (structure, count) in zip(parts, saved.output):
+        for part, (structure, count) in zip(
+            [dy, *map(stage.gradient_of, self.gives)], saved.output
+        ):
             leaves += _leaves_like(part, structure, count)
-        outer = [*compress(leaves, saved.differentiable)]
-        with self._computing():
-            slopes, pending = self._backward(outer, saved, whole)
+        slopes, pending = self._backward([*compress(leaves, saved.differentiable)], saved, whole)
         dx, *taken = unflatten_parts(spread(slopes, saved.floating), saved.structures)
         for name, gradient in zip(self.takes, taken):
             stage.add_gradient(name, gradient)
@@ -274,6 +268,11 @@ def unflatten_parts(leaves: Leaves, structures: Structures) -> list[Tree]:
     """Return the parts with these arrays."""
     source = iter(leaves)
     return [unflatten([*islice(source, count)], structure) for structure, count in structures]
+
+
+def floating_of(leaves: Leaves) -> tuple[bool, ...]:
+    """Tell for each array whether gradients exist for its dtype."""
+    return tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
 
 
 def spread(

@@ -20,15 +20,18 @@ from mpipipe.adapters.foreign import (
     Structures,
     Tape,
     flatten_parts,
+    floating_of,
     spread,
     unflatten_parts,
 )
-from mpipipe.adapters.jax import functions
 from mpipipe.adapters.jax.functions import (
     JaxArray,
     JaxTree,
-    floating_of,
+    both,
+    compiled,
+    flatten_output,
     kinds_of,
+    options_of,
     put,
     taken,
     waiting_for_jax,
@@ -64,7 +67,7 @@ class JaxLayer(ForeignLayer):
                 found=type(function).__name__,
                 expected="a function (parameters, x) -> y",
             )
-        takes = functions.options_of(function)
+        takes = options_of(function)
         if ("state" in takes) != (state is not None):
             raise ArgumentError(
                 "a function of JAX with a parameter `state` and a state belong together",
@@ -85,7 +88,7 @@ class JaxLayer(ForeignLayer):
 
     @cached_property
     def _compiled(self) -> Callable[..., JaxTree]:
-        return functions.compiled(self.entry[0], self.structure, self.gives)
+        return compiled(self.entry[0], self.structure, self.gives)
 
     def bound(self) -> None:
         super().bound()
@@ -117,30 +120,29 @@ class JaxLayer(ForeignLayer):
             views[name] = array
         return views
 
-    _computing = staticmethod(waiting_for_jax)
-
+    @waiting_for_jax()
     def _forward(self, leaves: Leaves, structures: Structures) -> tuple[Leaves, Tape]:
         position = self.stage.position
         floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
-        key = key_of(self.random_seed("jax"))
         state = self._before.take(position) or self.state
-        if position.training and position.recompute == "later":
+        if position.recompute == "later":
             self._before.note(position, state)
-        before = jax.tree.unflatten(self._state_tree, map(put, state.values()))
         results, pull, (rest, after) = self._compiled(
             [*self._values.values()],
             [*map(put, leaves)],
-            key,
-            before,
+            key_of(self.random_seed("jax")),
+            jax.tree.unflatten(self._state_tree, map(put, state.values())),
             structures,
             floating,
             position.training,
         )
         if position.training and position.recompute != "now":
             # The backward keeps the arrays that there were.
-            self.state = dict(zip(state, map(np.array, taken(jax.tree.leaves(after)))))
+            self.state = {}
+            for (name, array), new in zip(state.items(), taken(jax.tree.leaves(after))):
+                self.state[name] = new.astype(array.dtype)
         # Without the floating arrays, in whose places None stands.
-        without, output = flatten_parts(rest, functions.flatten_output)
+        without, output = flatten_parts(rest, flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
         sizes = {}
         if THREAD.counts:
@@ -149,13 +151,14 @@ class JaxLayer(ForeignLayer):
         tape = Tape((pull, kinds_of(results)), structures, floating, output, differentiable, sizes)
         return taken(spread(results, differentiable, without)), tape
 
+    @waiting_for_jax()
     def _backward(self, slopes: Leaves, tape: Tape, whole: bool) -> tuple[Leaves, list[Array]]:
         """Compute both gradients, as one function; the other half adds those of parameters."""
         pull, kinds = tape.of_library
         dy = []
         for slope, kind in zip(slopes, kinds):
             dy.append(jax.numpy.zeros(*kind) if slope is None else put(slope))
-        weights, inputs = map(taken, functions.both(pull, dy))
+        weights, inputs = map(taken, both(pull, dy))
         return inputs, weights
 
     def backward_weight(self, pending: Tape) -> None:
@@ -203,11 +206,10 @@ def named_leaves(parameters: JaxTree) -> dict[str, Array]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         # The dtype of a key of JAX is none of numpy.
-        is_key = not isinstance(kind, (np.dtype, str))
-        if is_key or np.asarray(leaf).dtype.kind in "OSU":
+        if not isinstance(kind, (np.dtype, str)) or np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
                 f"{name} in a tree of a function of JAX is no array of numbers",
-                found=str(kind),
+                found=kind,
                 expected="arrays alone",
                 remedy="arrays, _ = equinox.partition(model, equinox.is_array), and combine both "
                 "in the function; jax.random.key_data of a key, or a parameter `key` of the "
@@ -240,12 +242,12 @@ class JaxLoss:
     def __init__(self, function: Callable[..., JaxTree], seed: int):
         self.function = function
         self.seed = seed
-        draws = "key" in functions.options_of(function)
+        takes = options_of(function) & {"key"}
 
         def scaled(
             outputs: list, targets: list, key: JaxArray, factor: float, structures: Structures
         ) -> JaxTree:
-            options = {"key": key} if draws else {}
+            options = dict.fromkeys(takes, key)
             result = function(*unflatten_parts([*outputs, *targets], structures), **options)
             value, *weights = result if isinstance(result, tuple) else (result,)
             return value * factor, (value, weights)
@@ -260,9 +262,12 @@ class JaxLoss:
         structure, count = structures[0]
         floating = floating_of(leaves[:count])
         inputs = list(map(put, leaves))
-        key = key_of(random_seed("jax loss", self.seed, *(position or Position())[:3]))
         slopes, (value, weights) = self._compute(
-            inputs[:count], inputs[count:], key, factor, structures
+            inputs[:count],
+            inputs[count:],
+            key_of(random_seed("jax loss", self.seed, *(position or Position())[:3])),
+            factor,
+            structures,
         )
         # JAX's own gradients are the conjugates, and those of integers have no numbers.
         gradients = taken(list(map(jax.numpy.conj, compress(slopes, floating))))

@@ -128,15 +128,16 @@ class AutogradGraph:
 
     def _classify(self, roots: Sequence[Node]) -> None:
         """Classify all nodes from these on, without recursion: graphs are deep."""
-        stack = [(root, False) for root in roots]
+        stack = [*roots]
         while stack:
-            node, is_left = stack.pop()
-            if node in self._leads_to:
-                continue
+            node = stack[-1]
             after = [other for other, _ in node.next_functions if other is not None]
-            if not is_left:
-                stack.append((node, True))
-                stack += [(other, False) for other in after if other not in self._leads_to]
+            waiting = [other for other in after if other not in self._leads_to]
+            if waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            if node in self._leads_to:
                 continue
             below = self._parameters_of(after)
             if node in self._inputs or None in map(self._leads_to.get, after):
