@@ -88,7 +88,10 @@ def torch_stage(
     """
     room = _room("pytorch.layer", "torch", "PyTorch")
     entry = with_skips(module, gives=gives, takes=takes, ties=ties)
-    return room.TorchStage(room.TorchLayer(entry), prefix, seed, loss)
+    layers = [room.TorchLayer(entry)]
+    if loss is not None and loss.is_module:
+        layers.append(room.LossLayer(loss))
+    return room.TorchStage(layers, prefix, seed)
 
 
 def torch_loss(function: Callable[..., object], *, seed: int = 0) -> TorchLoss:
@@ -144,7 +147,7 @@ def jax_stage(
     """
     room = _room("jax.layer", "jax", "JAX")
     entry = with_skips((function, parameters, state), gives=gives, takes=takes, ties=ties)
-    return room.JaxStage(room.JaxLayer(entry), prefix, seed)
+    return room.JaxStage([room.JaxLayer(entry)], prefix, seed)
 
 
 def jax_loss(function: Callable[..., object], *, seed: int = 0) -> JaxLoss:
@@ -196,8 +199,9 @@ def with_skips(
     >>> entry.takes, entry.gives
     (('lead_time',), ('before',))
     """
-    names = skip_names(gives, "gives"), skip_names(takes, "takes")
-    return WithSkips(entry, *names, dict(ties or {}))
+    return WithSkips(
+        entry, skip_names(gives, "gives"), skip_names(takes, "takes"), dict(ties or {})
+    )
 
 
 def torch_attend(attend: ForwardAndBackward) -> TorchAttend:

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import compress, islice, repeat
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import FlatBuffer, Parameter, Position, random_seed
+from mpipipe.nn import Parameter, Position, random_seed
 
 # Structures of parts with their numbers of arrays; arrays, with None for a gradient that is none.
 Structures: TypeAlias = "tuple[tuple[Structure, int], ...]"
@@ -49,10 +46,6 @@ class Tape(NamedTuple):
 
 class StatesBefore(dict[tuple, Any]):
     """States that forwards found which will be run again, by step, micro-batch and replica."""
-
-    @property
-    def latest(self) -> Any:
-        return next(reversed(self.values()), None)
 
     def note(self, position: Position, state: object) -> None:
         """Remember a state. Those of another step are left by one that has failed."""
@@ -97,16 +90,19 @@ class ForeignLayer(nn.Layer):
     cast_remedy: str
     # Real dtypes of what is trained, with the name of a parameter that has it; see `_declare`.
     dtypes: dict[str, str]
+    # Devices such as "cpu" and "cuda:1".
+    devices: Collection[str] = ()
 
     _declare: Callable[[], dict[str, Parameter]]
-    _computing: Callable[[], AbstractContextManager[object]]
     _forward: Callable[[Leaves, Structures], tuple[Leaves, Tape]]
-    # The last argument is True for a backward that is not divided: it leaves nothing pending.
+    # The last argument is True for a backward of PyTorch that leaves nothing pending.
     _backward: Callable[[Leaves, Tape, bool], tuple[Leaves, nn.Pending]]
-    _backward_weight: Callable[[nn.Pending], None]
 
     def __init__(self, skips: WithSkips, place: int | None = None) -> None:
         self.entry = skips.entry
+        module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
+        # True, unless the module or function has an attribute of this name that is False.
+        self.mixes_positions = getattr(module, "mixes_positions", self.mixes_positions)
         self.place = place
         self.gives = skips.gives
         self.takes = skips.takes
@@ -121,18 +117,12 @@ class ForeignLayer(nn.Layer):
             self.declared[name] = replace(self.declared[name], tie=key)
         self._tied = [name for name, entry in self.declared.items() if entry.tie is not None]
 
-    @property
-    def mixes_positions(self) -> bool:  # type: ignore[override]
-        """True, unless the module or the function has an attribute of this name that is False."""
-        module = self.entry[0] if isinstance(self.entry, tuple) else self.entry
-        return bool(getattr(module, "mixes_positions", True))
-
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""
-        self.entry = SimpleNamespace(mixes_positions=self.mixes_positions)
+        self.entry = None
         declared = {}
         for name, entry in self.declared.items():
-            declared[name] = replace(entry, draw=lambda _generator, shape: np.zeros(shape))
+            declared[name] = replace(entry, draw=nn.zeros)
         self.declared = declared
         return self
 
@@ -158,8 +148,7 @@ class ForeignLayer(nn.Layer):
     def forward(self, x: Tree) -> tuple[Tree, Tape]:
         stage = self.stage
         leaves, structures = flatten_parts([x, *map(stage.taken, self.takes)])
-        with self._computing():
-            outputs, tape = self._forward(leaves, structures)
+        outputs, tape = self._forward(leaves, structures)
         if THREAD.counts:
             for name in self.declared:
                 tape.bytes.pop(arrays.address(getattr(self, name)), None)
@@ -168,47 +157,45 @@ class ForeignLayer(nn.Layer):
             stage.give(name, tree)
         return y, tape
 
-    def backward_input(self, dy: Tree, saved: Tape) -> tuple[Tree, Tape]:
-        return self._walk(dy, saved, whole=False)
+    def backward_input(self, dy: Tree, saved: Tape, whole: bool = False) -> tuple[Tree, Tape]:
+        """Return the gradient of the input, with None for an array that has none.
 
-    def backward_weight(self, pending: Tape) -> None:
-        with self._computing():
-            self._backward_weight(pending.of_library)
-
-    def backward(self, dy: Tree, saved: Tape) -> Tree:
-        return self._walk(dy, saved, whole=True)[0]
-
-    def _walk(self, dy: Tree, tape: Tape, whole: bool) -> tuple[Tree, Tape]:
-        """Return the gradient of the input, with None for an array that has none."""
+        A `whole` backward of PyTorch leaves nothing for `backward_weight`.
+        """
         stage = self.stage
         leaves: Leaves = []
-        for part, (structure, count) in zip([dy, *map(stage.gradient_of, self.gives)], tape.output):
+        for part, (structure, count) in zip(
+            [dy, *map(stage.gradient_of, self.gives)], saved.output
+        ):
             leaves += _leaves_like(part, structure, count)
-        with self._computing():
-            slopes, pending = self._backward([*compress(leaves, tape.differentiable)], tape, whole)
-        dx, *taken = unflatten_parts(spread(slopes, tape.floating), tape.structures)
+        slopes, pending = self._backward([*compress(leaves, saved.differentiable)], saved, whole)
+        dx, *taken = unflatten_parts(spread(slopes, saved.floating), saved.structures)
         for name, gradient in zip(self.takes, taken):
             stage.add_gradient(name, gradient)
-        return dx, tape._replace(of_library=pending)
+        return dx, saved._replace(of_library=pending)
 
 
 class ForeignStage(nn.Stage):
-    """Such layers as a stage, whose parameters have prefixes in place of the numbers of layers.
+    """Such a layer as a stage, and perhaps a loss, with a prefix in place of numbers of layers.
 
     Parameters of 16 bits stay such ones.
     """
 
     keeps_halves = True
 
-    def __init__(
-        self,
-        layer: ForeignLayer,
-        prefix: str,
-        seed: int,
-        device: str = "cpu",
-        loss: ForeignLayer | None = None,
-    ) -> None:
-        kinds = layer.dtypes
+    def __init__(self, layers: Sequence[ForeignLayer], prefix: str, seed: int) -> None:
+        devices: set[str] = set()
+        for layer in layers:
+            devices.update(layer.devices)
+        if len(devices) > 1:
+            raise ArgumentError(
+                "a module on several devices",
+                found=", ".join(sorted(devices)),
+                expected="one",
+                remedy="module.to(device)",
+            )
+        self.layer = layers[0]
+        kinds = self.layer.dtypes
         if len(kinds) > 1 or not kinds.keys() <= {"float64", "float32", "float16", "bfloat16"}:
             raise ArgumentError(
                 "the parameters of a module or function must have one dtype, since they lie in one "
@@ -216,23 +203,13 @@ class ForeignStage(nn.Stage):
                 found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
                 expected="float64, float32, float16 or bfloat16, or complex numbers of one of "
                 "these",
-                remedy=layer.cast_remedy,
+                remedy=self.layer.cast_remedy,
             )
-        self.layer = layer
-        self._by_name = {prefix.rstrip("."): layer}
-        if loss is not None:
-            self._by_name[f"{prefix}loss"] = loss
-        super().__init__([*self._by_name.values()], min(kinds, default="float32"), seed, device)
+        self._by_name = dict(zip((prefix.rstrip("."), f"{prefix}loss"), layers))
+        super().__init__(layers, min(kinds, default="float32"), seed, min(devices, default="cpu"))
 
     def _named_layers(self) -> list[tuple[str, nn.Layer]]:
         return [*self._by_name.items()]
-
-    @property
-    def gradients(self) -> FlatBuffer:
-        """The gradients, with what the library has put in their place since."""
-        for layer in self.layers:
-            layer.begin_call()
-        return self.buffers.gradients
 
 
 # -- Parts as lists of arrays ----------------------------------------------------------------------
@@ -262,9 +239,11 @@ def returned(output: object, names: Sequence[str]) -> Sequence[Tree]:
     )
 
 
-def applied(function: Callable[..., Tree], parts: Sequence[Tree], **options: object) -> Tree:
-    """Return what a function returns for these parts."""
-    main, *taken = parts
+def applied(
+    function: Callable[..., Tree], leaves: Leaves, structures: Structures, **options: object
+) -> Tree:
+    """Return what a function returns for parts with these arrays."""
+    main, *taken = unflatten_parts(leaves, structures)
     if isinstance(main, dict):
         return function(*taken, **main, **options)
     if not isinstance(main, tuple):
@@ -289,6 +268,11 @@ def unflatten_parts(leaves: Leaves, structures: Structures) -> list[Tree]:
     """Return the parts with these arrays."""
     source = iter(leaves)
     return [unflatten([*islice(source, count)], structure) for structure, count in structures]
+
+
+def floating_of(leaves: Leaves) -> tuple[bool, ...]:
+    """Tell for each array whether gradients exist for its dtype."""
+    return tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
 
 
 def spread(

@@ -44,22 +44,20 @@ def as_layer(entry: object, place: int, seed: int = 0) -> nn.Layer:
                 "its names; ties of a "
                 "layer of nn are those of its parameters",
             )
-        layer: nn.Layer = thing
-    elif kind == "loss":
-        layer = import_module("mpipipe.adapters.pytorch.layer").LossLayer(thing, place)
-    elif kind == "module":
-        layer = import_module("mpipipe.adapters.pytorch.layer").TorchLayer(skips, place)
-    elif kind == "function":
-        layer = import_module("mpipipe.adapters.jax.layer").JaxLayer(skips, place)
-    else:
-        raise ArgumentError(
-            f"layers[{place}] is not a layer",
-            found=type(thing).__name__,
-            expected="an nn.Layer, a torch.nn.Module, a tuple (function of JAX, its parameters), "
-            "perhaps with its "
-            "state, or a function without arguments that makes one of them",
-        )
-    return layer
+        return thing
+    if kind == "loss":
+        return import_module("mpipipe.adapters.pytorch.layer").LossLayer(thing, place)
+    if kind == "module":
+        return import_module("mpipipe.adapters.pytorch.layer").TorchLayer(skips, place)
+    if kind == "function":
+        return import_module("mpipipe.adapters.jax.layer").JaxLayer(skips, place)
+    raise ArgumentError(
+        f"layers[{place}] is not a layer",
+        found=type(thing).__name__,
+        expected="an nn.Layer, a torch.nn.Module, a tuple (function of JAX, its parameters), "
+        "perhaps with its "
+        "state, or a function without arguments that makes one of them",
+    )
 
 
 def skips_of(entry: object) -> WithSkips:
@@ -121,11 +119,11 @@ def _kind(thing: object) -> str:
         return "layer"
     if isinstance(thing, tuple) and len(thing) in (2, 3) and callable(thing[0]):
         return "function"
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.nn.Module):
+    # Where a library is not imported, there are no classes of it.
+    if isinstance(thing, getattr(sys.modules.get("torch.nn"), "Module", ())):
         return "module"
     room = sys.modules.get("mpipipe.adapters.pytorch.loss")
-    if room is not None and isinstance(thing, room.TorchLoss):
+    if isinstance(thing, getattr(room, "TorchLoss", ())):
         return "loss"
     return ""
 
@@ -138,6 +136,6 @@ def with_loss(layers: Sequence[object], loss: Any, seed: int) -> list[Any]:
     entries = [*layers]
     if _kind(loss) == "loss":
         loss.seed = seed
-        if loss.parameters and not any(entry is loss for entry in layers):
+        if loss.parameters and loss not in layers:
             entries.append(loss)
     return entries

@@ -70,6 +70,7 @@ from mpipipe.nn.parameters import (
     is_frozen,
     partly_frozen_error,
     unite_buffer,
+    zeros,
 )
 from mpipipe.nn.random import random_key, random_seed
 from mpipipe.nn.rope import (

@@ -629,7 +629,7 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
         for key in layer.declared:
             if getattr(layer, f"{key}_grad") is None:
                 frozen_keys.append(key)
-        freezes_parts = vars(type(layer)).get("freezes_parts", False)
+        freezes_parts = vars(type(layer)).get("freezes_parts")
         if 0 < len(frozen_keys) < len(layer.declared) and not freezes_parts:
             raise ArgumentError(
                 f"layer {name} ({type(layer).__name__}) cannot train a part of its parameters",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -35,21 +34,23 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
     """Return the function that `mpipipe.adapters.jax_attend` makes."""
     host = HostAttend(attend)
     make_room_for_calls_back()
-    call_back = partial(io_callback, ordered=True)
+
+    def attended(*qkv: JaxArray) -> JaxArray:
+        return io_callback(host.forward, host.results(*qkv), *qkv, ordered=True)
 
     @jax.custom_vjp
     def attention(q: JaxArray, k: JaxArray, v: JaxArray) -> JaxArray:
-        return call_back(host.forward, host.results(q, k, v)[0], q, k, v)
+        return attended(q, k, v)[0]
 
     @differentiable_once
     def forward(*qkv: JaxArray) -> tuple[JaxArray, JaxArray]:
-        out, *saved = call_back(host.forward_saving, host.results(*qkv), *qkv)
+        out, *saved = attended(*qkv)
         return out, (*qkv, out, *saved)
 
     @differentiable_once
     def backward(saved: JaxArray, dout: JaxArray) -> JaxArray:
-        like = tuple(jax.ShapeDtypeStruct(*kind) for kind in kinds_of(saved[:3]))
-        return call_back(host.backward, like, dout, *saved)
+        like = jax.eval_shape(tuple, saved[:3])
+        return io_callback(host.backward, like, dout, *saved, ordered=True)
 
     attention.defvjp(forward, backward)
     return attention
@@ -140,11 +141,6 @@ class HostAttend:
 
     @called_back
     def forward(self, *qkv: np.ndarray) -> JaxArray:
-        """Return out."""
-        return self.attend.forward(*qkv)[0]
-
-    @called_back
-    def forward_saving(self, *qkv: np.ndarray) -> JaxArray:
         """Return what `results` says."""
         out, saved = self.attend.forward(*qkv)
         lengths = saved.plan.layout.seq_len, sum(saved.plan.message.lengths)

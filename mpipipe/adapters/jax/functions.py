@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
 from itertools import compress
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from mpipipe.adapters.foreign import (
     Structures,
     applied,
     flatten_parts,
+    floating_of,
     returned,
     spread,
     unflatten_parts,
@@ -32,7 +33,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import in_place_of
 
 # Parameters that a function may have.
-OPTIONS = ("key", "training", "state")
+OPTIONS = {"key", "training", "state"}
 
 # jax.Array: JAX may be missing where types are checked.
 JaxArray: TypeAlias = Any
@@ -72,12 +73,13 @@ def compiled(
         training: bool,
     ) -> JaxTree:
         options = {"key": key, "training": training, "state": state}
-        chosen = {name: options[name] for name in takes}
+        for name in OPTIONS - takes:
+            del options[name]
 
         def run(values: list, some: list) -> JaxTree:
             parameters = jax.tree.unflatten(tree, values)
-            parts = unflatten_parts(spread(some, floating, inputs), structures)
-            output = applied(partial(function, parameters), parts, **chosen)
+            leaves = spread(some, floating, inputs)
+            output = applied(partial(function, parameters), leaves, structures, **options)
             after = state
             if "state" in takes:
                 output, after = with_state(output, state)
@@ -110,7 +112,7 @@ def options_of(function: Callable[..., JaxTree]) -> set[str]:
             "equinox.is_inexact_array), and "
             "combine in the function; a loss gets them from the last stage, next to its output",
         )
-    return {name for name in OPTIONS if name in signature(function).parameters}
+    return OPTIONS & signature(function).parameters.keys()
 
 
 def with_state(output: JaxTree, before: JaxTree) -> tuple[JaxTree, JaxTree]:
@@ -129,11 +131,6 @@ def with_state(output: JaxTree, before: JaxTree) -> tuple[JaxTree, JaxTree]:
             expected=f"(output, state), the state {tree} of shapes {shapes}",
         )
     return output[0], state
-
-
-def floating_of(leaves: Sequence[Array]) -> tuple[bool, ...]:
-    """Tell for each array whether gradients exist for its dtype."""
-    return tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
 
 
 def kinds_of(some: Sequence[Array]) -> tuple:
@@ -167,8 +164,7 @@ def put(array: Array) -> JaxArray:
 
     Raises ArgumentError for 64-bit numbers where JAX would make 32-bit ones of them in silence.
     """
-    wide = array.dtype in (np.float64, np.complex128, np.int64, np.uint64)
-    if wide and not jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise ArgumentError(
             f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched "
             "off",
@@ -220,7 +216,6 @@ def waiting_for_jax() -> Iterator[None]:
 def called_back(function: Callable[..., object]) -> Callable[..., Any]:
     """Return a method for JAX to call, of a method of numpy arrays."""
 
-    @wraps(function)
     def called(self: object, *inputs: JaxArray) -> Any:
         with in_place_of(_waiting[-1] if _waiting else None):
             THREAD.is_called_back = True

@@ -20,15 +20,18 @@ from mpipipe.adapters.foreign import (
     Structures,
     Tape,
     flatten_parts,
+    floating_of,
     spread,
     unflatten_parts,
 )
-from mpipipe.adapters.jax import functions
 from mpipipe.adapters.jax.functions import (
     JaxArray,
     JaxTree,
-    floating_of,
+    both,
+    compiled,
+    flatten_output,
     kinds_of,
+    options_of,
     put,
     taken,
     waiting_for_jax,
@@ -48,12 +51,13 @@ class JaxLayer(ForeignLayer):
 
     ends = False
     freezes_parts = True
-    mixes_positions = ForeignLayer.mixes_positions
+    mixes_positions = True
     cast_remedy = (
         "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function"
     )
-    # Whether calls begin with the parameters as they are: JAX has copies of some.
-    _renews = False
+    # The state by the paths in its tree, on the host. A forward puts new arrays there, and a load
+    # may write to them.
+    state: dict[str, Array]
 
     def _declare(self) -> dict[str, Parameter]:
         function, parameters, state = (*self.entry, None)[:3]
@@ -63,7 +67,7 @@ class JaxLayer(ForeignLayer):
                 found=type(function).__name__,
                 expected="a function (parameters, x) -> y",
             )
-        takes = functions.options_of(function)
+        takes = options_of(function)
         if ("state" in takes) != (state is not None):
             raise ArgumentError(
                 "a function of JAX with a parameter `state` and a state belong together",
@@ -74,9 +78,9 @@ class JaxLayer(ForeignLayer):
                 "state",
             )
         self._state_tree = jax.tree.structure(state)
-        self._state = {name: leaf.copy() for name, leaf in named_leaves(state).items()}
+        self.state = {name: leaf.copy() for name, leaf in named_leaves(state).items()}
         self._before = StatesBefore()
-        self._tree = jax.tree.structure(parameters)
+        self.structure = jax.tree.structure(parameters)
         leaves = named_leaves(parameters)
         self._complex = {name for name, leaf in leaves.items() if leaf.dtype.kind == "c"}
         self.dtypes = {leaf.real.dtype.name: name for name, leaf in leaves.items()}
@@ -84,66 +88,61 @@ class JaxLayer(ForeignLayer):
 
     @cached_property
     def _compiled(self) -> Callable[..., JaxTree]:
-        return functions.compiled(self.entry[0], self._tree, self.gives)
+        return compiled(self.entry[0], self.structure, self.gives)
 
     def bound(self) -> None:
         super().bound()
-        for name, leaf in self._state.items():
+        for name, leaf in self.state.items():
             # It goes along with the parameters.
             if leaf.dtype.name in self.dtypes:
-                self._state[name] = leaf.astype(self.stage.dtype)
-        self._read_parameters()
-        # JAX copies what does not lie as it wants: it does not see new values of these.
-        self._renews = False
-        for value, name in zip(self._values, self.declared):
-            if value.size and value.unsafe_buffer_pointer() != arrays.address(getattr(self, name)):
-                self._renews = True
-
-    def _of(self, name: str) -> Array:
-        """Return a parameter, complex where JAX has it so."""
-        array = getattr(self, name)
-        if name not in self._complex:
-            return array
-        return array.view(f"c{2 * array.itemsize}")[..., 0]
-
-    def _read_parameters(self) -> None:
-        self._values = [put(self._of(name)) for name in self.declared]
+                self.state[name] = leaf.astype(self.stage.dtype)
+        self._values: dict[str, JaxArray] = {}
+        self.begin_call()
 
     def begin_call(self) -> None:
-        """Let JAX see the parameters as they are now, where it has not taken their memory."""
-        if self._renews:
-            self._read_parameters()
+        """Let JAX see the parameters as they are now.
+
+        It copies what does not lie as it wants, and does not see new values of these.
+        """
+        for name, array in self.views.items():
+            value = self._values.get(name)
+            if value is None or value.unsafe_buffer_pointer() != arrays.address(array):
+                self._values[name] = put(array)
 
     @property
-    def tree(self) -> JaxTree:
-        """The parameters as a tree of views, shaped as the one that the function came with."""
-        return jax.tree.unflatten(self._tree, [self._of(name) for name in self.declared])
+    def views(self) -> dict[str, Array]:
+        """The parameters, complex where JAX has them so."""
+        views = {}
+        for name in self.declared:
+            array = getattr(self, name)
+            if name in self._complex:
+                array = array.view(f"c{2 * array.itemsize}")[..., 0]
+            views[name] = array
+        return views
 
-    @property
-    def state(self) -> dict[str, Array]:
-        """The state by the paths in its tree, on the host: views, which a load may write to."""
-        return self._state
-
-    _computing = staticmethod(waiting_for_jax)
-
+    @waiting_for_jax()
     def _forward(self, leaves: Leaves, structures: Structures) -> tuple[Leaves, Tape]:
         position = self.stage.position
         floating = (False,) * len(leaves) if self.ends else floating_of(leaves)
-        key = key_of(self.random_seed("jax"))
-        # What the backward keeps must not change with the state.
-        values = self._before.take(position) or self._state.values()
-        copies = [array.copy() for array in values]
-        if position.training and position.recompute == "later":
-            self._before.note(position, copies)
-        before = jax.tree.unflatten(self._state_tree, [*map(put, copies)])
-        results, pull, (rest, state) = self._compiled(
-            self._values, [*map(put, leaves)], key, before, structures, floating, position.training
+        state = self._before.take(position) or self.state
+        if position.recompute == "later":
+            self._before.note(position, state)
+        results, pull, (rest, after) = self._compiled(
+            [*self._values.values()],
+            [*map(put, leaves)],
+            key_of(self.random_seed("jax")),
+            jax.tree.unflatten(self._state_tree, map(put, state.values())),
+            structures,
+            floating,
+            position.training,
         )
         if position.training and position.recompute != "now":
-            for array, new in zip(self._state.values(), taken(jax.tree.leaves(state))):
-                array[...] = new
+            # The backward keeps the arrays that there were.
+            self.state = {}
+            for (name, array), new in zip(state.items(), taken(jax.tree.leaves(after))):
+                self.state[name] = new.astype(array.dtype)
         # Without the floating arrays, in whose places None stands.
-        without, output = flatten_parts(rest, functions.flatten_output)
+        without, output = flatten_parts(rest, flatten_output)
         differentiable = tuple(leaf is None for leaf in without)
         sizes = {}
         if THREAD.counts:
@@ -152,19 +151,18 @@ class JaxLayer(ForeignLayer):
         tape = Tape((pull, kinds_of(results)), structures, floating, output, differentiable, sizes)
         return taken(spread(results, differentiable, without)), tape
 
+    @waiting_for_jax()
     def _backward(self, slopes: Leaves, tape: Tape, whole: bool) -> tuple[Leaves, list[Array]]:
         """Compute both gradients, as one function; the other half adds those of parameters."""
         pull, kinds = tape.of_library
         dy = []
         for slope, kind in zip(slopes, kinds):
             dy.append(jax.numpy.zeros(*kind) if slope is None else put(slope))
-        weights, inputs = map(taken, functions.both(pull, dy))
-        if whole:
-            self._backward_weight(weights)
+        weights, inputs = map(taken, both(pull, dy))
         return inputs, weights
 
-    def _backward_weight(self, pending: list[Array]) -> None:
-        for name, part in zip(self.declared, pending):
+    def backward_weight(self, pending: Tape) -> None:
+        for name, part in zip(self.declared, pending.of_library):
             total = getattr(self, f"{name}_grad")
             # A frozen parameter has none.
             if total is not None:
@@ -184,7 +182,7 @@ class JaxStage(ForeignStage):
     @property
     def tree(self) -> JaxTree:
         """The parameters as a tree of views, shaped as the one that the function came with."""
-        return self.layer.tree
+        return jax.tree.unflatten(self.layer.structure, self.layer.views.values())
 
 
 def _declared(name: str, leaf: Array) -> Parameter:
@@ -208,11 +206,10 @@ def named_leaves(parameters: JaxTree) -> dict[str, Array]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         # The dtype of a key of JAX is none of numpy.
-        is_key = not isinstance(kind, (np.dtype, str))
-        if is_key or callable(leaf) or np.asarray(leaf).dtype.kind in "OSU":
+        if not isinstance(kind, (np.dtype, str)) or np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
                 f"{name} in a tree of a function of JAX is no array of numbers",
-                found=str(kind),
+                found=kind,
                 expected="arrays alone",
                 remedy="arrays, _ = equinox.partition(model, equinox.is_array), and combine both "
                 "in the function; jax.random.key_data of a key, or a parameter `key` of the "
@@ -245,28 +242,17 @@ class JaxLoss:
     def __init__(self, function: Callable[..., JaxTree], seed: int):
         self.function = function
         self.seed = seed
-        draws = "key" in functions.options_of(function)
+        takes = options_of(function) & {"key"}
 
-        def compute(
-            leaves: list,
-            key: JaxArray,
-            factor: float,
-            structures: Structures,
-            floating: tuple[bool, ...],
+        def scaled(
+            outputs: list, targets: list, key: JaxArray, factor: float, structures: Structures
         ) -> JaxTree:
-            options = {"key": key} if draws else {}
+            options = dict.fromkeys(takes, key)
+            result = function(*unflatten_parts([*outputs, *targets], structures), **options)
+            value, *weights = result if isinstance(result, tuple) else (result,)
+            return value * factor, (value, weights)
 
-            def value_of(some: list) -> JaxTree:
-                parts = unflatten_parts(spread(some, floating, leaves), structures)
-                result = function(*parts, **options)
-                value, *weights = result if isinstance(result, tuple) else (result,)
-                return value, weights
-
-            some = list(compress(leaves, floating))
-            value, pull, weights = jax.vjp(value_of, some, has_aux=True)
-            return value, weights, *functions.both(pull, jax.numpy.asarray(factor, value.dtype))
-
-        self._compute = jax.jit(compute, static_argnums=(3, 4))
+        self._compute = jax.jit(jax.grad(scaled, has_aux=True, allow_int=True), static_argnums=4)
 
     def __call__(
         self, output: Tree, target: Tree, factor: float = 1.0, position: Position | None = None
@@ -274,14 +260,22 @@ class JaxLoss:
         """Return (value, gradient of the output times `factor`), and the weight if there is one."""
         leaves, structures = flatten_parts([output, target])
         structure, count = structures[0]
-        outputs = floating_of(leaves[:count])
-        floating = outputs + (False,) * (len(leaves) - count)
-        key = key_of(random_seed("jax loss", self.seed, *(position or Position())[:3]))
-        value, weights, gradients = self._compute(
-            [*map(put, leaves)], key, factor, structures, floating
+        floating = floating_of(leaves[:count])
+        inputs = list(map(put, leaves))
+        slopes, (value, weights) = self._compute(
+            inputs[:count],
+            inputs[count:],
+            key_of(random_seed("jax loss", self.seed, *(position or Position())[:3])),
+            factor,
+            structures,
         )
-        slopes = spread(taken(gradients), outputs)
-        return (value.item(), unflatten(slopes, structure), *map(float, weights))
+        # JAX's own gradients are the conjugates, and those of integers have no numbers.
+        gradients = taken(list(map(jax.numpy.conj, compress(slopes, floating))))
+        return (
+            value.item(),
+            unflatten(spread(gradients, floating), structure),
+            *map(float, weights),
+        )
 
 
 def key_of(seed: int) -> JaxArray:

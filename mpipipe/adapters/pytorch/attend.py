@@ -21,7 +21,7 @@ class TorchAttend(torch.nn.Module):
     """See `mpipipe.adapters.torch_attend`. Copies of a module have the same `attend`."""
 
     def __init__(self, attend: ForwardAndBackward):
-        if not all(callable(getattr(attend, name, None)) for name in ("forward", "backward")):
+        if not isinstance(attend, ForwardAndBackward):
             raise ArgumentError(
                 "torch_attend",
                 found=type(attend).__name__,

@@ -21,8 +21,8 @@ stage_backward_input and stage_backward_weight).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from operator import setitem
@@ -106,9 +106,10 @@ class AutogradGraph:
         roots = [get_gradient_edge(tensor).node for tensor in outputs]
         self._classify(roots)
         self.again = self._parameters_of(roots)
-        for parameter, count in Counter(chain(*self.branching.values())).items():
-            if count > 1:
-                self.again.add(parameter)
+        met: set[Tensor] = set()
+        for branch in self.branching.values():
+            self.again |= met & branch
+            met |= branch
         for branch in self.branching.values():
             branch -= self.again
         kinds = {type(node).__name__ for node in self._leads_to}
@@ -127,15 +128,16 @@ class AutogradGraph:
 
     def _classify(self, roots: Sequence[Node]) -> None:
         """Classify all nodes from these on, without recursion: graphs are deep."""
-        stack = [(root, False) for root in roots]
+        stack = [*roots]
         while stack:
-            node, is_left = stack.pop()
-            if node in self._leads_to:
-                continue
+            node = stack[-1]
             after = [other for other, _ in node.next_functions if other is not None]
-            if not is_left:
-                stack.append((node, True))
-                stack += [(other, False) for other in after if other not in self._leads_to]
+            waiting = [other for other in after if other not in self._leads_to]
+            if waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            if node in self._leads_to:
                 continue
             below = self._parameters_of(after)
             if node in self._inputs or None in map(self._leads_to.get, after):
@@ -168,15 +170,11 @@ def begin_backward(
     # Gradients that arrive at each node with a branch.
     arrived: dict[Node, Sequence[Tensor]] = {}
     if inputs:
-        handles = []
-        for node, branch in graph.branching.items():
-            if branch:
-                handles.append(node.register_prehook(partial(setitem, arrived, node)))
-        try:
+        with ExitStack() as hooks:
+            for node, branch in graph.branching.items():
+                if branch:
+                    hooks.enter_context(node.register_prehook(partial(setitem, arrived, node)))
             torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
     for node, several in arrived.items():
         edges = []
         of_edges = []

@@ -12,7 +12,6 @@ gradient of zeros here: a call of a pipeline finds it so, and finds `.grad` on i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from itertools import compress
 from time import perf_counter
 from typing import NamedTuple
@@ -31,8 +30,8 @@ from mpipipe.adapters.foreign import (
     WithSkips,
     applied,
     flatten_parts,
+    floating_of,
     returned,
-    unflatten_parts,
 )
 from mpipipe.adapters.pytorch.attend import TorchAttend
 from mpipipe.adapters.pytorch.backward import (
@@ -51,7 +50,6 @@ from mpipipe.adapters.pytorch.tensors import (
     checked_devices,
     described,
     flatten_output,
-    is_differentiable,
     modules_for_hooks,
     on_stream,
     reals_of,
@@ -60,7 +58,7 @@ from mpipipe.adapters.pytorch.tensors import (
 from mpipipe.adapters.pytorch.ties import SHARED, TIE
 from mpipipe.arrays import Array, Tree, array_of, tensor_of
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Layer, Parameter, Saved
+from mpipipe.nn import FlatBuffer, Layer, Parameter, Saved
 
 # Seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold.
 BETWEEN_POLLS = 1e-3
@@ -83,7 +81,7 @@ class TorchLayer(ForeignLayer):
 
     ends = False
     freezes_parts = True
-    mixes_positions = ForeignLayer.mixes_positions
+    mixes_positions = True
     cast_remedy = (
         "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward"
     )
@@ -99,16 +97,15 @@ class TorchLayer(ForeignLayer):
         self.devices = checked_devices(self.entry)
         self._pieces = {}
         self._shared: dict[str, Tensor] = {}
-        parameters = dict(self.entry.named_parameters())
         trained = {}
-        for name, parameter in parameters.items():
+        for name, parameter in self.entry.named_parameters():
             if parameter.requires_grad:
                 trained[parameter.dtype.to_real()] = name
         self.dtypes = {str(kind).removeprefix("torch."): name for kind, name in trained.items()}
         # What is frozen in another dtype, such as integers of a quantized model, stays as it is.
         self._own = trained.keys() or {torch.float32, torch.float64}
         declared = {}
-        for name, parameter in parameters.items():
+        for name, parameter in self.entry.named_parameters():
             if parameter.dtype.to_real() in self._own:
                 declared[name] = _declared(parameter)
         return declared
@@ -120,12 +117,16 @@ class TorchLayer(ForeignLayer):
                 self._place(name, self._pieces[name].parameter)
             return
         super().bound()
+        device = self.stage.device
+        if device == "cuda":
+            device = f"cuda:{arrays.current_gpu()}"
         module = self.entry
-        shared = [name for name, buffer in module.named_buffers() if hasattr(buffer, SHARED)]
-        self._move_state()
+        self._move_buffers(device)
         self._parameters = []
-        for name in self.declared:
-            parameter = module.get_parameter(name)
+        for name, parameter in module.named_parameters():
+            if name not in self.declared:
+                parameter.data = parameter.data.to(device)
+                continue
             before = parameter.grad
             self._place(name, parameter)
             if parameter.requires_grad:
@@ -133,7 +134,6 @@ class TorchLayer(ForeignLayer):
                 if before is not None:
                     parameter.grad.copy_(before)
         self._state = ModuleState(module)
-        self._shared = {name: module.get_buffer(name).clone() for name in shared}
         for part in modules_for_hooks(module):
             # No bound method: a copy of the module would copy the stage.
             part.register_forward_hook(lambda _module, _inputs, output: self._move_messages(output))
@@ -143,20 +143,14 @@ class TorchLayer(ForeignLayer):
 
     # -- where parameters, gradients and buffers lie
 
-    def _move_state(self) -> None:
-        """Move what is not declared to the device; buffers keep to the dtype of the parameters.
+    def _move_buffers(self, device: str) -> None:
+        """Move buffers to the device; they keep to the dtype of the parameters.
 
         Those of other dtypes than the parameters had stay as they are: a table of angles is
         complex, a clock in seconds needs all of its digits.
         """
-        device = self.stage.device
-        if device == "cuda":
-            device = f"cuda:{arrays.current_gpu()}"
         dtype = getattr(torch, self.stage.dtype.name)
-        for name, parameter in self.entry.named_parameters():
-            if name not in self.declared:
-                parameter.data = parameter.data.to(device)
-        for part in self.entry.modules():
+        for name, part in self.entry.named_modules():
             for key, buffer in part._buffers.items():
                 if buffer is None:
                     continue
@@ -165,7 +159,10 @@ class TorchLayer(ForeignLayer):
                     narrows = buffer.is_floating_point() and kind.itemsize > dtype.itemsize
                     if not narrows or [*part.parameters(recurse=False)]:
                         kind = dtype.to_complex() if buffer.is_complex() else dtype
-                part._buffers[key] = buffer.to(device, kind).contiguous()
+                moved = buffer.to(device, kind).contiguous()
+                part._buffers[key] = moved
+                if hasattr(buffer, SHARED):
+                    self._shared[f"{name}.{key}".lstrip(".")] = moved.clone()
 
     def _place(self, name: str, parameter: Tensor) -> None:
         """Let a parameter and its gradient lie where the stage has them."""
@@ -208,11 +205,11 @@ class TorchLayer(ForeignLayer):
     def _check_parameters(self) -> None:
         """Raise ArgumentError for parameters that are not those of the stage, or lie elsewhere."""
         now = dict(self.entry.named_parameters())
-        changed = [*self._pieces.keys() - now.keys()]
+        changed = self._pieces.keys() - now.keys()
         for name, parameter in now.items():
             own, address, gradient = self._pieces.get(name, (parameter, None, None))
             if own is not parameter or parameter.requires_grad != (gradient is not None):
-                changed.append(name)
+                changed.add(name)
             elif address not in (None, parameter.data_ptr()):
                 raise ArgumentError(
                     f"the parameter {name} of a module lies elsewhere than in the stage's flat "
@@ -246,10 +243,11 @@ class TorchLayer(ForeignLayer):
                 )
 
     @property
-    def state(self) -> dict[str, Array]:
+    def state(self) -> dict[str, Array]:  # type: ignore[override]
         """Persistent buffers, and parameters that no stage can have, by the module's names."""
-        named = dict(self.entry.named_parameters())
-        second = dict(self.entry.named_parameters(remove_duplicate=False)).keys() - named.keys()
+        parameters = self.entry.named_parameters
+        # A parameter may have a second name.
+        second = dict(parameters(remove_duplicate=False)).keys() - dict(parameters()).keys()
         state = {}
         for name, value in self.entry.state_dict().items():
             if name in self.declared or name in second:
@@ -267,30 +265,27 @@ class TorchLayer(ForeignLayer):
 
     # -- forward and backward
 
-    def _computing(self) -> AbstractContextManager[object]:
-        return on_stream(self.stage.device)
-
     def _forward(self, leaves: Leaves, structures: Structures) -> tuple[Leaves, Tape]:
         position = self.stage.position
         trains = position.training
         hooks = THREAD.hooks
         sizes = KeptMemory()
-        noting = saved_tensors_hooks(sizes.note, lambda tensor: tensor)
         with (
+            on_stream(self.stage.device),
             self._state.drawing(self.stage.device, self.random_seed("torch"), position),
             torch.set_grad_enabled(trains),
-            noting if THREAD.counts else NOTHING,
+            saved_tensors_hooks(sizes.note, lambda tensor: tensor) if THREAD.counts else NOTHING,
         ):
             inputs = list(map(tensor_of, leaves))
             # The first time also where they are not needed: what refuses to be differentiated in
             # part raises its error then.
             if trains and not (self.ends and self._looked):
-                for tensor in filter(is_differentiable, inputs):
+                for tensor in compress(inputs, floating_of(leaves)):
                     tensor.requires_grad_()
             # The memory of inputs belongs to another stage or to the user, and a module may write
             # to copies.
             copies = [tensor.clone() for tensor in inputs]
-            output = applied(self.entry, unflatten_parts(copies, structures))
+            output = applied(self.entry, copies, structures)
             outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
             results = list(map(array_of, outputs))
         floating = tuple(tensor.requires_grad for tensor in inputs)
@@ -299,9 +294,8 @@ class TorchLayer(ForeignLayer):
         giving = list(compress(outputs, differentiable))
         if trains and not self._looked:
             self._look(taking, giving)
-        if THREAD.counts:
-            for tensor in (*taking, *giving):
-                sizes.note(tensor)
+        for tensor in (*taking, *giving):
+            sizes.note(tensor)
         graph = taking, giving, THREAD.hooks > hooks
         return results, Tape(graph, structures, floating, shapes, differentiable, sizes)
 
@@ -310,36 +304,40 @@ class TorchLayer(ForeignLayer):
         inputs, giving, hooked = tape.of_library
         outputs = []
         gradients = []
-        for output, slope in zip(giving, slopes):
-            if slope is not None:
-                outputs.append(output)
-                gradients.append(tensor_of(slope))
         walks: list[Walk] = []
-        if outputs:
-            versions = [gradient._version for gradient in gradients]
-            if whole or hooked or not self._parameters:
+        with on_stream(self.stage.device):
+            for output, slope in zip(giving, slopes):
+                if slope is not None:
+                    outputs.append(output)
+                    gradients.append(tensor_of(slope))
+            if outputs and (whole or hooked or not self._parameters):
                 torch.autograd.backward(outputs, gradients)
-            else:
+            elif outputs:
                 walks = begin_backward(outputs, gradients, inputs, self._parameters)
-            if versions != [gradient._version for gradient in gradients]:
-                raise ArgumentError(
-                    "the backward of a module writes to the gradient that it is given in place",
-                    expected="arrays that stay as they are: the memory belongs to another stage, "
-                    "or to you",
-                    remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or "
-                    "x = x.clone() first",
-                )
-            if not whole:
-                self.in_one_walk = bool(self._parameters) and not walks
-        return list(map(slope_of, inputs)), walks
+            results = list(map(slope_of, inputs))
+        if any(gradient._version for gradient in gradients):
+            raise ArgumentError(
+                "the backward of a module writes to the gradient that it is given in place",
+                expected="arrays that stay as they are: the memory belongs to another stage, "
+                "or to you",
+                remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or "
+                "x = x.clone() first",
+            )
+        if outputs and not whole:
+            self.in_one_walk = bool(self._parameters) and not walks
+        return results, walks
 
-    def _backward_weight(self, pending: list[Walk]) -> None:
+    def backward_weight(self, pending: Tape) -> None:
         self._check_gradients()
-        finish_backward(pending)
+        with on_stream(self.stage.device):
+            finish_backward(pending.of_library)
+
+    def backward(self, dy: Tree, saved: Tape) -> Tree:
+        return self.backward_input(dy, saved, whole=True)[0]
 
     def _move_messages(self, output: object) -> None:
         """Poll after the forward of a module, and before its backward; but not all the time."""
-        if self.stage.poll is not None and perf_counter() > self._polled + BETWEEN_POLLS:
+        if perf_counter() > self._polled + BETWEEN_POLLS:
             self._polled = perf_counter()
             self.poll()
             if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -395,32 +393,27 @@ class LossLayer(TorchLayer):
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
         return x, None
 
-    def backward_input(self, dy: Tree, saved: object) -> tuple[Tree, Saved]:
+    def backward_input(self, dy: Tree, saved: object, whole: bool = False) -> tuple[Tree, Saved]:
         return dy, None
 
     # The loss itself adds to its gradients.
     backward_weight = Layer.backward_weight
-    backward = Layer.backward
 
 
 class TorchStage(ForeignStage):
     """See `mpipipe.adapters.torch_stage`, which makes it."""
 
-    def __init__(self, layer: TorchLayer, prefix: str, seed: int, loss: TorchLoss | None) -> None:
-        self.module = layer.entry
-        devices = layer.devices
-        last = None
-        if loss is not None and loss.is_module:
-            last = LossLayer(loss)
-            devices = devices | last.devices
-        if len(devices) > 1:
-            raise ArgumentError(
-                "a module on several devices",
-                found=", ".join(sorted(devices)),
-                expected="one",
-                remedy="module.to(device)",
-            )
-        super().__init__(layer, prefix, seed, min(devices, default="cpu"), last)
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module that it computes."""
+        return self.layer.entry
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """The gradients, with what PyTorch has put in their place since."""
+        for layer in self.layers:
+            layer.begin_call()
+        return self.buffers.gradients
 
 
 def _declared(parameter: Tensor) -> Parameter:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 
 from mpipipe import arrays
+from mpipipe.adapters.foreign import floating_of
 from mpipipe.adapters.pytorch.backward import AutogradGraph
 from mpipipe.adapters.pytorch.state import ModuleState
-from mpipipe.adapters.pytorch.tensors import (
-    Tensor,
-    described,
-    is_differentiable,
-    on_stream,
-    slope_of,
-)
+from mpipipe.adapters.pytorch.tensors import Tensor, described, on_stream, slope_of
 from mpipipe.arrays import Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, random_seed
@@ -61,10 +57,9 @@ class TorchLoss:
         leaves, structure = flatten(output)
         device = arrays.device_of(leaves[0])
         seed = random_seed("torch loss", self.seed, *(position or Position())[:3])
-        drawing = self._state.drawing(device, seed, position)
-        with on_stream(device), torch.enable_grad(), drawing:
+        with on_stream(device), torch.enable_grad(), self._state.drawing(device, seed, position):
             outputs = list(map(tensor_of, leaves))
-            taking = list(filter(is_differentiable, outputs))
+            taking = list(compress(outputs, floating_of(leaves)))
             for tensor in taking:
                 tensor.requires_grad_()
             # The memory belongs to a stage or to the user, and a function may write to copies.
@@ -73,7 +68,12 @@ class TorchLoss:
             result = self.function(copies, targets)
             value, *weight = result if isinstance(result, tuple) else (result,)
             weight = list(map(float, weight))
-            _check_number(value)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise ArgumentError(
+                    "the value of a loss",
+                    found=f"{type(value).__name__} of shape {getattr(value, 'shape', ())}",
+                    expected="a tensor of one number, or a tuple of it and a weight",
+                )
             if weigh is not None:
                 factor *= weigh(weight[0] if weight else None)
             if value.requires_grad and not self._looked:
@@ -110,12 +110,3 @@ class TorchLoss:
                 "or loss.requires_grad_(False)",
             )
         self._looked = True
-
-
-def _check_number(value: object) -> None:
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ArgumentError(
-            "the value of a loss",
-            found=f"{type(value).__name__} of shape {getattr(value, 'shape', ())}",
-            expected="a tensor of one number, or a tuple of it and a weight",
-        )

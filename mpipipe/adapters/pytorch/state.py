@@ -58,8 +58,8 @@ class ModuleState:
                         after.callback(setattr, part, "training", True)
                         part.training = False
             elif position.recompute == "later":
-                snapshot = ModuleSnapshot.of(self._module, self._before.latest)
-                self._before.note(position, snapshot)
+                latest = next(reversed(self._before.values()), None)
+                self._before.note(position, ModuleSnapshot.of(self._module, latest))
             before = self._before.take(position)
             if before is not None:
                 after.callback(ModuleSnapshot.of(self._module, before).restore)
@@ -126,7 +126,7 @@ class ModuleSnapshot(NamedTuple):
 
 CONTAINERS = (list, dict, set, deque)
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
-NUMBERS = (type(None), bool, int, float, complex, str, bytes, tuple)
+NUMBERS = (type(None), int, float, complex, str, bytes, tuple)
 STATE = (torch.Tensor, np.ndarray, *CONTAINERS, *GENERATORS, *NUMBERS)
 
 
@@ -181,7 +181,7 @@ def _same(content: Any, other: Any) -> bool:
             if item is not other_item or not _same(key, other_key) or not _same(inner, other_inner):
                 return False
         return True
-    return isinstance(content, NUMBERS) and bool(content == other)
+    return isinstance(content, NUMBERS) and content == other
 
 
 def _restore(value: Any, content: Any) -> None:

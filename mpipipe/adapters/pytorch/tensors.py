@@ -22,11 +22,6 @@ Tensor: TypeAlias = Any
 NOTHING = nullcontext()
 
 
-def is_differentiable(tensor: Tensor) -> bool:
-    """True for dtypes with gradients."""
-    return bool(tensor.is_floating_point() or tensor.is_complex())
-
-
 def described(tensors: Iterable[Tensor]) -> str:
     """Return dtypes and shapes, for errors."""
     return ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)

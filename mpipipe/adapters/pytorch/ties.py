@@ -34,10 +34,10 @@ def tie_shared(modules: Mapping[int, torch.nn.Module]) -> None:
 
 def _divide(module: torch.nn.Module, name: str, names: dict[int, str]) -> None:
     """Put twins in the places of parameters, and of modules, that have a name already, by id."""
-    for key, parameter in [*module._parameters.items()]:
+    for key, parameter in module._parameters.items():
         if id(parameter) in names:
             module._parameters[key] = _twin(parameter, names)
-    for key, part in [*module._modules.items()]:
+    for key, part in module._modules.items():
         if part is None:
             continue
         if id(part) not in names or not [*part.parameters()]:

@@ -89,6 +89,7 @@ class Attend(Protocol):
         )
 
 
+@runtime_checkable
 class ForwardAndBackward(Protocol):
     """The least that a user's own object has; it may have the other functions of `Attend`, too."""
 
@@ -140,6 +141,6 @@ def as_attend(attend: ForwardAndBackward) -> Attend:
 def why_unrecordable(attend: ForwardAndBackward) -> str:
     """Return why CUDA graphs cannot record a layer that attends with this object, or ""."""
     kind = type(attend)
-    if vars(kind).get("recordable", False):
+    if vars(kind).get("recordable"):
         return ""
     return f"{kind.__name__} does not say that it can be recorded"

@@ -179,6 +179,8 @@ class Layer(Differentiable):
     ----------
     declared, children : mapping of str to Parameter, mapping of str to Layer
         The arrays that the layer needs, and the layers that it contains.
+    state : mapping of str to array
+        Arrays for checkpoints that are not parameters, by their names within the layer.
     stage, name : Stage, str
         The stage that bound it, and its name in the model, such as `"3"` or `"3.layer"`.
     takes, gives : tuple of str
@@ -237,6 +239,7 @@ class Layer(Differentiable):
     declared: Mapping[str, Parameter] = MappingProxyType({})
     children: Mapping[str, Layer] = MappingProxyType({})
     adapters: Mapping[str, list[Adapter]] = MappingProxyType({})
+    state: Mapping[str, Array] = MappingProxyType({})
     stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
     takes: tuple[str, ...] = ()
@@ -273,11 +276,6 @@ class Layer(Differentiable):
     def unrecordable(self) -> str:
         """Return why CUDA graphs cannot record this layer after all; "" if they can."""
         return ""
-
-    @property
-    def state(self) -> Mapping[str, Array]:
-        """Arrays for checkpoints that are not parameters, by their names within the layer."""
-        return {}
 
     def begin_call(self) -> None:
         """Prepare for a call of the pipeline."""
