@@ -408,7 +408,8 @@ class TextTask(Task):
         return asdict(self.model)
 
     def compared(self, sizes: dict[str, object]) -> Values:
-        if "seq" in sizes:  # as older checkpoints call it
+        # Older checkpoints call it seq.
+        if "seq" in sizes:
             return {**sizes, "seq_len": sizes["seq"]}
         return sizes
 
