@@ -73,11 +73,6 @@ if not TYPE_CHECKING:  # a checker of types would take each wrong name for an ob
             value = _named(name)
             globals()[name] = value
             return value
-        if not name.startswith("_"):
-            room = f"{__name__}.{name}"
-            try:
-                return import_module(room)
-            except ModuleNotFoundError as error:
-                if error.name != room:
-                    raise
+        if name in __all__:
+            return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

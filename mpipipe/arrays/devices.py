@@ -109,14 +109,6 @@ def _text(value: bytes | str) -> str:
     return value
 
 
-def _architecture(properties: dict) -> str:
-    """Return the compiler's name of this GPU, of an AMD one without its features."""
-    gcn = _text(properties.get("gcnArchName", ""))
-    if cupy().cuda.runtime.is_hip and gcn:
-        return f"AMD {gcn.split(':')[0]}"
-    return f"compute capability {properties['major']}.{properties['minor']}"
-
-
 def describe_gpus() -> list[str]:
     """Describe each GPU in one line: name, memory, compute capability or architecture."""
     lines = []
@@ -124,7 +116,12 @@ def describe_gpus() -> list[str]:
         properties = cupy().cuda.runtime.getDeviceProperties(number)
         name = f"cuda:{number} {_text(properties['name'])}"
         memory = f"{properties['totalGlobalMem'] / 2**30:.0f} GiB"
-        lines.append(f"{name}, {memory}, {_architecture(properties)}")
+        architecture = f"compute capability {properties['major']}.{properties['minor']}"
+        gcn = _text(properties.get("gcnArchName", ""))
+        if cupy().cuda.runtime.is_hip and gcn:
+            # The compiler's name, without its features.
+            architecture = f"AMD {gcn.split(':')[0]}"
+        lines.append(f"{name}, {memory}, {architecture}")
     return lines
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from mpipipe.attention.cache import KVCache
 from mpipipe.attention.cost import slice_lengths
-from mpipipe.attention.layout import Layout, RingStep, RingTable
+from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 from mpipipe.attention.sliced import Sliced

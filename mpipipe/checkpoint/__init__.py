@@ -39,7 +39,6 @@ from mpipipe.checkpoint.tensor_files import (
     Planned,
     TensorEntry,
     TensorFile,
-    header_of,
     open_tensors,
     write_tensors,
 )

@@ -80,7 +80,11 @@ def generate(
                 tokenizer = tokenizer_of(folder, vocab)
                 read = read_prompts(prompt, prompts, tokenizer)
                 check_prompts(read.tokens, count, vocab)
-                prepared = read.tokens, Sampling(temperature, seed, stop_ids(folder, tokenizer))
+                # The ids that end an answer.
+                ends = folder.ends or ()
+                if not ends and tokenizer is not None and tokenizer.end is not None:
+                    ends = (tokenizer.end,)
+                prepared = read.tokens, Sampling(temperature, seed, ends)
                 if out is None:
                     show = printed(read, tokenizer)
                 else:
@@ -111,13 +115,6 @@ def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
             expected=f"at most {vocab}, which the model knows",
         )
     return tokenizer
-
-
-def stop_ids(folder: ModelFolder, tokenizer: FolderTokenizer | None) -> tuple[int, ...]:
-    """Return the ids that end an answer: of the folder, or its tokenizer."""
-    if folder.ends or tokenizer is None or tokenizer.end is None:
-        return folder.ends or ()
-    return (tokenizer.end,)
 
 
 # -- Where the answers to prompts go: to the terminal, or into a file ------------------------------

@@ -103,12 +103,6 @@ class _Operation(NamedTuple):
             return cut_evenly(size, GATHERED)
         return cut_evenly(size, BUCKET_BYTES // itemsize)
 
-    def range_of_rank(self, start: int, stop: int) -> Range:
-        """What of a bucket this rank gives."""
-        if self.ranges is None:
-            return start, stop
-        return _within(self.ranges[self.rank], start, stop)
-
     def begin(self, queue: _Queue, values: np.ndarray, start: int) -> Request:
         """Begin with the bucket that starts at `start`."""
         if self.ranges is None:
@@ -270,7 +264,10 @@ class _DeviceSum:
                 break
             self.buckets.popleft()
             values = taken[:nbytes].view(self.flat.dtype)
-            first, last = self.how.range_of_rank(start, stop)
+            first = start
+            last = stop
+            if self.how.ranges is not None:
+                first, last = _within(self.how.ranges[self.how.rank], start, stop)
             with self.outward:
                 if first < last:
                     part = values[first - start : last - start]

@@ -45,8 +45,6 @@ from mpipipe.job.report import (
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator
 
-__all__ = ["Stop", "run_or_abort"]
-
 
 class Stop(Exception):
     """Ends a program with an exit code, and a text that one rank writes to stderr as it is."""

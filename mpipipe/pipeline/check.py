@@ -231,18 +231,6 @@ class Checks:
             what = "was written to after its stage had returned it, at the latest by"
             self.unchanged(copies, f"{copies.name} {what} {when}")
 
-    def add_output(self, stage: int, microbatch: int, y: Watched) -> None:
-        """Watch an output, until its backward where one follows."""
-        self.recent.append(y)
-        if self.training or stage == self.last_stage:
-            self.outputs[stage, microbatch] = y
-
-    def add_input_gradient(self, stage: int, microbatch: int, dx: Watched) -> None:
-        """Watch a gradient of an input, to the end of the call where the user gets it."""
-        self.recent.append(dx)
-        if stage == 0:
-            self.input_gradients[microbatch] = dx
-
     def take_back(self, stage: int, microbatch: int) -> None:
         """Look at an output before its backward: from now on the stage may write to it."""
         y = self.outputs.pop((stage, microbatch), None)
@@ -299,7 +287,11 @@ class CheckedStage:
         checks.finite(y, "y", "forward returned an output that is not finite", self._sources(x))
         checks.after("forward", *key)
         if not again:
-            checks.add_output(*key, watched(*key, y, "y", without=x))
+            output = watched(*key, y, "y", without=x)
+            checks.recent.append(output)
+            # Until its backward where one follows.
+            if checks.training or self.number == checks.last_stage:
+                checks.outputs[key] = output
         if not checks.training:
             return y, saved
         checks.handed[key] = handed
@@ -365,7 +357,10 @@ class CheckedStage:
                 dx, "dx", f"{name} returned an input gradient that is not finite", self._sources()
             )
         result = watched(self.number, kept.microbatch, dx, "dx", without=others)
-        checks.add_input_gradient(self.number, kept.microbatch, result)
+        checks.recent.append(result)
+        # To the end of the call where the user gets it.
+        if self.number == 0:
+            checks.input_gradients[kept.microbatch] = result
 
     def _watched(self, microbatch: int, value: object, name: str) -> Watched:
         """Watch what a stage keeps for its backward, without gradients: others add to them."""

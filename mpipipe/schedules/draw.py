@@ -10,7 +10,7 @@ BUSY = "-"
 COLUMNS = 120  # width of a timeline, without the names of the ranks
 
 
-# Of Okabe and Ito, as in the pictures of `tracing`.
+# The colours of Okabe and Ito, as in the pictures of `tracing`.
 COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#cc79a7", "W": "#e69f00", "R": "#8c8c8c"}
 PICTURE = 720.0  # width of a picture in a notebook, in pixels
 ROW = 24

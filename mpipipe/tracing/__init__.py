@@ -1,6 +1,5 @@
 """Where the time of recorded steps went, and what to change first; pictures of schedules."""
 
-from mpipipe.tracing.efficiency import Efficiencies
 from mpipipe.tracing.recording import Recording, recording
 from mpipipe.tracing.sheet import check_can_draw
 from mpipipe.tracing.timeline import draw_memory, draw_timeline

@@ -271,8 +271,10 @@ def clock_offset(group: RankGroup, comm: Communicator, now: Callable[[], float])
             offsets = [_ask(group, comm, now) for _ in range(ROUNDS)]
             return min(offsets, key=lambda offset: offset.error)
         for peer in range(1, comm.size):
+            what = f"rank {peer}, to compare clocks"
             for _ in range(ROUNDS):
-                _answer(group, comm, now, peer)
+                group.wait(own(comm.Irecv(np.empty(1), peer, 0)), what, peer=peer)
+                group.wait(own(comm.Isend(np.array([now()]), peer, 0)), what, peer=peer)
     return Offset(now(), 0.0, 0.0)
 
 
@@ -286,9 +288,3 @@ def _ask(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offs
     group.wait(send, WHAT, peer=0)
     middle = (before + after) / 2
     return Offset(middle, float(answer[0]) - middle, (after - before) / 2)
-
-
-def _answer(group: RankGroup, comm: Communicator, now: Callable[[], float], peer: int) -> None:
-    what = f"rank {peer}, to compare clocks"
-    group.wait(own(comm.Irecv(np.empty(1), peer, 0)), what, peer=peer)
-    group.wait(own(comm.Isend(np.array([now()]), peer, 0)), what, peer=peer)

@@ -136,7 +136,8 @@ class _Pass(NamedTuple):
         """Add what each slice gives to `sums`."""
         for part in self.block.slices:
             places = _parts(sums._asdict(), part)
-            found = _empty_like(places, self.block.q.dtype)
+            dtype = self.block.q.dtype
+            found = {name: arrays.empty(x.shape, dtype, "cuda") for name, x in places.items()}
             given, plan = self.call(part, found)
             if plan is not None:
                 cudnn_graph.run(plan, given)
@@ -214,10 +215,6 @@ def _parts(given: Named, part: Slice) -> Named:
         start, stop = part[2:4] if name in OF_KEYS else part[:2]
         parts[name] = x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
     return parts
-
-
-def _empty_like(given: Named, dtype: np.dtype) -> Named:
-    return {name: arrays.empty(x.shape, dtype, "cuda") for name, x in given.items()}
 
 
 def _lengths(batch: int, seq: int, keys: int) -> Named:

@@ -170,7 +170,10 @@ class Conv(Layer):
             kernels.copy(dy, spread[(slice(None), *places)])
         before = [width - 1 - count for width, count in zip(self.width, self.before)]
         shape = _Shape(self.width, before, 1, space)
-        turned = self._turned_matrices()
+        # With the points turned round: (groups, points x outputs of a group, inputs of a group).
+        outputs, *width, inputs = self.weight.shape
+        weight = self.weight.reshape(self.groups, outputs // self.groups, math.prod(width), inputs)
+        turned = self._copied(weight[:, :, ::-1].swapaxes(1, 2)).reshape(self.groups, -1, inputs)
         dx = self._empty(saved.shape, dy.dtype)
         for windows, group, place in self._windows(spread, shape, self.inputs):
             points = kernels.linear_backward_input(windows, turned[group])
@@ -198,16 +201,6 @@ class Conv(Layer):
     def _matrices(self, weight: Array) -> Array:
         """View weights as (groups, outputs of a group, points of a window x inputs)."""
         return weight.reshape(self.groups, self.outputs // self.groups, -1)
-
-    def _turned_matrices(self) -> Array:
-        """Return matrices for the gradient of x, with the points turned round.
-
-        They are (groups, points x outputs of a group, inputs of a group).
-        """
-        outputs, *width, inputs = self.weight.shape
-        points = self.weight.reshape(self.groups, outputs // self.groups, math.prod(width), inputs)
-        turned = self._copied(points[:, :, ::-1].swapaxes(1, 2))
-        return turned.reshape(self.groups, -1, inputs)
 
     # -- windows
 

@@ -129,18 +129,11 @@ def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
     def work(at: slice) -> None:
         np.add(grad[at], np.add.reduce(dy[:, at], 0), out=grad[at])
 
-    each(work, columns_of(dy))
-
-
-def columns_of(x: np.ndarray) -> list[slice]:
-    """Return pieces of the columns of x (rows, width).
-
-    Sums of rows have the same bits however columns are cut.
-    """
+    # Sums of rows have the same bits however columns are cut.
     pieces = []
-    if x.size > SUMMED:
-        pieces = even_pieces(x.shape[1], WIDTH)
-    return pieces or [slice(None)]
+    if dy.size > SUMMED:
+        pieces = even_pieces(dy.shape[1], WIDTH)
+    each(work, pieces or [slice(None)])
 
 
 def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
