@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mpipipe import Pipeline, nn, schedules
+from mpipipe import Pipeline, adapters, nn, schedules
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
 from mpipipe.comm import Envelope, HostTransport, Mailbox
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted
+
+try:
+    import torch
+except ImportError:  # then one row is left out
+    torch = None
 
 # -- `bench pipeline`: what the machinery costs, on stages so small that nothing else counts -------
 #
@@ -29,9 +33,6 @@ MICROBATCHES = 32
 def pipeline(repeats: Repeats = 100) -> None:
     """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
     comm = _two_ranks("pipeline")
-    shape = (ROWS * MICROBATCHES, WIDTH)
-    batch = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    scale = 1e6 / MICROBATCHES
     for schedule in (
         schedules.one_f_one_b(2, MICROBATCHES),
         schedules.interleaved_1f1b(2, 2, MICROBATCHES),
@@ -40,23 +41,85 @@ def pipeline(repeats: Repeats = 100) -> None:
         for number in schedule.stages_of(comm.rank):
             stages.append(nn.Stage([nn.Linear(WIDTH, WIDTH)], first=number))
         with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
-            inputs = targets = None
-            if schedule.placement[0] == comm.rank:
-                inputs = batch
-            if schedule.placement[-1] == comm.rank:
-                targets = batch
-            turns: list[Call] = [
-                partial(pipeline.step, inputs, targets),
-                _hand_written(comm, schedule, batch),
-            ]
-            ours, by_hand = compare(comm, turns, repeats)
-        report(
-            comm,
-            f"pipeline {schedule.name} x {schedule.chunks}",
-            f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
-            ours / by_hand,
-            "at most 3",
-        )
+            hand = _hand_written(comm, schedule)
+            _compare(comm, repeats, f"{schedule.name} x {schedule.chunks}", pipeline, hand, 3)
+    if torch is not None:
+        _torch_stage(comm, repeats)
+
+
+def _batch() -> np.ndarray:
+    shape = (ROWS * MICROBATCHES, WIDTH)
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def _compare(
+    comm: Communicator, repeats: int, what: str, pipeline: Pipeline, hand: Call, goal: float
+) -> None:
+    """Report a step of a pipeline, without an optimizer, next to one by hand."""
+    batch = _batch()
+    placement = pipeline.schedule.placement
+    inputs = targets = None
+    if placement[0] == comm.rank:
+        inputs = batch
+    if placement[-1] == comm.rank:
+        targets = batch
+    ours, by_hand = compare(comm, [lambda: pipeline.step(inputs, targets), hand], repeats)
+    scale = 1e6 / MICROBATCHES
+    report(
+        comm,
+        f"pipeline {what}",
+        f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
+        ours / by_hand,
+        f"at most {goal}",
+    )
+
+
+def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
+    """Compare stages of one module of PyTorch with hand-written messages and autograd."""
+    schedule = schedules.one_f_one_b(2, MICROBATCHES)
+    torch.set_num_threads(1)
+    stage = adapters.torch_stage(torch.nn.Linear(WIDTH, WIDTH))
+    loss = adapters.torch_loss(torch.nn.functional.mse_loss)
+    with Pipeline([stage], schedule, comm, loss=loss) as pipeline:
+        hand = _hand_written_torch(comm, schedule, torch.nn.Linear(WIDTH, WIDTH))
+        _compare(comm, repeats, "of torch_stage", pipeline, hand, 1.6)
+
+
+def _hand_written_torch(
+    comm: MpiCommunicator, schedule: schedules.Schedule, module: torch.nn.Module
+) -> Call:
+    """Return the actions of 1F1B on two ranks with a bare module, autograd and mpi4py."""
+    parts = [torch.from_numpy(part) for part in np.split(_batch(), MICROBATCHES)]
+    activations, gradients = np.empty((2, MICROBATCHES, ROWS, WIDTH), np.float32)
+
+    def step() -> None:
+        forward = {}
+        sends: list[tuple[Any, np.ndarray]] = []
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _, op, m in schedule.orders[comm.rank]:
+            if op == "F" and comm.rank == 0:
+                y = forward[m] = module(parts[m])
+                sent = y.detach().numpy()
+                sends.append((comm.Isend(sent, 1, m), sent))
+            elif op == "F":
+                comm.Recv(activations[m], 0, m)
+                x = torch.from_numpy(activations[m]).requires_grad_()
+                loss = torch.nn.functional.mse_loss(module(x), parts[m]) / MICROBATCHES
+                loss.item()
+                forward[m] = x, loss
+            elif comm.rank == 0:
+                comm.Recv(gradients[m], 1, MICROBATCHES + m)
+                forward.pop(m).backward(torch.from_numpy(gradients[m]))
+            else:
+                x, loss = forward.pop(m)
+                loss.backward()
+                sent = x.grad.numpy()
+                sends.append((comm.Isend(sent, 0, MICROBATCHES + m), sent))
+        for request, _ in sends:
+            request.Wait()
+
+    return step
 
 
 def _two_ranks(name: str) -> MpiCommunicator:
@@ -66,7 +129,7 @@ def _two_ranks(name: str) -> MpiCommunicator:
     return comm
 
 
-def _hand_written(comm: MpiCommunicator, schedule: schedules.Schedule, batch: np.ndarray) -> Call:
+def _hand_written(comm: MpiCommunicator, schedule: schedules.Schedule) -> Call:
     """Return the same actions with bare mpi4py, with buffers and tags laid out before."""
     chunks = schedule.chunks
     peer = 1 - comm.rank
@@ -74,7 +137,7 @@ def _hand_written(comm: MpiCommunicator, schedule: schedules.Schedule, batch: np
     weights = list(normal((chunks, WIDTH, WIDTH), dtype=np.float32) / 8)
     dweights = list(map(np.zeros_like, weights))
     biases, dbiases = np.zeros((2, chunks, WIDTH), np.float32)
-    rows = np.split(batch, MICROBATCHES)
+    batch = np.split(_batch(), MICROBATCHES)
     activations, gradients = np.empty((2, chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
     last = schedule.stages - 1
     shift = schedule.stages * MICROBATCHES
@@ -92,7 +155,7 @@ def _hand_written(comm: MpiCommunicator, schedule: schedules.Schedule, batch: np
         for forward, chunk, m, is_first, is_last, tag in actions:
             weight = weights[chunk]
             if forward:
-                x = rows[m]
+                x = batch[m]
                 if not is_first:
                     x = activations[chunk, m]
                     comm.Recv(x, peer, tag)
@@ -100,7 +163,7 @@ def _hand_written(comm: MpiCommunicator, schedule: schedules.Schedule, batch: np
                 y = x @ weight.T
                 y += biases[chunk]
                 if is_last:
-                    difference = y - rows[m]
+                    difference = y - batch[m]
                     np.vdot(difference, difference) / difference.size
                     difference *= 2 / difference.size / MICROBATCHES
                     loss_gradients[m] = difference
