@@ -45,9 +45,16 @@ def picture(result: Timeline) -> str | None:
 def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS, columns: int = COLUMNS) -> str:
     """Draw one line per rank, with time to the right and dots where the rank idles.
 
-    Actions are written out, ``2B0----``, where even the shortest one has room for that within so
-    many columns, besides the names of the ranks; otherwise each column shows the op of the action
-    that runs at its middle. A schedule that cannot run raises ScheduleError.
+    Actions are written out, ``2B0----``, where even the shortest one has room for that; otherwise
+    each column shows the op of the action that runs at its middle. A schedule that cannot run
+    raises ScheduleError.
+
+    Parameters
+    ----------
+    schedule, costs : Schedule, Costs
+        What is drawn, and the times of its actions; by default each op takes one unit.
+    columns : int
+        The width to keep, without the names of the ranks.
 
     Examples
     --------

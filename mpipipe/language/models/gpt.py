@@ -51,7 +51,7 @@ class GPT:
         Inner width of the feed-forward layers; by default 8/3 dim for SwiGLU, rounded up to a
         multiple of 64, and 4 dim for GELU.
     seq_len : int
-        Length of the sequences, for `costs`. The name `seq` is taken as well.
+        Length of the sequences, for `costs`.
     tied : bool
         Whether embedding and head are one matrix.
     dropout, rope_base : float
@@ -90,6 +90,8 @@ class GPT:
         Number of slices of the vocabulary into which the head is cut, each a layer
         (`nn.HeadSlice`), so that stages can divide it. A tied embedding is cut alike. Values at the
         start are those of the whole head.
+    seq : int, optional
+        What descriptions of older runs call `seq_len`; it goes before that.
 
     Raises
     ------
@@ -142,7 +144,6 @@ class GPT:
     feed_forward_bias: bool = False
     embedding_scale: float = 1.0
     head_slices: int = 1
-    # What descriptions of older runs call seq_len.
     seq: InitVar[int | None] = None
 
     def __post_init__(self, seq: int | None) -> None:
