@@ -117,7 +117,7 @@ def measure(measured: MeasuredRanks) -> Profile:
     ranks, layers, steps = zip(*everyone)
     # Replicas wait for the slowest of them.
     slowest = dict(sorted(zip(ranks, layers), key=lambda entry: entry[1].seconds))
-    pipe = [slowest[rank] for rank in range(mesh.pipe.size)]
+    pipe = [*map(slowest.__getitem__, range(mesh.pipe.size))]
     costs = {}
     for size in pipe[0].costs:
         costs[size] = tuple([rank.costs[size] for rank in pipe])

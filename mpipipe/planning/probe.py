@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
@@ -133,7 +134,7 @@ def _in_memory(tree: Tree) -> Tree:
 
 def _turn(timers: Sequence[Timer]) -> None:
     """Go backwards in one go, in one go after the forward was run again, and in two."""
-    trained = [timer for timer in reversed(timers) if timer.trained]
+    trained = [*filter(attrgetter("trained"), reversed(timers))]
     for _ in range(UNDER_WAY):
         for timer in timers:
             timer.forward("F")

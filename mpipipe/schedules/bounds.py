@@ -122,7 +122,7 @@ def _stages(schedule: Schedule, costs: Costs, share: float, slices: float) -> li
     weight_grad = costs.per_stage("weight_grad", count)
     recompute = costs.per_stage("recompute", count)
     again = Counter(stage for stage, _ in schedule.recomputed)
-    is_trained = [stage >= first for stage in range(count)]
+    is_trained = [False] * first + [True] * (count - first)
     for stage, trained in enumerate(is_trained):
         forward[stage] *= share
         input_grad[stage] *= share * trained

@@ -34,14 +34,7 @@ from mpipipe.schedules.classic import looped
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 from mpipipe.schedules.slices import in_slices
-from mpipipe.schedules.zero_bubble import (
-    PATIENCES,
-    Filled,
-    StageTimes,
-    fill_idle_with_weight_grads,
-    split_order,
-    v_placement,
-)
+from mpipipe.schedules.zero_bubble import PATIENCES, Filled, StageTimes, split_order, v_placement
 
 PERIOD = 6
 
@@ -79,7 +72,7 @@ class BuildingBlock(NamedTuple):
                 return False
         return True
 
-    def filled(self, times: StageTimes, limit: int, patience: float) -> Filled | None:
+    def filled(self, times: StageTimes, patience: float) -> Filled | None:
         """Repeat the block, with W's in the waits; None where the memory does not suffice."""
         ranks = len(times.placement) // 2
         queues = []
@@ -89,7 +82,7 @@ class BuildingBlock(NamedTuple):
                 for unit in range(times.microbatches):
                     runs.append((cell + PERIOD * unit, task))
             queues.append([[task for _, task in sorted(runs)]])
-        return fill_idle_with_weight_grads(times, queues, limit, patience)
+        return times.fill_idle_with_weight_grads(queues, patience)
 
 
 SHORT = (1, 1, 1, 1)
@@ -177,7 +170,7 @@ def _repeated(
     if ranks >= 2 * PERIOD:
         small = PERIOD + ranks % PERIOD
         average = costs.average(2 * ranks)
-    few = StageTimes(v_placement(small), min(units, small + TRIED), average)
+    few = StageTimes(v_placement(small), min(units, small + TRIED), average, limit(small))
     blocks = []
     cells = range(1, PERIOD + 1)
     for turns in product(cells, cells, cells):
@@ -188,12 +181,12 @@ def _repeated(
     blocks.sort(key=lambda block: sum(block.turns))
     tried = []
     for block, patience in product(blocks[:BLOCKS], PATIENCES):
-        filled = block.filled(few, limit(small), patience)
+        filled = block.filled(few, patience)
         if filled is not None:
             tried.append((filled.score, block, patience))
-    whole = StageTimes(v_placement(ranks), units, costs)
+    whole = StageTimes(v_placement(ranks), units, costs, limit(ranks))
     for _, block, patience in sorted(tried):
-        filled = block.filled(whole, limit(ranks), patience)
+        filled = block.filled(whole, patience)
         if filled is not None:
             return in_slices(whole.schedule(name, filled.orders), slices)
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
@@ -303,7 +296,9 @@ def zero_bubble_2p(
     average = costs
     if small < ranks:
         average = costs.average(ranks)
-    few = _Ranks(small, min(units, 3 * small), average, limit * small / ranks, kept)
+    few_units = min(units, 3 * small)
+    few_limit = max(1, limit * small / ranks)
+    few = StageTimes(looped_placement(small, 1), few_units, average, few_limit, kept)
     rules = []
     for patience in PATIENCES:
         rules += [Rule("I", 0.0, 0, patience), Rule("F", 0.0, 0, patience)]
@@ -311,54 +306,43 @@ def zero_bubble_2p(
             rules.append(Rule(kind, slope, more, patience))
     tried = []
     for rule in rules:
-        filled = few.filled(rule)
+        filled = _filled(few, rule)
         if filled is not None:
             tried.append((filled.score, rule))
     number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
     finalists = {H1, *[rule for _, rule in sorted(tried)[:number]]}
-    whole = _Ranks(ranks, units, costs, limit, kept)
-    best = min(filter(None, map(whole.filled, finalists)))
-    return in_slices(whole.times.schedule("zero_bubble_2p", best.orders), slices)
+    whole = StageTimes(looped_placement(ranks, 1), units, costs, limit, kept)
+    best = min(filter(None, map(partial(_filled, whole), finalists)))
+    return in_slices(whole.schedule("zero_bubble_2p", best.orders), slices)
 
 
-class _Ranks:
-    """Some ranks and micro-batches on which rules are tried."""
-
-    def __init__(self, ranks: int, units: int, costs: Costs, limit: float, kept: float) -> None:
-        self.times = StageTimes(looped_placement(ranks, 1), units, costs)
-        self.limit = max(1, limit)
-        self.kept = kept
-        self.away = _away(costs, ranks)
-
-    def filled(self, rule: Rule) -> Filled | None:
-        """Return the orders by a rule; None where the memory does not let them end."""
-        units = self.times.microbatches
-        most = max(1, int(min(self.limit, units)))
-        queues: list[list[list[int]]] = []
-        for rank, away in enumerate(self.away):
-            forward = 3 * rank
-            inputs = forward + 1
-            if rule.kind == "I":
-                queues.append([[inputs] * units, [forward] * units])
-                continue
-            if rule.kind == "F":
-                queues.append([[forward] * units, [inputs] * units])
-                continue
-            ahead = math.floor(rule.slope / 2 * away + 1e-9)
-            if rule.kind == "ranks":
-                ahead = math.ceil(rule.slope * (len(self.away) - 1 - rank) - 1e-9)
-            first = min(1 + rule.more + ahead, most)
-            in_turn = [inputs, forward] * (units - first)
-            queues.append([[forward] * first + in_turn + [inputs] * first])
-        return fill_idle_with_weight_grads(self.times, queues, self.limit, rule.patience, self.kept)
+def _filled(times: StageTimes, rule: Rule) -> Filled | None:
+    """Return the orders by a rule; None where the memory does not let them end."""
+    units = times.microbatches
+    queues: list[list[list[int]]] = []
+    for rank, away in enumerate(_away(times)):
+        forward = 3 * rank
+        inputs = forward + 1
+        if rule.kind == "I":
+            queues.append([[inputs] * units, [forward] * units])
+            continue
+        if rule.kind == "F":
+            queues.append([[forward] * units, [inputs] * units])
+            continue
+        ahead = math.floor(rule.slope / 2 * away + 1e-9)
+        if rule.kind == "ranks":
+            ahead = math.ceil(rule.slope * (len(times.placement) - 1 - rank) - 1e-9)
+        first = min(1 + rule.more + ahead, int(min(times.limit, units)))
+        in_turn = [inputs, forward] * (units - first)
+        queues.append([[forward] * first + in_turn + [inputs] * first])
+    return times.fill_idle_with_weight_grads(queues, rule.patience)
 
 
-def _away(costs: Costs, stages: int) -> list[float]:
+def _away(times: StageTimes) -> list[float]:
     """Return how long after its end a forward comes back to each stage as a gradient."""
-    forward = costs.per_stage("forward", stages)
-    input_grad = costs.per_stage("input_grad", stages)
-    transfer = costs.per_stage("transfer", stages)
+    seconds = times.seconds
     away = [0.0]
-    for stage in range(stages - 1, 0, -1):
-        away.append(away[-1] + forward[stage] + input_grad[stage] + 2 * transfer[stage])
-    return [time / (pace or 1.0) for time, pace in zip(away[::-1], accumulate(forward, max))]
+    for task in range(len(seconds) - 3, 0, -3):
+        away.append(away[-1] + seconds[task] + seconds[task + 1] + 2 * times.lag[task])
+    paces = accumulate(seconds[::3], max)
+    return [time / (pace or 1.0) for time, pace in zip(away[::-1], paces)]

@@ -234,7 +234,6 @@ def _untimely(schedule: Schedule, action: Action, state: int) -> tuple[str, str]
 
 def _check_complete(schedule: Schedule, states: Sequence[bytearray]) -> None:
     """Refuse a (stage, unit) that is not finished or, where there is no backward, not forwarded."""
-    count = schedule.units
     wrong = []
     for stage, state in enumerate(states):
         goal = FINISHED
@@ -242,25 +241,24 @@ def _check_complete(schedule: Schedule, states: Sequence[bytearray]) -> None:
         if schedule.forwards_only or not schedule.has_backward(stage):
             goal = FORWARDED
             expected = "one F"
-        if state.count(goal) == count:
-            continue
-        for microbatch in range(count):
-            if state[microbatch] != goal:
-                wrong.append((stage, microbatch, state[microbatch], expected))
+        for unit, end in enumerate(state):
+            if end != goal:
+                wrong.append((stage, unit, end, expected))
     if not wrong:
         return
-    stage, microbatch, reached, expected = wrong[0]
+    stage, unit, end, expected = wrong[0]
     rank = schedule.placement[stage]
     noun = "slice of a micro-batch"
     if schedule.slices == 1:
         noun = "micro-batch"
-    absent = schedule.cell(Action(stage, ABSENT[reached], microbatch))
+    absent = schedule.cell(Action(stage, ABSENT[end], unit))
     raise ScheduleError(
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
         rank=rank,
         stage=stage,
-        **place_of(microbatch, schedule.slices),
-        found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, {noun}) are incomplete",
+        **place_of(unit, schedule.slices),
+        found=f"{len(wrong)} of {schedule.stages * schedule.units} pairs (stage, {noun}) are "
+        "incomplete",
         expected=expected,
         remedy=f"add {absent} to the order of rank {rank}",
     )

@@ -84,7 +84,7 @@ def with_recompute(
     if schedule.recomputed:
         orders = []
         for order in schedule.orders:
-            orders.append(tuple([action for action in order if action.op != RECOMPUTE]))
+            orders.append(tuple(filter(lambda action: action.op != RECOMPUTE, order)))
         plain = replace(schedule, orders=orders)
     if schedule.forwards_only:
         return plain

@@ -270,7 +270,7 @@ def first_trained(schedule: Schedule) -> int:
 def activations(schedule: Schedule, order: Sequence[Action]) -> Iterator[tuple[bool, bool]]:
     """Yield whether an activation begins with each action, and whether one ends with it."""
     trained_from = first_trained(schedule)
-    recomputed = schedule.recomputed
+    recomputed = {(stage, unit) for stage, op, unit in order if op == RECOMPUTE}
     for stage, op, unit in order:
         whole = op == FORWARD and stage >= trained_from and (stage, unit) not in recomputed
         yield whole or op == RECOMPUTE, op in (BACKWARD, WEIGHT_GRAD)

@@ -146,7 +146,7 @@ def zero_bubble_v(
     costs = costs.of_mean_slice()
     if are_alike(costs, by_hand.stages):
         return in_slices(by_hand, slices)
-    times = StageTimes(by_hand.placement, by_hand.units, costs)
+    times = StageTimes(by_hand.placement, by_hand.units, costs, by_hand.stages)
     queues = []
     for order in by_hand.orders:
         tasks = []
@@ -159,7 +159,7 @@ def zero_bubble_v(
     best = by_hand
     score = (spans, timeline.makespan, sum(timeline.peak_activations))
     for patience in PATIENCES:
-        filled = fill_idle_with_weight_grads(times, queues, by_hand.stages, patience)
+        filled = times.fill_idle_with_weight_grads(queues, patience)
         if filled is not None and filled.score < score:
             best = times.schedule(by_hand.name, filled.orders)
             score = filled.score
@@ -194,7 +194,7 @@ def _on_a_v(
     orders = []
     for rank in range(ranks):
         actions = _of_rank(cells(rank, ranks, full), ranks, rank)
-        orders.append(tuple([action for action in actions if action.microbatch < units]))
+        orders.append(tuple(filter(lambda action: action.microbatch < units, actions)))
     return Schedule(name, v_placement(ranks), units, orders)
 
 
@@ -259,6 +259,13 @@ OPS = (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
 Queues: TypeAlias = "Sequence[Sequence[Sequence[int]]]"
 
 
+class Filled(NamedTuple):
+    """Tasks of each rank, and what is to be small: time, makespan and memory."""
+
+    score: tuple[float, float, int]
+    orders: list[list[int]]
+
+
 class StageTimes:
     """Stages on ranks, with the times of their tasks.
 
@@ -266,10 +273,21 @@ class StageTimes:
     waits_for, lag : the task before it in its micro-batch, -1 without one, and the time of its
         message
     awaited_on : the rank of the F or I that waits for a task, where one does
+    limit, kept : activations that a rank may hold, and the share of one that is held from its I
+        until its W
     """
 
-    def __init__(self, placement: tuple[int, ...], microbatches: int, costs: Costs) -> None:
+    def __init__(
+        self,
+        placement: tuple[int, ...],
+        microbatches: int,
+        costs: Costs,
+        limit: float,
+        kept: float = 1.0,
+    ) -> None:
         stages = len(placement)
+        self.limit = limit
+        self.kept = kept
         self.placement = placement
         self.microbatches = microbatches
         times = [costs.per_stage(name, stages) for name in TIMES[:3]]
@@ -301,92 +319,83 @@ class StageTimes:
             written.append(tuple(actions))
         return Schedule(name, self.placement, self.microbatches, written)
 
+    def fill_idle_with_weight_grads(self, queues: Queues, patience: float) -> Filled | None:
+        """Run queues of F's and I's, and W's while a rank waits; None if memory does not suffice.
 
-class Filled(NamedTuple):
-    """Tasks of each rank, and what is to be small: time, makespan and memory."""
-
-    score: tuple[float, float, int]
-    orders: list[list[int]]
-
-
-def fill_idle_with_weight_grads(
-    times: StageTimes, queues: Queues, limit: float, patience: float, kept: float = 1.0
-) -> Filled | None:
-    """Run queues of F's and I's, and W's while a rank waits; None if memory does not suffice.
-
-    A rank goes on with the first of its queues whose next task is ready. One that knows its next
-    task to be ready soon runs a W before it only where the wait is at least `patience` of the W.
-    `kept` is the share of an activation that is held from its I until its W.
-    """
-    holds = (1.0, kept - 1, -kept)  # activations more from the begin of F, I and W
-    seconds = times.seconds
-    waits_for = times.waits_for
-    rests = [list(map(deque, of_rank)) for of_rank in queues]
-    left = [sum(map(len, of_rank)) for of_rank in queues]
-    orders: list[list[int]] = [[] for _ in queues]
-    ends: list[list[float]] = [[] for _ in seconds]
-    activations = [0.0] * len(queues)
-    owed: list[deque[int]] = [deque() for _ in queues]
-    begins = [0.0] * len(queues)
-    free = [(0.0, rank) for rank in range(len(queues))]
-    # Ranks for which nothing is known to become ready, and since when.
-    asleep: dict[int, float] = {}
-    while free:
-        now, rank = free[0]
-        chosen = None
-        start = NEVER
-        is_full = False
-        for rest in rests[rank]:
-            if not rest:
-                continue
-            task = rest[0]
-            if task % 3 == 0 and activations[rank] + 1 > limit + ROUNDING:
-                is_full = True
-                continue
-            before = waits_for[task]
-            number = len(ends[task])
-            ready = now
-            if before >= 0:
-                if len(ends[before]) <= number:
+        A rank goes on with the first of its queues whose next task is ready. One that knows its
+        next task to be ready soon runs a W before it only where the wait is at least `patience` of
+        the W.
+        """
+        holds = (1.0, self.kept - 1, -self.kept)  # activations more from the begin of F, I and W
+        seconds = self.seconds
+        waits_for = self.waits_for
+        rests = [list(map(deque, of_rank)) for of_rank in queues]
+        left = [sum(map(len, of_rank)) for of_rank in queues]
+        orders: list[list[int]] = [[] for _ in queues]
+        ends: list[list[float]] = [[] for _ in seconds]
+        activations = [0.0] * len(queues)
+        owed: list[deque[int]] = [deque() for _ in queues]
+        begins = [0.0] * len(queues)
+        free = [(0.0, rank) for rank in range(len(queues))]
+        # Ranks for which nothing is known to become ready, and since when.
+        asleep: dict[int, float] = {}
+        while free:
+            now, rank = free[0]
+            chosen = None
+            start = NEVER
+            is_full = False
+            for rest in rests[rank]:
+                if not rest:
                     continue
-                ready = max(now, ends[before][number] + times.lag[task])
-            if ready < start:
-                chosen = rest
-                start = ready
-                if ready == now:
-                    break
-        weights = owed[rank]
-        # W's delay each I a little, and only the last one makes all ranks before it late for good.
-        share = patience
-        if left[rank] == 1 and rank != times.placement[0]:
-            share = max(1.0, patience)
-        if weights and start > now and (is_full or start - now >= share * seconds[weights[0]]):
-            task = weights.popleft()
-            start = now
-        elif chosen is None:
-            heappop(free)
-            asleep[rank] = now
-            continue
-        else:
-            task = chosen.popleft()
-            left[rank] -= 1
-            if task % 3 == 1:
-                weights.append(task + 1)
-        if not orders[rank]:
-            begins[rank] = start
-        end = start + seconds[task]
-        ends[task].append(end)
-        orders[rank].append(task)
-        activations[rank] += holds[task % 3]
-        heapreplace(free, (end, rank))
-        sleeper = times.awaited_on.get(task, -1)
-        if sleeper in asleep:
-            heappush(free, (max(asleep.pop(sleeper), start), sleeper))
-    if any(left):
-        return None
-    last = []
-    peaks = 0
-    for order in orders:
-        last.append(ends[order[-1]][-1])
-        peaks += max(accumulate([1 - task % 3 for task in order]))
-    return Filled((max(map(sub, last, begins)), max(last), peaks), orders)
+                task = rest[0]
+                if task % 3 == 0 and activations[rank] + 1 > self.limit + ROUNDING:
+                    is_full = True
+                    continue
+                before = waits_for[task]
+                number = len(ends[task])
+                ready = now
+                if before >= 0:
+                    if len(ends[before]) <= number:
+                        continue
+                    ready = max(now, ends[before][number] + self.lag[task])
+                if ready < start:
+                    chosen = rest
+                    start = ready
+                    if ready == now:
+                        break
+            weights = owed[rank]
+            # W's delay each I a little, and only the last one makes all ranks before it late for
+            # good.
+            share = patience
+            if left[rank] == 1 and rank != self.placement[0]:
+                share = max(1.0, patience)
+            if weights and start > now and (is_full or start - now >= share * seconds[weights[0]]):
+                task = weights.popleft()
+                start = now
+            elif chosen is None:
+                heappop(free)
+                asleep[rank] = now
+                continue
+            else:
+                task = chosen.popleft()
+                left[rank] -= 1
+                if task % 3 == 1:
+                    weights.append(task + 1)
+            if not orders[rank]:
+                begins[rank] = start
+            end = start + seconds[task]
+            ends[task].append(end)
+            orders[rank].append(task)
+            activations[rank] += holds[task % 3]
+            heapreplace(free, (end, rank))
+            sleeper = self.awaited_on.get(task, -1)
+            if sleeper in asleep:
+                heappush(free, (max(asleep.pop(sleeper), start), sleeper))
+        if any(left):
+            return None
+        last = []
+        peaks = 0
+        for order in orders:
+            last.append(ends[order[-1]][-1])
+            peaks += max(accumulate([1 - task % 3 for task in order]))
+        return Filled((max(map(sub, last, begins)), max(last), peaks), orders)
