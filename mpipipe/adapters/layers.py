@@ -41,8 +41,7 @@ def as_layer(entry: object, place: int, seed: int = 0) -> nn.Layer:
                 expected="the layer itself in the list, which holds no arrays before a stage "
                 "binds it",
                 remedy="or mpipipe.adapters.with_skips(function, takes=(...), gives=(...)) with "
-                "its names; ties of a "
-                "layer of nn are those of its parameters",
+                "its names; ties of a layer of nn are those of its parameters",
             )
         return thing
     if kind == "loss":
@@ -55,8 +54,7 @@ def as_layer(entry: object, place: int, seed: int = 0) -> nn.Layer:
         f"layers[{place}] is not a layer",
         found=type(thing).__name__,
         expected="an nn.Layer, a torch.nn.Module, a tuple (function of JAX, its parameters), "
-        "perhaps with its "
-        "state, or a function without arguments that makes one of them",
+        "perhaps with its state, or a function without arguments that makes one of them",
     )
 
 

@@ -13,9 +13,8 @@ from mpipipe.errors import BackendError
 from mpipipe.text import how_to_install
 
 INSTALL = (
-    f"{how_to_install('cuda13')} (or [cuda12], as the driver has it: nvidia-smi tells; "
-    "[rocm] for AMD's GPUs), "
-    "or use device='cpu'"
+    f"{how_to_install('cuda13')} (or [cuda12], as the driver has it: nvidia-smi tells; [rocm] for "
+    "AMD's GPUs), or use device='cpu'"
 )
 # 13 hands a kernel's None to the driver as the argument's address, and NCCL's identities are signed
 # numbers.
@@ -151,9 +150,8 @@ def check_computable(kind: np.dtype, device: str) -> None:
     """
     if device == "cuda" and kind.name == "bfloat16" and is_amd():
         raise BackendError(
-            "no matrix products of bfloat16 on AMD GPUs: CuPy's interface to hipBLAS does not "
-            "know this type, "
-            "and would end the process",
+            "no matrix products of bfloat16 on AMD GPUs: CuPy's interface to hipBLAS does not know "
+            "this type, and would end the process",
             found="dtype bfloat16",
             expected="float16, float32 or float64",
             remedy="use dtype='float16' (with a loss scale) or 'float32'",

@@ -117,8 +117,7 @@ def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) 
                 comm,
                 f"attention {direction}, ring of {comm.size}, {rotation}, sequence {seq_len}",
                 f"{_rate(direction, seq_len, heads, dim, seconds, comm.size)} a rank, one rank "
-                "alone "
-                f"{_rate(direction, seq_len, heads, dim, single)}",
+                f"alone {_rate(direction, seq_len, heads, dim, single)}",
                 single / (comm.size * seconds),
                 "efficiency; at least 0.93",
             )

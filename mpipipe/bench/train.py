@@ -69,8 +69,7 @@ def step(
         report(
             comm,
             f"train one sequence of {long.seq_len} positions in {counted(slices, 'slice')}, "
-            f"{schedule.name}, "
-            f"{counted(comm.size, 'rank')}",
+            f"{schedule.name}, {counted(comm.size, 'rank')}",
             f"{seconds:.3f} s a step, simulated {predicted:.3f} s, whole by 1F1B {whole[0]:.3f} s",
             whole[0] / seconds,
             f"at least 1.7 on 2 ranks: {even:.2f} without any cost of slices",

@@ -193,7 +193,6 @@ def _error(differences: Sequence[Difference], everyone: Sequence[Hashes]) -> Rep
         found="; ".join(texts),
         expected="the same bytes on all ranks with the same stages, and in all places of a tied "
         "parameter",
-        remedy="go on from a checkpoint of before, and change parameters on all ranks alike; "
-        "where nothing in the "
-        f"program does, test the memory and the processor of {'; '.join(hosts)}",
+        remedy="go on from a checkpoint of before, and change parameters on all ranks alike; where "
+        f"nothing in the program does, test the memory and the processor of {'; '.join(hosts)}",
     )

@@ -191,7 +191,6 @@ def refuse_singleton(environment: Mapping[str, str]) -> None:
         found="1 rank",
         expected=f"{ranks} ranks ({name}={ranks})",
         remedy="start it with the mpiexec of the MPI library that mpi4py uses (`python -m mpipipe "
-        "info` names it); "
-        "under SLURM choose the matching plugin: `srun --mpi=pmi2` for MPICH, `srun --mpi=pmix` "
-        "for Open MPI",
+        "info` names it); under SLURM choose the matching plugin: `srun --mpi=pmi2` for MPICH, "
+        "`srun --mpi=pmix` for Open MPI",
     )

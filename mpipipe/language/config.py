@@ -77,8 +77,7 @@ class ModelOptions:
     head_slices: int | None = option(
         None,
         "slices of the vocabulary into which the head is cut, so that stages divide it; default: "
-        "those of the folder "
-        "with from, else 1",
+        "those of the folder with from, else 1",
         least=1,
         decides=True,
     )
@@ -95,22 +94,19 @@ class ModelOptions:
     from_: str | None = option(
         None,
         "checkpoint, output folder of a training, or folder of Hugging Face, whose architecture "
-        "and weights to begin "
-        "with",
+        "and weights to begin with",
         metavar="PATH",
     )
     freeze: tuple[str, ...] = option(
         (),
-        "pattern of names of parameters to freeze, such as '0.*'; repeatable; the "
-        "last match counts, "
-        "and a leading ! keeps them trained",
+        "pattern of names of parameters to freeze, such as '0.*'; repeatable; the last match "
+        "counts, and a leading ! keeps them trained",
         decides=True,
     )
     lora: str | None = option(
         None,
         "train only low-rank adapters: rank,alpha,target,... such as 8,16,q_proj,v_proj, or the "
-        "folder of an adapter "
-        "of PEFT to continue with",
+        "folder of an adapter of PEFT to continue with",
         decides=True,
     )
     sample_bytes: int = option(200, "bytes or tokens of text to generate at the end", least=0)

@@ -433,8 +433,7 @@ class TextTask(Task):
             text = f", {len(source.train):,} {self.unit} of text"
         return (
             f"{self.model.parameters:,} parameters{self._trained_in_words()}, {config.dtype} on "
-            f"{place}, "
-            f"batch {config.batch} x {config.seq_len} {self.unit}{text}"
+            f"{place}, batch {config.batch} x {config.seq_len} {self.unit}{text}"
         )
 
     def _trained_in_words(self) -> str:

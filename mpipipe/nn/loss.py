@@ -167,8 +167,7 @@ def mean_of_losses(
             found=f"targets of {target.dtype}, from {target.min()} on",
             expected="the integers that the slices have taken",
             remedy="to leave positions out, give a loss of your own: it returns the mean of the "
-            "others, its gradient, "
-            "and how many they are as a weight",
+            "others, its gradient, and how many they are as a weight",
         )
     device = arrays.device_of(output)
     gradient = arrays.empty(output.shape, output.dtype, device)

@@ -257,8 +257,7 @@ def _divided_error(name: str) -> ArgumentError:
         f"the parameters{name} in float32 lie in shares on the replicas of a sharded optimizer",
         found="one share of them here, and all of them in half precision, as `compute`",
         remedy="read and write them within `with optimizer.whole_parameters():`, on all replicas "
-        "together; build "
-        "pipelines and set values before the optimizer",
+        "together; build pipelines and set values before the optimizer",
     )
 
 

@@ -634,9 +634,8 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
             raise ArgumentError(
                 f"layer {name} ({type(layer).__name__}) cannot train a part of its parameters",
                 found=", ".join(f"{key} frozen" for key in frozen_keys),
-                expected="all of them frozen, or none; or a class with freezes_parts = True, "
-                "which looks whether a "
-                "gradient is None",
+                expected="all of them frozen, or none; or a class with freezes_parts = True, which "
+                "looks whether a gradient is None",
             )
 
 

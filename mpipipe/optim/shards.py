@@ -121,8 +121,7 @@ class Shards:
             error=error,
             message=DIFFER,
             remedy="give Pipeline the same replicas, which sums gradients over them, and change "
-            "parameters, gradients "
-            "and learning rates on all of them alike",
+            "parameters, gradients and learning rates on all of them alike",
         )
         with self._exchange("a step of a sharded optimizer"):
             yield

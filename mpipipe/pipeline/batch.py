@@ -521,9 +521,8 @@ class AskedBatch:
                     found=actual,
                     expected=f"{expected}, by the shapes of micro-batch 0",
                     remedy="give micro-batches of equal shapes, or a list of all of them in place "
-                    "of the function; or "
-                    "with other numbers of rows than the first, say how many each has in an "
-                    "attribute `rows`",
+                    "of the function; or with other numbers of rows than the first, say how many "
+                    "each has in an attribute `rows`",
                 )
             return owned(tree)
 

@@ -47,8 +47,7 @@ OVERFLOW = (
 SOURCE = "look at what is named last in `found`: it was so before"
 ON_ITS_WAY = (
     "it was finite when it was sent: it was written to after that, or changed on its way. "
-    "MPIPIPE_SYNC_SENDS=1, and "
-    "with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
+    "MPIPIPE_SYNC_SENDS=1, and with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
 )
 # (what it is, arrays) of all that a result was computed from.
 Sources: TypeAlias = "Sequence[tuple[str, object]]"
@@ -72,8 +71,7 @@ def non_finite(value: object, name: str) -> str | None:
                     at = f" at [{', '.join(map(str, first))}]"
                 return (
                     f"{leaf}, {_described(array)}: {wrong} of {counted(host.size, 'number')} not "
-                    f"finite ({nans} NaN, "
-                    f"{wrong - nans} infinite), the first{at}: {host[first]}"
+                    f"finite ({nans} NaN, {wrong - nans} infinite), the first{at}: {host[first]}"
                 )
     return None
 

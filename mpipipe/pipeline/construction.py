@@ -434,9 +434,8 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
             "the loss does not go together with the slices of sequences",
             found=unfit,
             expected="a mean over target entries, of one slice at a time",
-            remedy="set loss.mean_over_entries = True where that is so, or return (value, "
-            "doutput, weight); or take a "
-            "schedule without slices",
+            remedy="set loss.mean_over_entries = True where that is so, or return (value, doutput, "
+            "weight); or take a schedule without slices",
         )
 
 

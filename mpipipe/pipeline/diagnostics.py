@@ -115,8 +115,7 @@ class PipelineFlight:
 
 REMEDY = (
     "recompute=True, which keeps the inputs of stages alone; more stages, or more and so smaller "
-    "micro-batches; "
-    "MPIPIPE_GRAPHS=0, without the temporary arrays that each CUDA graph keeps"
+    "micro-batches; MPIPIPE_GRAPHS=0, without the temporary arrays that each CUDA graph keeps"
 )
 
 

@@ -300,8 +300,7 @@ class Weighing:
             if facts.uneven and facts.mean_over == UNSAID:
                 raise ArgumentError(
                     "rows of some micro-batches have more target entries than rows of others, or "
-                    "are in slices, and "
-                    "the loss does not say what its value is a mean over",
+                    "are in slices, and the loss does not say what its value is a mean over",
                     found="(value, doutput)",
                     expected="a weight for each micro-batch",
                     remedy="return (value, doutput, weight), where weight is how many things "

@@ -61,9 +61,8 @@ def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
                         f"where it is {owner_name})",
                         expected="both stages on this rank, or neither",
                         remedy="give this pipeline both; or build a stage of new layers in place "
-                        "of this one, and copy "
-                        "its values: new.parameters[name][...] = old.parameters[name] for each "
-                        "name",
+                        "of this one, and copy its values: new.parameters[name][...] = "
+                        "old.parameters[name] for each name",
                     )
             for key, names in model.ties.items():
                 for name in names:

@@ -180,10 +180,9 @@ def in_words(plan: Plan) -> str:
         again = f", forwards run again: {choice.recomputation}"
     return (
         f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, "
-        f"{counted(choice.microbatches, 'micro-batch')}, "
-        f"layers {','.join(map(str, choice.partition))}{again}: "
-        f"{shown_seconds(prediction.seconds)} a step, bubble "
-        f"{prediction.bubble:.1%}, {shown_bytes(prediction.peak)} on a rank"
+        f"{counted(choice.microbatches, 'micro-batch')}, layers "
+        f"{','.join(map(str, choice.partition))}{again}: {shown_seconds(prediction.seconds)} a "
+        f"step, bubble {prediction.bubble:.1%}, {shown_bytes(prediction.peak)} on a rank"
     )
 
 

@@ -27,8 +27,7 @@ SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 EXPECTED = (
     "<stage><op><micro-batch>[.<slice>] with op F, B (full backward), I (input gradient), W "
-    "(weight gradient) or "
-    "R (recomputation), as in 2F0"
+    "(weight gradient) or R (recomputation), as in 2F0"
 )
 
 

@@ -168,9 +168,8 @@ def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
             "the recorded ranks are not those of whole pipelines",
             found=found,
             expected=f"each of the {ranks} ranks of every pipeline once",
-            remedy="hand in the communicator of one pipeline, or of all replicas of pipelines "
-            "that were made with "
-            "replicas=",
+            remedy="hand in the communicator of one pipeline, or of all replicas of pipelines that "
+            "were made with replicas=",
         )
 
 

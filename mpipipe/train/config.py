@@ -64,8 +64,7 @@ class ParallelOptions:
         "one_f_one_b",
         "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "
         "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or "
-        "FILE.csv with an order, "
-        "such as simulate --out writes",
+        "FILE.csv with an order, such as simulate --out writes",
         parse=full_name,
     )
     chunks: int = option(1, "stages on each rank", least=1)
@@ -233,8 +232,7 @@ class ClusterOptions:
     time_limit: float | None = option(
         None,
         "seconds or HH:MM:SS that the job may last; it saves before and leaves with 75; 0: no "
-        "limit; default: the "
-        "time limit of the SLURM job",
+        "limit; default: the time limit of the SLURM job",
         parse=parse_duration,
     )
     check_weights: int = option(
@@ -255,8 +253,7 @@ class ClusterOptions:
 # What has no option here, and what to do instead.
 _WITHOUT = {
     "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto "
-    "goes on from the one "
-    "before",
+    "goes on from the one before",
     "temperature": "the sample of a training has the temperature 0.8: `mpipipe generate "
     "--temperature` draws others",
     "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for "
@@ -271,8 +268,7 @@ _WITHOUT = {
     "give pipe for large models, and seq for long sequences",
     "init": "give --from: a training of text takes architecture and weights from one folder",
     "save_as save_dtype": "a training leaves weights: `mpipipe convert RUN FOLDER --dtype "
-    "bfloat16` makes a folder of "
-    "Hugging Face of them",
+    "bfloat16` makes a folder of Hugging Face of them",
     "survive": "save checkpoints (save_every), and start a job that has ended again with resume = "
     "auto",
 }

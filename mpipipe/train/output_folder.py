@@ -348,8 +348,7 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
             found=f"{', '.join(then)} in {place}",
             expected=", ".join(expected),
             remedy=f"what may change over a resume is {', '.join(others)}; give all else as it "
-            "was, or begin "
-            "a new training with --from, or of a task with --init",
+            "was, or begin a new training with --from, or of a task with --init",
         )
     if fingerprint != now["fingerprint"] and not getattr(config, "changed_task", False):
         kind = "on other data"

@@ -54,10 +54,8 @@ Fingerprints: TypeAlias = "list[list[float] | None]"
 RIGHT_IN_PARTS = HaloExchange, AllToAll, nn.AdaptiveNorm, nn.Patches
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, "
-    "row)), or the whole "
-    "batch from np.random.default_rng(step), and return [rows] of it; data that are drawn when "
-    "the file is loaded need "
-    "a seed, too"
+    "row)), or the whole batch from np.random.default_rng(step), and return [rows] of it; data "
+    "that are drawn when the file is loaded need a seed, too"
 )
 
 
@@ -72,10 +70,9 @@ def seq_warning(task: Task, shard: Shard) -> str:
         return ""
     return (
         f"mpipipe: note: {', '.join(sorted(apart))}: on each rank of seq they see its own part of "
-        "a row alone, which "
-        "is right where they work along an axis that is not shared, or at each point by itself; "
-        "mpipipe.exchange.HaloConv and HaloExchange, and shard.attend, take what they need from "
-        "other ranks"
+        "a row alone, which is right where they work along an axis that is not shared, or at each "
+        "point by itself; mpipipe.exchange.HaloConv and HaloExchange, and shard.attend, take what "
+        "they need from other ranks"
     )
 
 

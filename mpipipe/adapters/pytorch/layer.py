@@ -222,8 +222,7 @@ class TorchLayer(ForeignLayer):
         if changed:
             raise ArgumentError(
                 f"the parameter {min(changed)} of a module has been replaced or frozen since the "
-                "stage was made, or is "
-                "new, or no longer frozen",
+                "stage was made, or is new, or no longer frozen",
                 expected="the trainable parameters that there were then",
                 remedy="load_state_dict without assign=True; freeze parameters first and make the "
                 "stage then",

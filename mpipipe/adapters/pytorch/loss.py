@@ -106,7 +106,6 @@ class TorchLoss:
                 found=f"{type(self.module).__name__} with {len(parameters)} trainable parameters",
                 expected="parameters in the last stage, where optimizers and replicas see them",
                 remedy="torch_stage(module, loss=loss), or the loss as last entry of a list of "
-                "layers; "
-                "or loss.requires_grad_(False)",
+                "layers; or loss.requires_grad_(False)",
             )
         self._looked = True

@@ -123,8 +123,7 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
             "the arrays of attention do not fit together",
             found=f"q {q.shape} {q.dtype}, k {k.shape} {k.dtype}, v {v.shape} {v.dtype}",
             expected="q (batch, seq, heads, head_dim); k and v (batch, keys, kv_heads, head_dim), "
-            "with kv_heads a "
-            "divisor of heads; one dtype",
+            "with kv_heads a divisor of heads; one dtype",
         )
 
 

@@ -282,9 +282,8 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
             found=f"a NUL byte in the first {SNIFFED} bytes of {path}",
             expected="text, tokens that `mpipipe tokenize` wrote, or Megatron's .bin beside its "
             ".idx",
-            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out "
-            "FILE; text in UTF-16 must "
-            "become UTF-8 first",
+            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE; "
+            "text in UTF-16 must become UTF-8 first",
         )
     if not any(size for _, size in listed):
         expected = "a text file, or a folder with one"

@@ -266,9 +266,8 @@ def open_model(path: str | Path) -> ModelFolder:
         expected="the output folder of a training, one of its checkpoints, or a folder of Hugging "
         "Face",
         remedy="name the --out folder of a training that ended; its weights are written at the "
-        "end. Of a task of your "
-        "own mpipipe.train.load opens the folder; an adapter becomes a model by merge_and_unload "
-        "of PEFT",
+        "end. Of a task of your own mpipipe.train.load opens the folder; an adapter becomes a "
+        "model by merge_and_unload of PEFT",
     )
 
 

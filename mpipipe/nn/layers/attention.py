@@ -102,8 +102,7 @@ class SelfAttention(Layer):
                 "the heads of SelfAttention do not fit",
                 found=f"dim={dim}, heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}",
                 expected="heads a multiple of kv_heads, and dim one of heads unless head_dim is "
-                "given; head_dim even, "
-                "since rotary positions turn pairs of elements",
+                "given; head_dim even, since rotary positions turn pairs of elements",
                 remedy="choose other sizes, or rope_base=None",
             )
         if attend is None:

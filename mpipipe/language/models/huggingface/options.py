@@ -17,8 +17,7 @@ MOST_BYTES = 16 << 20  # bytes of a config.json
 REQUIRED = object()
 REMEDY = (
     "docs/model-folders.md lists what is read of a model, and docs/finetuning.md of an adapter; "
-    "one with other options "
-    "needs the library that it was made for"
+    "one with other options needs the library that it was made for"
 )
 
 
