@@ -85,7 +85,7 @@ def check_entries(layers: Sequence[object]) -> Iterator[tuple[int, str, bool]]:
         if kind == "layer":
             parts = thing.walk(f"{place}")
             if thing is entry:
-                meetings = nn.names_within(skips.entry)
+                meetings = nn.names_within(thing)
         elif kind == "module":
             parts = [(f"{place}", thing)]
             modules[place] = thing
@@ -120,8 +120,7 @@ def _kind(thing: object) -> str:
     # Where a library is not imported, there are no classes of it.
     if isinstance(thing, getattr(sys.modules.get("torch.nn"), "Module", ())):
         return "module"
-    room = sys.modules.get("mpipipe.adapters.pytorch.loss")
-    if isinstance(thing, getattr(room, "TorchLoss", ())):
+    if isinstance(thing, getattr(sys.modules.get("mpipipe.adapters.pytorch.loss"), "TorchLoss", ())):
         return "loss"
     return ""
 
