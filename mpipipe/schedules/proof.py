@@ -17,7 +17,7 @@ from mpipipe.schedules.action import (
     Action,
     place_of,
 )
-from mpipipe.schedules.replay import packed, reached, source
+from mpipipe.schedules.replay import reached, source
 from mpipipe.schedules.schedule import Schedule, check_skips
 from mpipipe.text import counted
 
@@ -100,7 +100,6 @@ def check(schedule: Schedule) -> None:
         return
     _check_placement(schedule)
     states = [bytearray(schedule.units) for _ in schedule.placement]
-    orders = []
     for rank, order in enumerate(schedule.orders):
         for slot, action in enumerate(order):
             wrong = _wrong(schedule, rank, action, states)
@@ -108,11 +107,10 @@ def check(schedule: Schedule) -> None:
                 _refuse(schedule, rank, slot, *wrong)
             state = states[action.stage]
             state[action.microbatch] = NEXT[state[action.microbatch], action.op]
-        orders.append(packed(order, schedule.units))
     _check_complete(schedule, states)
-    stopped = reached(schedule.placement, schedule.units, orders)
-    for rank, slot in enumerate(stopped):
-        if slot < len(orders[rank]):
+    stopped = reached(schedule)
+    for rank, order in enumerate(schedule.orders):
+        if stopped[rank] < len(order):
             _refuse_deadlock(schedule, stopped, rank)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 

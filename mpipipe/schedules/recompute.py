@@ -22,7 +22,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.proof import check
-from mpipipe.schedules.replay import packed, replay
+from mpipipe.schedules.replay import replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import (
     EQUAL_COSTS,
@@ -228,42 +228,36 @@ def hidden_in_waits(
     """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
     An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it
-    does not fit, the simulation decides. `timeline` says how long actions take.
-
-    `limits` is the memory that each rank may hold; `whole`
-    and `kept` are those of `held`.
+    does not fit, the simulation decides. `timeline` says how long actions take,
+    `limits` what each rank may hold; `whole` and `kept` are those of `held`.
     """
     transfer = costs.per_stage("transfer", schedule.stages)
     freed = [*map(operator.sub, whole, kept)]
 
-    def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
-        codes = [packed(order, schedule.units) for order in orders]
-        return replay(
-            schedule.placement, schedule.units, timeline.durations, transfer, codes, timeline.shares
-        )[:2]
+    def replayed(schedule: Schedule) -> tuple[list[array[float]], list[float]]:
+        return replay(schedule, timeline.durations, transfer, timeline.shares)[:2]
 
-    orders = [*schedule.orders]
-    starts, ends = replayed(orders)
-    if not schedule.recomputed:
-        return schedule, max(ends)
+    best = schedule
+    starts, ends = replayed(best)
     for share in SHARES:
         for _ in range(MOST_PASSES):
-            changed = list(orders)
-            for rank, order in enumerate(orders):
+            orders = [*best.orders]
+            for rank, order in enumerate(best.orders):
                 line = _Waits(order, starts[rank], [*map(timeline.duration, order)])
                 places = line.places(share)
                 if places:
                     memory = list(held(schedule, order, whole, kept))
-                    changed[rank] = line.moved(share, places, memory, freed, limits[rank])
-            if changed == orders:
+                    orders[rank] = line.moved(share, places, memory, freed, limits[rank])
+            changed = replace(schedule, orders=orders)
+            if changed == best:
                 break
             began, ended = replayed(changed)
             if max(ended) >= max(ends):
                 break
-            orders = changed
+            best = changed
             starts = began
             ends = ended
-    return replace(schedule, orders=tuple(orders)), max(ends)
+    return best, max(ends)
 
 
 class _Waits:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, Action
+from mpipipe.schedules.schedule import Schedule
 
 # A packed order has these numbers in place of ops.
 NUMBER = {op: number for number, op in enumerate(OPS)}
@@ -16,11 +17,9 @@ OP_BITS = 7
 
 
 def replay(
-    placement: Sequence[int],
-    units: int,
+    schedule: Schedule,
     durations: Mapping[str, Sequence[float]],
     transfer: Sequence[float],
-    orders: Sequence[array[int]],
     shares: Sequence[float] = (1.0,),
 ) -> tuple[list[array[float]], list[float], tuple[array[float], array[float]]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
@@ -29,8 +28,10 @@ def replay(
     done; and at stage * units + unit the ends of F's, and of B's and I's. Every action is on the
     right rank, once, with F before B or I before W. Sends cost the sender nothing and never block;
     `transfer` is the time of a message, as `Costs.transfer`. An action whose input never comes
-    stops its rank for good. `orders` are packed. `shares` are those of `Timeline`.
+    stops its rank for good. `shares` are those of `Timeline`.
     """
+    units = schedule.units
+    orders = [packed(order, units) for order in schedule.orders]
     # Stage s runs unit u at index s * units + u of these lists.
     of_units = [*shares] * (units // len(shares))
     times = []
@@ -38,7 +39,7 @@ def replay(
         times.append([seconds * share for seconds in durations[name] for share in of_units])
     forward, backward, input_grad, weight_grad, recompute = times
     hop = []
-    for seconds in hops(placement, transfer):
+    for seconds in hops(schedule.placement, transfer):
         hop += [seconds] * units
     # -1 where it is not done yet.
     forward_done = array("d", [-1.0]) * len(hop)
@@ -94,10 +95,10 @@ def replay(
     return starts, ends, (forward_done, backward_done)
 
 
-def reached(placement: Sequence[int], units: int, orders: Sequence[array[int]]) -> list[int]:
+def reached(schedule: Schedule) -> list[int]:
     """Count how many actions of each rank can run: fewer than all if ranks wait for each other."""
-    ones = [1.0] * len(placement)
-    starts, _, _ = replay(placement, units, dict.fromkeys(OPS, ones), ones, orders)
+    ones = [1.0] * schedule.stages
+    starts, _, _ = replay(schedule, dict.fromkeys(OPS, ones), ones)
     return list(map(len, starts))
 
 

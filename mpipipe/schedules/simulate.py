@@ -14,7 +14,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.checks import at_least_one, floats, one_per_stage
 from mpipipe.schedules.proof import check
-from mpipipe.schedules.replay import hops, packed, replay
+from mpipipe.schedules.replay import hops, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
 
@@ -225,17 +225,13 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     }
     durations[BACKWARD] = [*map(add, durations[INPUT_GRAD], durations[WEIGHT_GRAD])]
     shares = costs.per_slice(schedule.slices)
-    orders = []
     peaks = []
     for order in schedule.orders:
-        orders.append(packed(order, schedule.units))
         changes: list[int] = []
         for begins, ends_here in activations(schedule, order):
             changes += begins, -ends_here
         peaks.append(max(accumulate(changes, initial=0)))
-    starts, ends, done = replay(
-        schedule.placement, schedule.units, durations, transfer, orders, shares
-    )
+    starts, ends, done = replay(schedule, durations, transfer, shares)
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every unit forward and, if there are
     # backwards, back.

@@ -20,12 +20,12 @@ as many on all ranks: n - 1 where a rank has one stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
 from mpipipe.schedules.action import FORWARD, Action, Order
-from mpipipe.schedules.replay import packed, reached
+from mpipipe.schedules.replay import reached
 from mpipipe.schedules.schedule import Schedule
 
 
@@ -50,16 +50,11 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
     for part in parts:
         least = max(least, _needed(*part))
     for ahead in count(least):
-        orders = []
-        codes = []
-        for part in parts:
-            order = tuple(_merged(*part, ahead))
-            orders.append(order)
-            codes.append(packed(order, whole.units))
-        if reached(schedule.placement, whole.units, codes) == [*map(len, orders)]:
+        whole = replace(whole, orders=[_merged(*part, ahead) for part in parts])
+        if reached(whole) == [*map(len, whole.orders)]:
             break
         assert ahead < schedule.chunks * whole.units, f"{schedule!r} does not run"
-    return replace(whole, orders=orders)
+    return whole
 
 
 Backwards = list[tuple[Action, int]]  # each with the number of forwards before it on its rank
@@ -90,9 +85,11 @@ def _needed(forwards: Sequence[Action], backwards: Backwards) -> int:
     return max(needed)
 
 
-def _merged(forwards: Sequence[Action], backwards: Backwards, ahead: int) -> Iterator[Action]:
+def _merged(forwards: Sequence[Action], backwards: Backwards, ahead: int) -> Order:
     done = 0
+    order: list[Action] = []
     for action, before in backwards:
-        yield from forwards[done : before + ahead]
-        done = max(done, min(before + ahead, len(forwards)))
-        yield action
+        order += forwards[done : before + ahead]
+        done = max(done, before + ahead)
+        order.append(action)
+    return tuple(order)
