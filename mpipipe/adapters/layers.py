@@ -85,7 +85,7 @@ def check_entries(layers: Sequence[object]) -> Iterator[tuple[int, str, bool]]:
         if kind == "layer":
             parts = thing.walk(f"{place}")
             if thing is entry:
-                meetings = nn.names_within(thing)
+                meetings = nn.names_within(skips.entry)
         elif kind == "module":
             parts = [(f"{place}", thing)]
             modules[place] = thing
@@ -120,7 +120,9 @@ def _kind(thing: object) -> str:
     # Where a library is not imported, there are no classes of it.
     if isinstance(thing, getattr(sys.modules.get("torch.nn"), "Module", ())):
         return "module"
-    if isinstance(thing, getattr(sys.modules.get("mpipipe.adapters.pytorch.loss"), "TorchLoss", ())):
+    if isinstance(
+        thing, getattr(sys.modules.get("mpipipe.adapters.pytorch.loss"), "TorchLoss", ())
+    ):
         return "loss"
     return ""
 
