@@ -37,8 +37,9 @@ def picture(result: Timeline) -> str | None:
             )
             label = str(action.microbatch)
             if width > 7 * len(label):
-                middle = left + width / 2
-                parts.append(f'<text x="{middle:.2f}" y="{ROW * rank + 16}">{label}</text>')
+                parts.append(
+                    f'<text x="{left + width / 2:.2f}" y="{ROW * rank + 16}">{label}</text>'
+                )
     return "\n".join([*parts, "</svg>"])
 
 
