@@ -229,8 +229,7 @@ def test_a_thousand_ranks_take_a_second():
 
 def plans():
     """54 plans: schedules with micro-batches of 1, 2 and 4 rows, and both places, of a step of 64 rows."""
-    for form, rows, places in itertools.product(FORMS[:3] + FORMS[4:6] + FORMS[7:11], (1, 2, 4), PLACES):
-        yield form, rows, places
+    yield from itertools.product(FORMS[:3] + FORMS[4:6] + FORMS[7:11], (1, 2, 4), PLACES)
 
 
 @pytest.mark.long
