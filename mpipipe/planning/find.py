@@ -128,16 +128,16 @@ def measure(measured: MeasuredRanks) -> Profile:
         sizes=pipe[0].sizes,
         states=problem.states,
         trained=problem.trained_counts,
-        optimizer=tuple([rank.optimizer for rank in pipe]),
-        sums=tuple([rank.sums for rank in pipe]),
+        optimizer=tuple(map(attrgetter("optimizer"), pipe)),
+        sums=tuple(map(attrgetter("sums"), pipe)),
         step=max(steps),
-        process=max(rank.process for rank in layers),
+        process=max(map(attrgetter("process"), layers)),
     )
 
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:
     """Return the best plan, and the best with other micro-batches and another schedule."""
-    choices = [plan.choice for plan in plans]
+    choices = [*map(attrgetter("choice"), plans)]
     tried = choices[:1]
     for form in (attrgetter("microbatches"), attrgetter("schedule", "chunks")):
         tried += [choice for choice in choices if form(choice) != form(choices[0])][:1]

@@ -353,14 +353,16 @@ def grid(
     if isinstance(mark, tuple):
         mark = [mark]
     marks = list(mark or ())
-    rows = [[*map(schedule.cell, order)] for order in schedule.orders]
+    rows = []
+    for order in schedule.orders:
+        rows.append([*map(schedule.cell, order)])
     for rank, text in missing:
         marks.append((rank, len(rows[rank])))
         rows[rank].append(text)
     ranks = range(schedule.ranks)
     if marks:
         ranks = _around(marks[0][0], WINDOW_RANKS, ranks)
-    longest = max([len(rows[rank]) for rank in ranks], default=0)
+    longest = max(map(len, rows[ranks.start : ranks.stop]), default=0)
     slots = range(longest)
     if marks:
         slots = _around(marks[0][1], WINDOW_SLOTS, slots)
