@@ -75,7 +75,8 @@ def plan(
                 if out is not None:
                     keys["pipe"] = problem.ranks
                     keys["seq"] = problem.seq
-                    keys["mesh_order"] = report.order
+                    if report.order is not None:
+                        keys["mesh_order"] = report.order
                     write(Path(out), keys, report.choice)
 
     return on_ranks(work)()
@@ -109,7 +110,7 @@ def show(report: PlanReport) -> None:
     ]
     if report.oversubscribed:
         lines.append(report.oversubscribed)
-    if report.links is not None:
+    if report.links is not None and report.order is not None:
         lines += launch_lines(report.order, report.links)
     lines += [
         "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",

@@ -33,7 +33,7 @@ class PlanReport:
 
     plans: Sequence[Plan]
     choice: Choice
-    order: str
+    order: str | None
     links: Links | None
     profile: Profile
     ranks_per_node: int

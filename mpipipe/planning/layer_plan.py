@@ -4,37 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mpipipe import nn
 from mpipipe.adapters import as_layer, check_entries
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import Schedule, with_skips
+from mpipipe.planning.layer_ranges import LayerRanges
+from mpipipe.schedules import with_skips
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """The schedule, (start, stop) of the layers of each stage, and the samples of a replica."""
-
-    schedule: Schedule
-    layer_ranges: list[tuple[int, int]]
-    rows: int
-
-    @property
-    def microbatch_rows(self) -> int:
-        """Number of samples of the largest micro-batch."""
-        return -(-self.rows // self.schedule.microbatches)
-
-    def ranges_of(self, rank: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the layers of each stage of one rank of a pipeline."""
-        return [self.layer_ranges[stage] for stage in self.schedule.stages_of(rank)]
-
-    def layers_of(self, rank: int) -> list[int]:
-        """Return the places in the model of all layers of one rank of a pipeline."""
-        layers: list[int] = []
-        for start, stop in self.ranges_of(rank):
-            layers += range(start, stop)
-        return layers
+class LayerPlan(LayerRanges):
+    """The cut of a model whose layers are there."""
 
     def with_names(self, layers: Sequence[object]) -> LayerPlan:
         """Return the plan with a skip for each name that goes from one stage to another.

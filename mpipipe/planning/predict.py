@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 from mpipipe import schedules
-from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.layer_ranges import LayerRanges
 from mpipipe.planning.profile import Link, Profile
 from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
@@ -82,7 +82,7 @@ def predict(
     (15.5, 0.2, (208, 108))
     """
     schedule = choice.build(profile.ranks, trained)
-    plan = LayerPlan(schedule, choice.ranges, rows)
+    plan = LayerRanges(schedule, choice.ranges, rows)
     costs = _costs(profile, plan)
     timeline = schedules.simulate(schedule, costs)
     activations = _activations(profile, plan)
@@ -109,7 +109,7 @@ def predict(
     )
 
 
-def _costs(profile: Profile, plan: LayerPlan) -> Costs:
+def _costs(profile: Profile, plan: LayerRanges) -> Costs:
     """Return the costs of stages, for a unit of the mean size."""
     schedule = plan.schedule
     size = plan.microbatch_rows
@@ -165,7 +165,7 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
-def _activations(profile: Profile, plan: LayerPlan) -> Sequence[float]:
+def _activations(profile: Profile, plan: LayerRanges) -> Sequence[float]:
     schedule = plan.schedule
     sizes = profile.sizes[plan.microbatch_rows]
     splits = _splits(schedule)

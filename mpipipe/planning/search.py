@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 from mpipipe import schedules
-from mpipipe.comm import ORDER
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning.predict import Choice, Prediction, predict
 from mpipipe.planning.profile import Profile
@@ -35,15 +34,15 @@ class Plan:
         What is decided.
     prediction : Prediction
         Its time and memory.
-    order : str
-        Axes of the mesh, as `Mesh` takes them.
+    order : str, optional
+        Axes of the mesh, as `Mesh` takes them, where ranks share network cards.
     contended : float, optional
         Seconds of a step where ranks share network cards.
     """
 
     choice: Choice
     prediction: Prediction
-    order: str = ORDER
+    order: str | None = None
     contended: float | None = None
 
     @property
