@@ -25,10 +25,8 @@ from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
 from mpipipe.planning import (
-    NIC,
     NOTABLE,
     ORDERS,
-    PAPER,
     RankBytes,
     launch_lines,
     paper_costs,
@@ -62,7 +60,8 @@ NicsPerNode = Annotated[
     Option("network cards that the ranks of a node share: count messages that wait", least=1),
 ]
 Nic = Annotated[
-    str | None, Option(f"one of these, in s and bytes/s: {FORM}; default: {NIC}", metavar="NUMBERS")
+    str | None,
+    Option(f"one of these, in s and bytes/s: {FORM}; or the first of these", metavar="NUMBERS"),
 ]
 
 
@@ -294,7 +293,7 @@ def described(
         f"mpipipe: bubble {bubble:.1%}, estimated from operation counts",
     ]
     if nics_per_node is not None:
-        links = read_links(nics_per_node, nic or PAPER)
+        links = read_links(nics_per_node, nic)
         lines += sharing_lines(estimate, links, flops)
     lines += ["", "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory"]
     cells = []
@@ -331,8 +330,9 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
     lines = [
         f"mpipipe: {links.nic_ranks} of the {links.node_size} ranks of a node share a network card "
         f"of {links.bandwidth:g} bytes/s;",
-        f"mpipipe: with {flops:g} operations a second on each rank, and without the optimizer,",
-        "mpipipe: a step takes (if no message waited for another one)",
+        f"mpipipe: with {flops:g} operations a second on each rank, without optimizer and rings of "
+        "attention",
+        "mpipipe: a step takes, and in brackets if no message waited for another one:",
     ]
     for order, seconds in shared.items():
         line = f"mpipipe:   {shown_seconds(seconds)}"
@@ -340,7 +340,9 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
             line += f" ({shown_seconds(alone[order])})"
         lines.append(f"{line} with {ORDERS[order]} on a node")
     best = min(shared, key=shared.__getitem__)
-    return [*lines, *launch_lines(best, links)]
+    if max(shared.values()) > (1 + NOTABLE) * shared[best]:
+        lines += launch_lines(best, links)
+    return lines
 
 
 def _sizes(memory: RankBytes) -> list[str]:

@@ -5,10 +5,8 @@ from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds
 from mpipipe.planning.layer_plan import LayerPlan, name_ends
 from mpipipe.planning.memory import check_memory, peak, resident
 from mpipipe.planning.network import (
-    NIC,
     NOTABLE,
     ORDERS,
-    PAPER,
     launch_lines,
     paper_costs,
     read_links,

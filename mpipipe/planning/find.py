@@ -13,7 +13,7 @@ from mpipipe import processor
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
-from mpipipe.planning.network import NIC, NOTABLE, ranked, read_links
+from mpipipe.planning.network import NOTABLE, ranked, read_links
 from mpipipe.planning.predict import Choice, predict
 from mpipipe.planning.probe import measure_layers
 from mpipipe.planning.problem import MeasuredRanks
@@ -64,7 +64,7 @@ def find_plan(
     links = None
     if nics_per_node is not None:
         with group.raise_together("plan: the network cards"):
-            links = read_links(nics_per_node, nic or f"{NIC},{places[0]}")
+            links = read_links(nics_per_node, nic, places[0])
     profile = measure(measured)
     plans: list[Plan] = []
     with group.raise_together("plan: the search"):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 from mpipipe.comm import ORDER, Coordinates, rank_at
+from mpipipe.errors import ArgumentError
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.problem import PlanningProblem
 from mpipipe.planning.profile import Profile
@@ -16,20 +17,30 @@ from mpipipe.planning.search import Plan
 from mpipipe.planning.step_memory import RankBytes
 from mpipipe.schedules import Costs, Links, Schedule, simulate_flows
 
-NIC = "5e-6,25e9"  # 200 Gbit/s
-PAPER = f"{NIC},8,2e-6,200e9"  # eight ranks on a node
+# 200 Gbit/s between nodes, and of ranks that are not there eight on a node.
+NIC = "5e-6,25e9,{node_size},2e-6,200e9"
+PAPER = 8
 ORDERS = {ORDER: "replicas of a stage", "data,pipe,seq": "stages of a pipeline"}
 BEST = 20  # plans that are ranked once more
 NOTABLE = 0.02  # share of a time
 
 
-def read_links(nics_per_node: int, nic: str) -> Links:
+def read_links(nics_per_node: int, nic: str | None, node_size: int = PAPER) -> Links:
     """Return links of nodes with this number of NICs, from a text as for `Links.read`.
 
-    Raises ArgumentError where ranks do not share the NICs evenly.
+    What it leaves out is that of `NIC`. Raises ArgumentError where ranks do not share NICs evenly.
     """
-    links = Links.read(nic)
-    return replace(links, nic_ranks=-(-links.node_size // nics_per_node))
+    given = nic.split(",") if nic else []
+    others = NIC.format(node_size=node_size).split(",")[len(given) :]
+    links = Links.read(",".join([*given, *others]))
+    nic_ranks, rest = divmod(links.node_size, nics_per_node)
+    if nic_ranks and rest:
+        raise ArgumentError(
+            "the ranks of a node do not share its network cards evenly",
+            found=f"{links.node_size} ranks, {nics_per_node} cards",
+            expected="a divisor of the ranks, or a card for each",
+        )
+    return replace(links, nic_ranks=max(1, nic_ranks))
 
 
 def seconds_of_orders(
@@ -67,7 +78,7 @@ def ranked(
         seconds = seconds_of_orders(schedule, costs, links, problem.shape)
         order = min(seconds, key=seconds.__getitem__)
         # What real steps last longer than predicted is no matter of network cards.
-        waits = seconds[order] - plan.prediction.summed
+        waits = max(0.0, seconds[order] - plan.prediction.summed)
         best.append(replace(plan, order=order, contended=plan.prediction.seconds + waits))
     best.sort(key=lambda plan: plan.seconds)
     return [*best, *plans[BEST:]]
@@ -96,5 +107,6 @@ def launch_lines(order: str, links: Links) -> list[str]:
     """Say how ranks are placed so that what this order keeps together is on one node."""
     return [
         f"mpipipe: place {ORDERS[order]} on a node: --mesh-order {order} and",
-        f"mpipipe: srun --distribution=block, or mpiexec --map-by ppr:{links.node_size}:node",
+        "mpipipe: srun --distribution=block, mpiexec --map-by "
+        f"ppr:{links.node_size}:node (Open MPI) or -ppn {links.node_size} (MPICH)",
     ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from sched import Event, scheduler
 
+from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import FORWARD, RECOMPUTE, WEIGHT_GRAD
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule
@@ -31,10 +32,13 @@ def simulate_flows(
     evenly by what passes it in one direction, and the slower of the two counts. A rank whose
     actions are done sums its gradients with the other replicas over a ring: 2 (R - 1) / R of their
     bytes, and 2 (R - 1) latencies. All replicas do the same at the same time, so one of them is
-    simulated, and its messages count as often as replicas share its NIC. This is the fluid model of
+    simulated, and its messages count as often as replicas share its NIC. That holds where all
+    replicas lie on nodes alike; where they do not, an edge is as slow as that of the first replica
+    in which it leaves its node, and results may be some 10 % off. This is the fluid model of
     networks (Casanova et al., J. Parallel Distrib. Comput. 74, 2014,
     doi:10.1016/j.jpdc.2014.06.008), but what one NIC leaves idle is not given to others. Not
-    counted: skips, rings of attention, the switches between nodes.
+    counted: skips, rings of attention, the switches between nodes, and sums that begin before the
+    last action of a rank.
 
     Parameters
     ----------
@@ -43,7 +47,7 @@ def simulate_flows(
     costs : Costs
         In seconds and bytes; in place of `transfer` the links count.
     links : Links
-        Where `nic_ranks` is 1, messages do not share, as in `simulate`.
+        Where `nic_ranks` is 1, messages neither share nor wait, as in `simulate`.
     pipelines : sequence of sequence of int, optional
         For each replica the ranks of its pipeline, as nodes and NICs hold them; by default one
         replica on ranks 0, 1, ...
@@ -61,6 +65,13 @@ def simulate_flows(
     timeline = simulate(schedule, costs)
     stages = schedule.stages
     pipelines = pipelines or [range(schedule.ranks)]
+    for ranks in pipelines:
+        if len(ranks) != schedule.ranks:
+            raise ArgumentError(
+                "a pipeline does not have the ranks of the schedule",
+                found=f"ranks {[*ranks]}",
+                expected=f"{schedule.ranks} of them",
+            )
     network = Network(links)
     message_bytes = costs.per_stage("message_bytes", stages)
     gradient_bytes = costs.per_stage("gradient_bytes", stages)
@@ -91,7 +102,8 @@ def simulate_flows(
         ring = [ranks[rank] for ranks in pipelines]
         steps = 2 * (len(ring) - 1)
         size = steps * sum(gradient_bytes[stage] for stage in schedule.stages_of(rank)) / len(ring)
-        network.send(tuple(zip(ring, ring[1:] + ring[:1])), size, steps, bool)
+        if size and not schedule.forwards_only:
+            network.send(tuple(zip(ring, ring[1:] + ring[:1])), size, steps, bool)
 
     def go_on(rank_work: Iterator[float | Output]) -> None:
         wait = next(rank_work, None)
@@ -169,8 +181,8 @@ class Network:
         ports = {}
         if links.nic_ranks > 1:
             for comes_in in (False, True):
-                nics = [edge[comes_in] // links.nic_ranks for edge in (edges[0], *outside)]
-                ports[comes_in, nics[0]] = nics.count(nics[0]) - 1
+                nics = [edge[comes_in] // links.nic_ranks for edge in outside]
+                ports[comes_in, nics[0]] = nics.count(nics[0])
         return Pair(links.latency, links.bandwidth, ports)
 
     def begin(self, pair: Pair) -> None:
