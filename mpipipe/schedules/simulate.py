@@ -387,8 +387,8 @@ class Links:
     nic_ranks : int, optional
         Ranks that share a network card (NIC), at most those of a node: r and s share one if
         r // nic_ranks == s // nic_ranks. `bandwidth` is that of a NIC in one direction. Only
-        `simulate_flows` lets messages wait for each other. By default each rank has one, on which no
-        message waits.
+        `simulate_flows` lets messages wait for each other. By default each rank has one, on which
+        no message waits.
 
     Examples
     --------

@@ -55,7 +55,7 @@ def test_steps_of_ranks_that_share_network_cards_are_foreseen_for_both_placement
     ("flags", "text"),
     [
         (["--nic", "0,1"], "--nic without --nics-per-node"),
-        (["--nics-per-node", "3"], "does not hold the ranks of whole NICs"),
+        (["--nics-per-node", "3"], "do not share its network cards evenly"),
         (["--nics-per-node", "0"], "--nics-per-node"),
         (["--nics-per-node", "1", "--nic", "fast"], "no model of links"),
     ],
