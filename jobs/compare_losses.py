@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.train import MOST_BYTES, NAME
+from mpipipe.train.report import METRICS, MOST_BYTES
 
 LARGEST = 1e-4  # relative difference: rounding, after a few steps
 
@@ -19,7 +19,7 @@ def losses(run: Path) -> list[float]:
     """Return the losses in the metrics.jsonl of an output folder, of training and of validation, in
     order.
     """
-    records = [json.loads(line) for line in files.read_text(run / NAME, MOST_BYTES).splitlines()]
+    records = [json.loads(line) for line in files.read_text(run / METRICS, MOST_BYTES).splitlines()]
     return [record[key] for record in records for key in ("loss", "validation") if key in record]
 
 

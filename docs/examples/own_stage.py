@@ -21,6 +21,8 @@ import numpy as np
 import mpipipe
 from mpipipe import nn, schedules
 
+Saved = tuple[np.ndarray, np.ndarray]
+
 
 class Tanh:
     def __init__(self, size: int, seed: int) -> None:
@@ -29,15 +31,11 @@ class Tanh:
         # One contiguous array of all gradients
         self.gradients = SimpleNamespace(flat=np.zeros(size * size))
 
-    def forward(
-        self, x: np.ndarray
-    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    def forward(self, x: np.ndarray) -> tuple[np.ndarray, Saved]:
         y = np.tanh(x @ self.weight)
         return y, (x, y)
 
-    def backward(
-        self, dy: np.ndarray, saved: tuple[np.ndarray, np.ndarray]
-    ) -> np.ndarray:
+    def backward(self, dy: np.ndarray, saved: Saved) -> np.ndarray:
         x, y = saved
         inner: np.ndarray = dy * (1 - y * y)
         self.gradients.flat += (x.T @ inner).ravel()
@@ -65,8 +63,6 @@ with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pi
         stage.weight -= stage.gradients.flat.reshape(8, 8)
 if comm.rank == 0:
     print(f"loss {start:.2f} -> {loss:.2f} in 30 steps")
-    print(
-        "gradient of W[0, 0] on rank 0 agrees with the difference quotient:",
-        bool(abs(quotient - slope) < 1e-5),
-    )
+    agrees = bool(abs(quotient - slope) < 1e-5)
+    print("gradient of W[0, 0] on rank 0 agrees with the difference quotient:", agrees)
 # sphinx_gallery_thumbnail_path = "figures/microbatch.svg"

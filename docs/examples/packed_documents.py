@@ -63,9 +63,8 @@ if comm.rank == 0:
     whole = layout.unshard(shards)
     equal = []
     for start, stop in pairwise(starts):
-        alone = attention.Local().forward(
-            *(array[:, start:stop] for array in (q, k, v))
-        )[0]
+        own = [array[:, start:stop] for array in (q, k, v)]
+        alone = attention.Local().forward(*own)[0]
         equal.append(np.abs(whole[:, start:stop] - alone).max() < 1e-12)
     print("documents equal attention on each alone:", all(equal))
 # sphinx_gallery_thumbnail_path = "figures/layouts.svg"

@@ -330,9 +330,8 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
     lines = [
         f"mpipipe: {links.nic_ranks} of the {links.node_size} ranks of a node share a network card "
         f"of {links.bandwidth:g} bytes/s;",
-        f"mpipipe: with {flops:g} operations a second on each rank, without optimizer and rings of "
-        "attention",
-        "mpipipe: a step takes, and in brackets if no message waited for another one:",
+        f"mpipipe: with {flops:g} operations a second on each rank, without the optimizer,",
+        "mpipipe: and without rings of attention, a step takes (if no message waited):",
     ]
     for order, seconds in shared.items():
         line = f"mpipipe:   {shown_seconds(seconds)}"

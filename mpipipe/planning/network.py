@@ -107,6 +107,6 @@ def launch_lines(order: str, links: Links) -> list[str]:
     """Say how ranks are placed so that what this order keeps together is on one node."""
     return [
         f"mpipipe: place {ORDERS[order]} on a node: --mesh-order {order} and",
-        "mpipipe: srun --distribution=block, mpiexec --map-by "
-        f"ppr:{links.node_size}:node (Open MPI) or -ppn {links.node_size} (MPICH)",
+        f"mpipipe: srun --distribution=block, or mpiexec --map-by ppr:{links.node_size}:node "
+        f"(MPICH: -ppn {links.node_size})",
     ]

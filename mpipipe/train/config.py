@@ -66,6 +66,7 @@ class ParallelOptions:
         "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or "
         "FILE.csv with an order, such as simulate --out writes",
         parse=full_name,
+        show=full_name,
     )
     chunks: int = option(1, "stages on each rank", least=1)
     microbatches: int | None = option(

@@ -102,8 +102,7 @@ class Shard:
         # Of an array on the disk no more than the part is read.
         places = layout.positions(self.rank)
         before = [slice(None)] * (axis % len(array.shape))
-        at = (*before, slice(int(places[0]), int(places[-1]) + 1))
-        return np.ascontiguousarray(array[at])
+        return np.ascontiguousarray(array[*before, slice(int(places[0]), int(places[-1]) + 1)])
 
     def whole(self, array: Array, axis: int = 1) -> Array:
         """Put an array together on each rank, from the parts of all; collective over `comm`."""

@@ -13,6 +13,7 @@ from support.random_schedules import runnable_schedules
 
 from mpipipe import Pipeline, nn
 from mpipipe.adapters import ForeignLayer
+from mpipipe.adapters.foreign import WithSkips
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, StageError
 from mpipipe.job import inprocess
 from mpipipe.schedules import before_backwards, by_name, gpipe, simulate
@@ -277,10 +278,15 @@ def test_check_mode_watches_slices_and_errors_name_them():
 
 
 def test_modules_and_functions_of_others_say_themselves_whether_they_mix_positions():
-    layer = ForeignLayer.__new__(ForeignLayer)
+    class Declared(ForeignLayer):
+        mixes_positions = True
+
+        def _declare(self):
+            return {}
+
     alone = SimpleNamespace(mixes_positions=False)
-    for layer.entry, mixes in ((alone, False), ((alone, {}), False), (SimpleNamespace(), True), ((len, {}), True)):
-        assert layer.mixes_positions is mixes
+    for entry, mixes in ((alone, False), ((alone, {}), False), (SimpleNamespace(), True), ((len, {}), True)):
+        assert Declared(WithSkips(entry)).mixes_positions is mixes
 
 
 def loss_of(**attributes):

@@ -42,7 +42,7 @@ def test_a_long_pipeline_has_as_many_microbatches_as_sequences():
         (1, 3, {"microbatches": 5}, ConfigError, "fewer sequences than micro-batches"),
         (2, 1, {"schedule": "forward_only"}, ConfigError, "without backward"),
         (2, 1, {"chunks": 2}, ArgumentError, "one stage per rank"),
-        (1, 1, {"schedule": "1f1b"}, ArgumentError, "unknown schedule"),
+        (1, 1, {"schedule": "1b1f"}, ArgumentError, "unknown schedule"),
         (1, 1, {"heads": 3}, ArgumentError, "heads"),
     ],
 )
