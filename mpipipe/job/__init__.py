@@ -54,7 +54,15 @@ if TYPE_CHECKING:
     from mpipipe.job.flight import Message, Snapshot
     from mpipipe.job.group import RankGroup, collect, group_of
     from mpipipe.job.preemption import Preemption, parse_duration
-    from mpipipe.job.report import AGREED, INTERRUPTED, describe_error, heading, users_frame, write
+    from mpipipe.job.report import (
+        AGREED,
+        INTERRUPTED,
+        describe_error,
+        heading,
+        is_users,
+        users_frame,
+        write,
+    )
     from mpipipe.job.requests import keep_forever, own
     from mpipipe.job.runtime import mpi, tag_upper_bound, world
     from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size

@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import sys
+import sysconfig
 import termios
 import threading
 import time
@@ -31,6 +32,7 @@ STAGGER = 0.2  # seconds between ranks that report in its place
 TAKEN_SECONDS = 2.0  # for the launcher to read what this rank has written: it may be stopped
 AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
+STANDARD = sysconfig.get_path("stdlib") + os.sep
 INTERRUPTED = 130  # shells: 128 + SIGINT
 
 
@@ -47,8 +49,11 @@ def describe_error(error: BaseException, heading: str) -> str:
     An error that is not of this package has its traceback as well, which begins with that code.
     """
     text = f"{heading}\n  {type(error).__name__}"
-    if str(error):
-        text += f": {error}"
+    message = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        message = message.replace("\n", "\n  ")
+    if message:
+        text += f": {message}"
     message_is_enough = isinstance(error, (MpipipeError, KeyboardInterrupt))
     cause = error.__cause__ or error
     frame = users_frame(cause.__traceback__) or users_frame(error.__traceback__)
@@ -58,7 +63,7 @@ def describe_error(error: BaseException, heading: str) -> str:
     if message_is_enough and not isinstance(error, StageError):
         return text
     trace = cause.__traceback__
-    while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
+    while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return text + "".join(
         traceback.format_exception(type(cause), cause, trace or cause.__traceback__)
@@ -69,14 +74,15 @@ def users_frame(trace: TracebackType | None) -> traceback.FrameSummary | None:
     """Return the innermost frame of the user's own code; None where there is none."""
     innermost = None
     for frame in traceback.extract_tb(trace):
-        if _is_users(frame.filename):
+        if is_users(frame.filename):
             innermost = frame
     return innermost
 
 
-def _is_users(filename: str) -> bool:
-    """Return True for a file that is neither of this package nor installed."""
-    return not filename.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<"))
+def is_users(filename: str) -> bool:
+    """Return True for a file that is neither of this package, nor of Python, nor installed."""
+    installed = {"site-packages", "dist-packages"}.intersection(Path(filename).parts)
+    return not (installed or filename.startswith((PACKAGE, STANDARD, "<")))
 
 
 def write(text: str) -> None:

@@ -7,7 +7,6 @@ import importlib
 import linecache
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from types import ModuleType
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, group_of
+from mpipipe.job import Communicator, group_of, is_users
 from mpipipe.options import NOUNS, option
 from mpipipe.text import near
 from mpipipe.train.config import TaskConfig
@@ -27,7 +26,6 @@ from mpipipe.train.task_calls import line_of
 MOST_BYTES = 1 << 24
 # Ranks that are threads have the same modules.
 IMPORTING = Lock()
-STANDARD = sysconfig.get_path("stdlib") + os.sep
 REMEDY = (
     "`python -m mpipipe train FILE.py` takes a file with one class that is derived from "
     "mpipipe.train.Task"
@@ -152,9 +150,7 @@ def not_installed() -> Iterator[tuple[str, str, str]]:
     """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
-        of_package = name.partition(".")[0] in ("mpipipe", "__main__")
-        if file and not (installed or of_package or file.startswith(STANDARD)):
+        if file and is_users(file) and name != "__main__":
             path = name.replace(".", "/")
             yield name, file, f"{path}.py"
             yield name, file, f"{path}/__init__.py"
