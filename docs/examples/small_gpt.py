@@ -25,7 +25,7 @@ TEXT = b"A schedule is data that is proven before the first message is sent. "
 STEPS = 30
 
 comm = mpipipe.world()
-model = GPT(dim=64, layers=4, heads=4, seq=len(TEXT) - 1)
+model = GPT(dim=64, layers=4, heads=4, seq_len=len(TEXT) - 1)
 schedule = schedules.one_f_one_b(comm.size, microbatches=8)
 stages = mpipipe.cut(model.build(attention.Local()), schedule, comm.rank, model.costs())
 optimizer = optim.AdamW(stages, lr=3e-3)

@@ -175,7 +175,7 @@ def test_a_layout_that_does_not_fit_is_refused(comm):
 
 def model(attend, positions=None, learned=False):
     options = dict(positions="learned", norm="layer") if learned else {}
-    return GPT(dim=16, layers=1, heads=2, vocab=11, seq=SEQ, **options).build(attend, positions)
+    return GPT(dim=16, layers=1, heads=2, vocab=11, seq_len=SEQ, **options).build(attend, positions)
 
 
 @pytest.mark.parametrize("learned", [False, True])

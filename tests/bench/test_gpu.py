@@ -17,7 +17,7 @@ from mpipipe.bench.timing import Row
 from mpipipe.job import settings
 from mpipipe.language.models import GPT
 
-TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq=16, tied=True)
+TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq_len=16, tied=True)
 
 
 def checked(rows, count):

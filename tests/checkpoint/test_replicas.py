@@ -20,7 +20,7 @@ from mpipipe.language.models import GPT
 from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
-MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
+MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq_len=16, tied=True)
 EMBEDDING, HEAD = "0.weight", f"{2 * MODEL.layers + 1}.1.weight"
 
 

@@ -26,7 +26,7 @@ from mpipipe.train import TrainConfig, train
 
 pytestmark = pytest.mark.few
 VOCAB = 37
-SMALL = GPT(vocab=VOCAB, dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
+SMALL = GPT(vocab=VOCAB, dim=16, layers=2, heads=2, hidden=32, seq_len=16)  # what `config` trains, with batches of 8
 TIMES = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 
 
@@ -107,7 +107,7 @@ def test_packing_without_documents_is_a_warning(comm, config, capsys):
 
 
 def test_packed_documents_keep_the_window_of_each_layer():
-    model = GPT(vocab=VOCAB, dim=16, layers=3, heads=2, hidden=32, seq=16, windows=(3, None, 5))
+    model = GPT(vocab=VOCAB, dim=16, layers=3, heads=2, hidden=32, seq_len=16, windows=(3, None, 5))
     packing = Packing(microbatches=2)
     whole = nn.Stage(model.build(PackedAttend(Local(), packing)), dtype="float64")
     alone = nn.Stage(model.build(Local()), dtype="float64")

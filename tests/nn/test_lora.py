@@ -11,7 +11,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.language.models import GPT
 from mpipipe.nn.lora import without_adapters
 
-SIZES = dict(vocab=19, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, seq=6)
+SIZES = dict(vocab=19, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, seq_len=6)
 GPT2 = dict(SIZES, kv_heads=2, norm="layer", positions="learned", feed_forward="gelu", feed_forward_bias=True)
 LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANDOM = np.random.default_rng(4)

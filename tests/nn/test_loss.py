@@ -92,7 +92,7 @@ def step(comm, loss_of, schedule, dtype="float32", **options):
         validation = pipeline.evaluate(*mine)
         logits = pipeline.forward(mine[0])
     if holds_last:
-        assert logits.shape == (7, MODEL["seq"], MODEL["vocab"])
+        assert logits.shape == (7, MODEL["seq_len"], MODEL["vocab"])
     found = {name: stage.gradients[name] for stage in stages for name in stage.gradients}
     return found, result.loss, result.losses, validation
 

@@ -53,7 +53,7 @@ def test_ranges_cover_the_buffer_once_and_alternate(parameters):
 # -- Frozen parameters: no gradient, no part in what is trained, and the same gradients for all others ----------------
 
 
-SIZES = dict(vocab=19, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, seq=6)
+SIZES = dict(vocab=19, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, seq_len=6)
 IDS = np.random.default_rng(0).integers(0, 19, (3, 6))
 
 

@@ -12,7 +12,7 @@ from mpipipe.language.models import GPT
 from mpipipe.nn.layers.layer import Layer
 
 SEQ, BATCH = 24, 2
-SIZES = dict(vocab=17, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, seq=SEQ)
+SIZES = dict(vocab=17, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, seq_len=SEQ)
 
 
 def data(vocab=17):

@@ -17,7 +17,7 @@ from mpipipe.schedules import gpipe, one_f_one_b
 
 SMALL = dict(layers=3)
 MODEL_OF_DEVICES = GPT(**{**MODEL, **SMALL})
-OPERATIONS = path(MODEL_OF_DEVICES, 6 * MODEL["seq"])
+OPERATIONS = path(MODEL_OF_DEVICES, 6 * MODEL["seq_len"])
 ON_DEVICE = dict(**SMALL, device="cuda")
 
 

@@ -45,7 +45,7 @@ def test_sequences_sharded_inside_pipeline_stages_give_the_dense_gradients(comm,
 def check_sharded(mesh, kind, expected, loss, rows=9):
     """One step on sharded sequences has this loss and these gradients."""
     schedule = dense.build("interleaved_1f1b", mesh.pipe.size, 2, 3)
-    layout = Layout(kind, mesh.seq.size, MODEL["seq"])
+    layout = Layout(kind, mesh.seq.size, MODEL["seq_len"])
     ring = Ring(mesh.seq, layout=kind)
     stages = build(schedule, mesh.pipe.rank, attend=ring, token_positions=layout.positions(mesh.seq.rank))
     share = rows // mesh.data.size
@@ -57,7 +57,7 @@ def check_sharded(mesh, kind, expected, loss, rows=9):
     with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
         for _ in range(2):
             found = pipeline.step(*dense.placed(schedule, mesh.pipe.rank, *mine)).loss
-    operations = path(GPT(**MODEL), rows * MODEL["seq"])
+    operations = path(GPT(**MODEL), rows * MODEL["seq_len"])
     close(found, loss, operations)
     for stage in stages:
         for name in stage.gradients:

@@ -94,7 +94,7 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
         assert by_nccl > needed
     else:
         assert by_nccl == needed
-    assert comm.size > 2 or crossed <= 2 * 2 * MODEL["seq"] * 8 + 2 * 8
+    assert comm.size > 2 or crossed <= 2 * 2 * MODEL["seq_len"] * 8 + 2 * 8
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -12,7 +12,7 @@ from mpipipe.job import inprocess
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.schedules import gpipe, one_f_one_b
 
-SEQ = MODEL["seq"]
+SEQ = MODEL["seq_len"]
 WINDOWS = (4, None, 4, 7, None)
 
 

@@ -10,7 +10,7 @@ from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, host
 from mpipipe.attention.mask import Slice
 from mpipipe.language.models import GPT
 
-SIZES = dict(vocab=40, dim=48, layers=1, heads=4, kv_heads=2, hidden=64, seq=32, tied=True)
+SIZES = dict(vocab=40, dim=48, layers=1, heads=4, kv_heads=2, hidden=64, seq_len=32, tied=True)
 GPT2 = dict(SIZES, kv_heads=4, norm="layer", positions="learned", feed_forward="gelu", feed_forward_bias=True)
 LONGER = [(GPT2, "float32"), (SIZES, "float64"), (GPT2, "float64"), (SIZES, "bfloat16"), (GPT2, "bfloat16")]
 STEPS = 20
@@ -48,7 +48,7 @@ def for_all_threads(monkeypatch, train):
     ("sizes", "dtype"), [(SIZES, "float32"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONGER)]
 )
 def test_a_gpt(alone, monkeypatch, sizes, dtype):
-    text = np.random.default_rng(0).integers(0, 40, (2, 4, sizes["seq"]))
+    text = np.random.default_rng(0).integers(0, 40, (2, 4, sizes["seq_len"]))
     model = GPT(**sizes, dropout=0.1)
     for_all_threads(monkeypatch, lambda: trained(alone, model.build(Local(causal=True)), dtype, text))
 

@@ -7,7 +7,7 @@ from mpipipe.attention import Local
 from mpipipe.checkpoint import contents
 from mpipipe.language.models import GPT
 
-MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
+MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq_len=16, tied=True)
 HEAD = f"{2 * MODEL.layers + 1}.1.weight"  # the same as 0.weight
 
 

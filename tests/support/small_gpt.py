@@ -12,7 +12,7 @@ from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition
 from support import dense
 
-MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq=12)
+MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq_len=12)
 CUTS = [  # schedule, ranks, chunks
     ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
     ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
@@ -26,7 +26,7 @@ CUTS = [  # schedule, ranks, chunks
 
 def text(rows, seed=1):
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, MODEL["vocab"], size=(rows, MODEL["seq"] + 1))
+    tokens = rng.integers(0, MODEL["vocab"], size=(rows, MODEL["seq_len"] + 1))
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 

@@ -9,7 +9,7 @@ from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, estimate_task
 
-MODEL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what it trains, with batches of 8
+MODEL = GPT(dim=16, layers=2, heads=2, hidden=32, seq_len=16)  # what it trains, with batches of 8
 SMALL = dict(
     dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, warmup=2, lr=1e-2, log_every=1,
     eval_batches=1, sample_bytes=0, device="cpu",

@@ -68,7 +68,7 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
     dict(positions="learned", max_positions=5000, qk_norm=True, qkv_bias=True, feed_forward="gelu"),
 ])  # fmt: skip
 def test_every_array_of_a_description_is_counted(options, monkeypatch):
-    model = GPT(dim=16, layers=2, heads=2, seq=8, **options)
+    model = GPT(dim=16, layers=2, heads=2, seq_len=8, **options)
     plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 6)], rows=4)
     assert planning.parameters_of(model.build(Local())) == model.parameters
     caches = 2 * 2 * model.kv_heads * model.head_dim * 100 * 4  # keys and values of both blocks in float32

@@ -17,7 +17,7 @@ def plan(pipe=1, replicas=1, **keys):
 
 def test_the_cut_is_by_cost_with_embedding_and_head_counted():
     made = plan(2, layers=2, dim=8, hidden=8, seq_len=4, microbatches=1)
-    costs = GPT(layers=2, dim=8, heads=2, hidden=8, seq=4).costs()
+    costs = GPT(layers=2, dim=8, heads=2, hidden=8, seq_len=4).costs()
     slowest = max(sum(costs[start:stop]) for start, stop in made.layer_ranges)
     assert slowest == min(max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs)))
     assert made.layer_ranges[-1] == (5, 6)  # with a width of 8 the head of 256 bytes outweighs both blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -90,8 +90,6 @@ class GPT:
         Number of slices of the vocabulary into which the head is cut, each a layer
         (`nn.HeadSlice`), so that stages can divide it. A tied embedding is cut alike. Values at the
         start are those of the whole head.
-    seq : int, optional
-        Another name of `seq_len`, which descriptions of older runs have.
 
     Raises
     ------
@@ -144,12 +142,8 @@ class GPT:
     feed_forward_bias: bool = False
     embedding_scale: float = 1.0
     head_slices: int = 1
-    # What descriptions of older runs call seq_len.
-    seq: InitVar[int | None] = None
 
-    def __post_init__(self, seq: int | None) -> None:
-        if seq is not None:
-            object.__setattr__(self, "seq_len", seq)
+    def __post_init__(self) -> None:
         fields = vars(self)
         check_sizes(fields)
         if self.kv_heads is None:

@@ -17,7 +17,7 @@ from mpipipe.language.inference.evaluation import build_evaluator, count_windows
 from mpipipe.language.models import GPT, weights
 from mpipipe.language.models.model_folder import open_on_all
 
-MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12, tied=True)
+MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq_len=12, tied=True)
 TOKENS = np.random.default_rng(0).integers(0, MODEL.vocab, 99)
 
 

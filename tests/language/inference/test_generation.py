@@ -34,7 +34,7 @@ OPTIONS = dict(
     positions="learned", max_positions=96, norm="layer", windows=(3, None, 48), qk_norm=True, head_dim=6,
     feed_forward="gelu", qkv_bias=True,
 )  # fmt: skip
-MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=48)
+MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq_len=48)
 COUNT = 12
 
 
@@ -134,7 +134,7 @@ def test_slices_of_the_head_give_the_logits_of_each_answer(comm, pipe, batch, ti
 def test_texts_longer_than_the_sequences_of_a_training_look_back_over_their_length(comm, pipe, chunks, sizes):
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
-    model = GPT(**{**vars(MODEL), "seq": 24, **sizes})
+    model = GPT(**{**vars(MODEL), "seq_len": 24, **sizes})
     prompts, sampling = prompts_of((9, 55)), Sampling(0.7, seed=3)
     with Mesh(comm, pipe=pipe) as mesh:
         found, _ = decoded(mesh, prompts, sampling, 2, 3, model=model, chunks=chunks)
@@ -253,7 +253,7 @@ def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature
 
 
 def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
-    model = GPT(**{**vars(MODEL), "layers": 3, "positions": "learned", "max_positions": 20, "seq": 12})
+    model = GPT(**{**vars(MODEL), "layers": 3, "positions": "learned", "max_positions": 20, "seq_len": 12})
     plan = forward_plan(model, comm.size)
     with Mesh(comm, pipe=comm.size) as mesh:
         with pytest.raises(ConfigError, match="learned positions") as caught:

@@ -129,7 +129,7 @@ def test_the_schedule_has_nothing_for_what_is_frozen():
 
 
 def test_frozen_layers_count_less_in_the_cut_into_stages():
-    model = GPT(dim=16, layers=2, heads=2, seq=8)
+    model = GPT(dim=16, layers=2, heads=2, seq_len=8)
     whole = model.costs()
     assert FineTuning().costs(model, declared(model.build(Local()))) == whole
     counts = [1, 1, 1, 3, 2, 3]

@@ -1,7 +1,7 @@
 """The GPT with every option against a model in plain numpy, alone and over ranks, and what does not go together."""
 
-from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from mpipipe.attention import KVCache, Layout, Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
+from mpipipe.language.models.model_folder import WeightsFolder
 
-SIZES = dict(vocab=11, dim=16, layers=2, heads=4, hidden=24, seq=8)
+SIZES = dict(vocab=11, dim=16, layers=2, heads=4, hidden=24, seq_len=8)
 LLAMA3 = nn.Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16)
 YARN = nn.YarnScaling(4.0, original_positions=64, beta_fast=8.0)
 OPTIONS = {
@@ -211,11 +212,11 @@ def test_an_object_without_windows_is_refused_where_layers_have_them():
 
 
 def test_costs_follow_the_description():
-    model = GPT(vocab=256, dim=32, layers=3, heads=4, kv_heads=2, hidden=64, seq=100)
+    model = GPT(vocab=256, dim=32, layers=3, heads=4, kv_heads=2, hidden=64, seq_len=100)
     attention = 2 * 32 * (32 + 16 + 16 + 32) + 4 * 100 * 32 / 2
     assert model.costs() == [32, *[attention, 2 * 3 * 32 * 64] * 3, 2 * 32 * 256]
     assert len(model.build(Local())) == len(model.costs())
-    sizes = dict(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64, seq=100)
+    sizes = dict(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64, seq_len=100)
     products = 2 * 32 * (4 * 12 + 2 * 2 * 12 + 4 * 12)
     wide = GPT(**sizes, head_dim=12, feed_forward="gelu", windows=(60, None)).costs()
     seen = sum(min(position + 1, 60) for position in range(100)) / 100  # half a key more than a causal row counts
@@ -248,7 +249,7 @@ def test_parameters_are_counted_and_tied_ones_once():
     "options, match",
     [
         ({"dim": 0}, "dim"),
-        ({"seq": 1.5}, "seq"),
+        ({"seq_len": 1.5}, "seq_len"),
         ({"heads": 16}, "heads"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"norm": "batch"}, "norm"),
@@ -277,7 +278,7 @@ def test_options_that_make_no_sense_are_refused_by_name(options, match):
 
 
 def test_the_last_matrix_of_each_branch_starts_smaller_the_more_branches_there_are():
-    stage = nn.Stage(GPT(seq=8, dim=64, layers=6, heads=4).build(Local()))
+    stage = nn.Stage(GPT(seq_len=8, dim=64, layers=6, heads=4).build(Local()))
     for name, matrix in stage.parameters.items():
         if matrix.ndim == 2:
             gain = 12**-0.5 if name.endswith((".out", ".down")) else 1.0
@@ -286,7 +287,6 @@ def test_the_last_matrix_of_each_branch_starts_smaller_the_more_branches_there_a
 
 
 def test_the_length_of_older_descriptions_is_read_by_its_name_then():
-    older = {"layers": 2, "seq": 24, "dim": 32}
-    assert GPT(**older) == GPT(layers=2, seq_len=24, dim=32)
-    assert "seq" not in asdict(GPT(**older))
-    assert replace(GPT(**older), seq_len=12).seq_len == 12
+    folder = WeightsFolder(Path("older"), "float32", None, {"layers": 2, "seq": 24, "dim": 32})
+    assert folder.model == GPT(layers=2, seq_len=24, dim=32)
+    assert not hasattr(folder.model, "seq")  # which would be None, and a slice up to it the whole

@@ -39,7 +39,7 @@ PUBLISHED = {
             "vocab_size": 128256,
         },
         dict(
-            vocab=128256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, seq=131072, eps=1e-5, tied=True,
+            vocab=128256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, seq_len=131072, eps=1e-5, tied=True,
             rope_base=500000.0, rope_scaling=nn.Llama3Scaling(32.0, 1.0, 4.0, 8192),
         ),
         1_235_814_400,
@@ -54,7 +54,7 @@ PUBLISHED = {
             "transformers_version": "4.34.0.dev0", "vocab_size": 32000,
         },
         dict(
-            vocab=32000, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, seq=32768, eps=1e-5,
+            vocab=32000, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, seq_len=32768, eps=1e-5,
             windows=(4096,) * 32,
         ),
         7_241_732_096,
@@ -67,7 +67,7 @@ PUBLISHED = {
             "num_key_value_heads": 4, "sliding_window": 131072, "vocab_size": 152064,
         },
         dict(
-            vocab=152064, dim=3584, layers=28, heads=28, kv_heads=4, hidden=18944, seq=32768, qkv_bias=True,
+            vocab=152064, dim=3584, layers=28, heads=28, kv_heads=4, hidden=18944, seq_len=32768, qkv_bias=True,
             rope_base=1e6,
         ),
         7_615_616_512,
@@ -81,7 +81,7 @@ PUBLISHED = {
             "tie_word_embeddings": True, "vocab_size": 151936,
         },
         dict(
-            vocab=151936, dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, hidden=3072, seq=40960,
+            vocab=151936, dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, hidden=3072, seq_len=40960,
             qk_norm=True, tied=True, rope_base=1e6,
         ),
         596_049_920,
@@ -97,8 +97,8 @@ PUBLISHED = {
             "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
         },
         dict(
-            vocab=50257, dim=768, layers=12, heads=12, hidden=3072, seq=1024, max_positions=1024, tied=True, eps=1e-5,
-            norm="layer", positions="learned", qkv_bias=True, out_bias=True, feed_forward="gelu",
+            vocab=50257, dim=768, layers=12, heads=12, hidden=3072, seq_len=1024, max_positions=1024, tied=True,
+            eps=1e-5, norm="layer", positions="learned", qkv_bias=True, out_bias=True, feed_forward="gelu",
             feed_forward_bias=True,
         ),
         124_439_808,
