@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,15 @@ from mpipipe.cli.train import (
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.options import Option, Values
-from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, launch_lines, table
+from mpipipe.planning import (
+    ORDERS,
+    Choice,
+    PlanningProblem,
+    PlanReport,
+    find_plan,
+    launch_lines,
+    table,
+)
 from mpipipe.train import (
     INSTEAD,
     PLANNED,
@@ -68,7 +77,10 @@ def plan(
             check_nics(nics_per_node, nic)
             if comm.rank == 0:
                 check_output(out)
-        report, problem = make_plans(chosen, comm, nics_per_node, nic)
+        orders = ORDERS
+        if keys.get("mesh_order") is not None:
+            orders = {chosen.mesh_order: ORDERS[chosen.mesh_order]}
+        report, problem = make_plans(chosen, comm, nics_per_node, nic, orders)
         with group_of(comm).raise_together("plan: the result"):
             if comm.rank == 0:
                 show(report)
@@ -89,7 +101,11 @@ def check_output(path: str | None) -> None:
 
 
 def make_plans(
-    config: TaskConfig, comm: Communicator, nics_per_node: int | None = None, nic: str | None = None
+    config: TaskConfig,
+    comm: Communicator,
+    nics_per_node: int | None = None,
+    nic: str | None = None,
+    orders: Iterable[str] = ORDERS,
 ) -> tuple[PlanReport, PlanningProblem]:
     """Return the plans of a training on these ranks, and what is planned; collective."""
     config, task = task_of(config, comm)
@@ -98,7 +114,7 @@ def make_plans(
         place = select_device(config.device, comm)
         task.find_data(group_of(comm))
         measured = measured_ranks(config, task, mesh)
-        return find_plan(measured, place, nics_per_node, nic), measured.problem
+        return find_plan(measured, place, nics_per_node, nic, orders), measured.problem
 
 
 def show(report: PlanReport) -> None:

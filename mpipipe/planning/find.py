@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
@@ -13,7 +13,7 @@ from mpipipe import processor
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
-from mpipipe.planning.network import NOTABLE, ranked, read_links
+from mpipipe.planning.network import NOTABLE, ORDERS, ranked, read_links
 from mpipipe.planning.predict import Choice, predict
 from mpipipe.planning.probe import measure_layers
 from mpipipe.planning.problem import MeasuredRanks
@@ -42,11 +42,16 @@ class PlanReport:
 
 
 def find_plan(
-    measured: MeasuredRanks, place: str, nics_per_node: int | None = None, nic: str | None = None
+    measured: MeasuredRanks,
+    place: str,
+    nics_per_node: int | None = None,
+    nic: str | None = None,
+    orders: Iterable[str] = ORDERS,
 ) -> PlanReport:
     """Find the plans of a training; collective. All ranks raise the same error.
 
-    With `nics_per_node` the best are ranked once more, by links that are read from `nic`.
+    With `nics_per_node` the best are ranked once more, by links that are read from `nic`, with the
+    best of these orders of the mesh's axes.
     """
     problem = measured.problem
     group = group_of(measured.mesh.comm)
@@ -83,7 +88,7 @@ def find_plan(
         profile = replace(profile, scale=median(scales))
         plans = [_scaled(plan, profile) for plan in plans]
         if links is not None:
-            plans = ranked(profile, problem, plans, links)
+            plans = ranked(profile, problem, plans, links, orders)
     result = None
     if plans:
         result = plans[0].choice, plans[0].order, profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -44,11 +44,15 @@ def read_links(nics_per_node: int, nic: str | None, node_size: int = PAPER) -> L
 
 
 def seconds_of_orders(
-    schedule: Schedule, costs: Costs, links: Links, shape: Coordinates
+    schedule: Schedule,
+    costs: Costs,
+    links: Links,
+    shape: Coordinates,
+    orders: Iterable[str] = ORDERS,
 ) -> dict[str, float]:
     """Return what a step takes, for each order of the axes of a mesh of this shape."""
     seconds = {}
-    for order in ORDERS:
+    for order in orders:
         pipelines = []
         for data, seq in product(range(shape.data), range(shape.seq)):
             places = [Coordinates(pipe, data, seq) for pipe in range(shape.pipe)]
@@ -58,7 +62,11 @@ def seconds_of_orders(
 
 
 def ranked(
-    profile: Profile, problem: PlanningProblem, plans: Sequence[Plan], links: Links
+    profile: Profile,
+    problem: PlanningProblem,
+    plans: Sequence[Plan],
+    links: Links,
+    orders: Iterable[str],
 ) -> list[Plan]:
     """Rank the best plans by their steps on these links, each with its best order of the axes.
 
@@ -75,7 +83,7 @@ def ranked(
             message_bytes=profile.sizes[size].message / schedule.slices,
             gradient_bytes=problem.gradient_bytes(plan.choice.ranges),
         )
-        seconds = seconds_of_orders(schedule, costs, links, problem.shape)
+        seconds = seconds_of_orders(schedule, costs, links, problem.shape, orders)
         order = min(seconds, key=seconds.__getitem__)
         # What real steps last longer than predicted is no matter of network cards.
         waits = max(0.0, seconds[order] - plan.prediction.summed)

@@ -58,14 +58,20 @@ def test_a_plan_is_made_on_any_mesh(ranks, keys):
     assert not any(each.plans for each in found[1:])
 
 
-@pytest.mark.parametrize(("seq_len", "order"), [(8, "pipe,data,seq"), (256, "data,pipe,seq")])
-def test_plans_are_ranked_by_what_they_take_where_ranks_share_network_cards(seq_len, order, capsys):
+@pytest.mark.parametrize(
+    ("seq_len", "given", "order"),
+    [
+        (8, {}, "pipe,data,seq"), (256, {}, "data,pipe,seq"),
+        (8, {"orders": ["data,pipe,seq"]}, "data,pipe,seq"),  # as a user has said
+    ],
+)  # fmt: skip
+def test_plans_are_ranked_by_what_they_take_where_ranks_share_network_cards(seq_len, given, order, capsys):
     """Two pipelines of two ranks, two on a node, over a slow card: sums of gradients stay on a node, or messages."""
 
     def on_each_rank(comm):
         measured = measured_on(comm, pipe=2, seq_len=seq_len)
         with measured.mesh:
-            return find_plan(measured, "cpu", nics_per_node=1, nic="0,1e3,2")
+            return find_plan(measured, "cpu", nics_per_node=1, nic="0,1e3,2", **given)
 
     first, *others = inprocess.run(4, on_each_rank)
     assert first.links.nic_ranks == 2 and {each.choice for each in others} == {first.plans[0].choice}
