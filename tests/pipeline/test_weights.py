@@ -175,7 +175,7 @@ def test_shards_of_unequal_length_need_no_weight_with_the_losses_of_nn(comm, lay
 
     def run(group, ring, positions):
         cut = Layout(layout, group.size, length)
-        stages = build(gpipe(1, 2), 0, attend=ring, token_positions=positions, seq=length)
+        stages = build(gpipe(1, 2), 0, attend=ring, token_positions=positions, seq_len=length)
         batch = [cut.shard(part, group.rank) for part in (whole[:, :-1], whole[:, 1:])]
         with Pipeline(stages, gpipe(1, 2), alone, nn.softmax_cross_entropy, replicas=group) as pipeline:
             return pipeline.evaluate(*batch), pipeline.step(*batch).loss, stages[0].gradients.flat
