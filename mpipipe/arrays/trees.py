@@ -107,10 +107,10 @@ def mapped(function: Callable[[Array], Any], tree: Tree) -> Tree:
 class Branches:
     """Results, or arguments, of a stage with skips (`schedules.with_skips`) or side inputs.
 
-    The forward of a stage that gives over skips returns one, and its backward gets one, with the
-    gradients. The forward of a stage that takes over skips gets one, and its backward returns one.
-    The inputs of a pipeline may be one, for layers that take what is in it by its name (see
-    nn.Join).
+    A stage that sends skips returns a Branches from `forward`, and receives one with the gradients
+    in `backward`. A stage that receives skips gets one in `forward`, and returns one with the
+    gradients from `backward`. The inputs of a pipeline may be one too: layers take arrays from it
+    by name (see nn.Join).
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ from mpipipe.text import counted
 
 
 class Stage(Differentiable):
-    """Layers, bound to flat buffers.
+    """Consecutive layers whose parameters, and gradients, lie in one array each.
 
     Parameters
     ----------

@@ -270,7 +270,7 @@ class StateShard:
     group : RankGroup
         The replicas.
     copy : array or None
-        Of parameters the whole array in a half dtype, which each replica has.
+        The full half-precision parameters, which every replica keeps. None for other state.
     """
 
     shape: Shape

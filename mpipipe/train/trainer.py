@@ -448,9 +448,9 @@ class Trainer:
 
 # -- `train --trace DIR`: a few early steps are recorded, and written once they are made -----------
 #
-# Recorded are the second step since the training was started and the 15 after it, as far as there
-# are any; a start with one step to make records that one. The first step is unlike the others:
-# memory is allocated and shapes are agreed on. Validation and checkpoints belong to no step.
+# Steps 2 to 17 of this start are recorded; if there is only one step, that one. The first step is
+# unlike the others: memory is allocated and shapes are agreed on. Validation and checkpoints belong
+# to no step.
 
 
 # Number of steps.
