@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mpipipe.errors import MismatchError, MpipipeError
-from mpipipe.job import Ballot, RankGroup, digest
+from mpipipe.job import Ballot, digest
 from mpipipe.pipeline.batch import BatchFacts
+from mpipipe.pipeline.construction import AgreedRanks
 from mpipipe.text import counted
 
 CALLS = ("step", "forward_train", "backward", "evaluate", "forward", "durations", "close")
@@ -22,12 +23,14 @@ REMEDY = (
 class Agreement:
     """The agreements of one pipeline."""
 
-    def __init__(self, pipe: RankGroup, replicas: RankGroup | None, name: str) -> None:
-        self.pipe = pipe
-        self.replicas = replicas
-        self.where = f" of {name}"
+    def __init__(self, ranks: AgreedRanks, name: str) -> None:
+        self.pipe = ranks.pipe
+        self.replicas = ranks.replicas
+        self.name = name
         self.count = 0  # calls so far
-        self.codes: dict[tuple[str, tuple], int] = {}
+        for group in ranks.groups:
+            group.progress = lambda: f"call {self.count} of {name}"
+            group.related = ranks.groups
 
     def reach(
         self,
@@ -36,16 +39,22 @@ class Agreement:
         error: Exception | None,
         scale: float = 1.0,
         accumulate: bool = False,
-    ) -> tuple[BatchFacts, MpipipeError | None]:
-        """Agree on a call; return what all ranks know, and the error that all are to raise.
-
-        All ranks get the same error, and can go on together after it; they cannot after one that is
-        raised here.
-        """
+    ) -> BatchFacts:
+        """Agree on a call; return what all ranks know, or raise the `error` of any on all ranks."""
         self.count += 1
         if isinstance(error, MpipipeError) and error.rank is None:
             error.rank = self.pipe.rank
-        ballot = self._ballot(call, scale, accumulate, error)
+        facts = (("scale", float(scale)), ("accumulate", accumulate))
+        ballot = Ballot(
+            call,
+            facts,
+            error,
+            DIFFERENT,
+            REMEDY,
+            number=self.count,
+            where=f" of {self.name}",
+            code=_code(call, facts),
+        )
         table = ballot.cast(self.pipe, batch)
         whole = BatchFacts(*table.max(0).tolist())
         rows = whole.rows
@@ -60,12 +69,12 @@ class Agreement:
                     expected=f"{rows}, as the inputs have",
                 )
             )
-        # What replicas add up or compare.
-        of_replica = whole.counted, whole.entries, whole.mean_over, whole.uneven
-        targets: tuple[tuple[int, ...], ...] = (of_replica,)
         if self.replicas is not None:
-            targets = tuple(map(tuple, ballot.cast(self.replicas, of_replica).tolist()))
-            if not ballot.failed and len({mean_over for _, _, mean_over, _ in targets}) > 1:
+            # What replicas add up or compare.
+            own = whole.counted, whole.entries, whole.mean_over, whole.uneven
+            of_replicas = ballot.cast(self.replicas, own)
+            counted_rows, entries, mean_over, uneven = of_replicas.T
+            if not ballot.failed and len(set(mean_over.tolist())) > 1:
                 ballot.refuse(
                     MismatchError(
                         "the losses of replicas are means over different things",
@@ -74,38 +83,15 @@ class Agreement:
                         remedy="give the same loss to all replicas",
                     )
                 )
-        agreed = _agreed(whole, targets)
-        try:
-            ballot.decide()
-        except MpipipeError as problem:
-            if not problem.agreed:
-                raise
-            return agreed, problem
-        return agreed, None
-
-    def _ballot(
-        self, call: str, scale: float, accumulate: bool, error: Exception | None = None
-    ) -> Ballot:
-        facts = (("scale", float(scale)), ("accumulate", accumulate))
-        if (call, facts) not in self.codes:
-            # The next call nearly always has the same.
-            self.codes = {(call, facts): digest(call, facts)}
-        code = self.codes[call, facts]
-        return Ballot(
-            call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code
-        )
+            unlike = entries * counted_rows[0] != entries[0] * counted_rows
+            whole = whole._replace(
+                counted=int(counted_rows.sum()),
+                entries=int(entries.sum()),
+                mean_over=int(mean_over[0]),
+                uneven=int(uneven.any() or unlike.any()),
+            )
+        ballot.decide()
+        return whole
 
 
-@lru_cache(maxsize=64)  # the next step nearly always has the same
-def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> BatchFacts:
-    """What is agreed on, from what one pipeline and then all replicas know."""
-    first_rows, first_entries, mean_over, _ = replicas[0]
-    counted = 0
-    entries = 0
-    is_uneven = False
-    for rows, size, _, uneven in replicas:
-        counted += rows
-        entries += size
-        if uneven or size * first_rows != first_entries * rows:
-            is_uneven = True
-    return facts._replace(counted=counted, entries=entries, mean_over=mean_over, uneven=is_uneven)
+_code = lru_cache(maxsize=16)(digest)  # the next call nearly always has the same facts

@@ -24,7 +24,7 @@ from mpipipe.job import (
     runtime,
     settings,
 )
-from mpipipe.pipeline.ties import TieSite, check_ties, tie_facts
+from mpipipe.pipeline.ties import Places, agreed_places, own_places
 from mpipipe.schedules import Schedule, check
 from mpipipe.stages import PipelineStage, arrays_to_compare, as_stages, check_stage, gradient_arrays
 from mpipipe.text import counted
@@ -57,14 +57,14 @@ class Arguments(NamedTuple):
 
 
 class AgreedRanks(NamedTuple):
-    """The ranks that a pipeline is built with, and what they have said."""
+    """The ranks that a pipeline is built with, and what they have agreed on."""
 
     pipe: RankGroup  # the ranks of the pipeline
-    replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
-    ties: list[dict[str, list[TieSite]]]  # one for each rank of the pipe
-    device: str  # "cpu" or "cuda", of all ranks of the pipe
     stages: list[PipelineStage]  # this rank's
-    check: bool  # whether all ranks look at all arrays
+    device: str  # "cpu" or "cuda", of all ranks of the pipe
+    tags: Tags
+    ties: Places
+    replicas: RankGroup | None = None  # the ranks with the same stages; None for a single pipeline
     nccl: NcclChoice = NcclChoice(False, "nothing was agreed on")  # carrier of sums, and why
 
     @property
@@ -82,18 +82,46 @@ class AgreedRanks(NamedTuple):
         return self.replicas.rank
 
 
-def agree_on_construction(comm: Communicator, arguments: Arguments) -> AgreedRanks:
-    """Check the arguments of a Pipeline on all ranks of `comm`; all raise the same error."""
+def agree_on_construction(
+    comm: Communicator, arguments: Arguments, groups: list[RankGroup]
+) -> AgreedRanks:
+    """Check the arguments of a Pipeline on all ranks of `comm`; all raise the same error.
+
+    `groups` takes the groups that are made.
+    """
     known = attributes(comm).get("group")
     if known is not None:  # it can say who is missing, which a new communicator cannot
         known.agree(CALL)
-    groups = [RankGroup(comm)]
+    pipe = RankGroup(comm)
+    groups.append(pipe)
+    ranks = None
+    error: MpipipeError | None = None
     try:
-        ranks = _agree(groups, arguments)
-        return ranks._replace(nccl=choose_nccl(ranks))
-    except BaseException as error:
-        end_groups(groups, error)
-        raise
+        ranks = _agree_in_pipe(pipe, arguments)
+    except MpipipeError as caught:
+        if not caught.agreed or not arguments.has_replicas:
+            raise
+        error = caught
+    if arguments.has_replicas:
+        assert arguments.replicas is not None
+        others = RankGroup(arguments.replicas)
+        groups.insert(0, others)
+        stages: Sequence[PipelineStage] = ()
+        if ranks is not None:
+            ranks = ranks._replace(replicas=others)
+            stages = ranks.stages
+        error = _error_of_replicas(others, stages, arguments, error)
+        if error is None:
+            _share_state(others, stages)
+        try:
+            pipe.agree(f"{CALL}: the replicas of all stages", error=error)
+        except MpipipeError as caught:
+            # By the same steps the pipes of all partners agree on it, too.
+            if caught.agreed:
+                agreed_by(caught, others)
+            raise
+    assert ranks is not None  # else there was an error
+    return ranks._replace(nccl=choose_nccl(ranks, arguments.check))
 
 
 def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
@@ -110,46 +138,15 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def _agree(groups: list[RankGroup], arguments: Arguments) -> AgreedRanks:
-    """Agree in the pipe, and then with the replicas; `groups` takes the group of these."""
-    (pipe,) = groups
-    error: MpipipeError | None = None
-    ranks = AgreedRanks(pipe, None, [], "cpu", [], arguments.check)
-    try:
-        ranks = _agree_in_pipe(pipe, arguments)
-    except MpipipeError as caught:
-        if not caught.agreed or not arguments.has_replicas:
-            raise
-        error = caught
-    if not arguments.has_replicas:
-        return ranks
-    assert arguments.replicas is not None
-    others = RankGroup(arguments.replicas)
-    groups.insert(0, others)
-    error = _error_of_replicas(others, ranks.stages, arguments, error)
-    if error is None:
-        _share_state(others, ranks.stages)
-    try:
-        pipe.agree(f"{CALL}: the replicas of all stages", error=error)
-    except MpipipeError as caught:
-        # By the same steps the pipes of all partners agree on it, too.
-        if caught.agreed:
-            agreed_by(caught, others)
-        raise
-    return ranks._replace(replicas=others)
-
-
 def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
     """Check the arguments on each rank, and compare what the ranks of a pipe must share."""
-    error: Exception | None = None
+    schedule = arguments.schedule
     stages: list[PipelineStage] = []
     facts: tuple = ()
-    own_ties = None
-    device = "cpu"
-    replicas = arguments.replicas
-    schedule = arguments.schedule
+    places = None
+    error: Exception | None = None
     with_replicas = "without replicas"
-    if replicas is not None:
+    if arguments.replicas is not None:
         with_replicas = "with replicas"
     try:
         settings.check_settings()
@@ -161,11 +158,11 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
                 expected="messages and sums by MPI",
                 remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
             )
-        if replicas is not None:
-            runtime.resolve(replicas)
+        if arguments.replicas is not None:
+            runtime.resolve(arguments.replicas)
         stages = check_arguments(arguments, pipe.comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
-        Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
+        tags = Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
         device = device_of(stages)
         facts = (
             *_common_facts(arguments),
@@ -177,7 +174,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
-        own_ties = tie_facts(stages, schedule.stages_of(pipe.rank))
+        places = own_places(dict(zip(schedule.stages_of(pipe.rank), stages)), pipe.rank)
     except Exception as caught:
         error = caught
     message = "ranks were given different pipelines"
@@ -186,12 +183,12 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
         "every rank"
     )
     pipe.agree(CALL, facts, error=error, message=message, remedy=remedy)
-    ties = pipe.gather(f"{CALL}: ties", own_ties)
+    of_ranks = pipe.gather(f"{CALL}: ties", places)
     try:
-        check_ties(ties)
+        ties = agreed_places(of_ranks)
     except MpipipeError as problem:  # every rank finds it in the same facts
         raise_on_all(0, problem, pipe)
-    return AgreedRanks(pipe, None, ties, device, stages, arguments.check)
+    return AgreedRanks(pipe, stages, device, tags, ties)
 
 
 def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
@@ -205,9 +202,9 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
     )
 
 
-def choose_nccl(ranks: AgreedRanks) -> NcclChoice:
+def choose_nccl(ranks: AgreedRanks, check: bool) -> NcclChoice:
     """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
-    if ranks.check:
+    if check:
         # The host would wait for a device that waits for another rank.
         return NcclChoice(False, "check mode looks at arrays on the host")
     if ranks.replicas is None and ranks.device != "cuda" and not settings.NCCL.is_on:

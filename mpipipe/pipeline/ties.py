@@ -17,6 +17,7 @@ a GPU's passes through the host, unless its messages do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from mpipipe import arrays
@@ -28,31 +29,34 @@ from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import PipelineStage
 
 
-class TieSite(NamedTuple):
+class TiedPlace(NamedTuple):
     """One place of a tied parameter, as every rank knows it."""
 
+    key: str  # of the parameter
     stage: int
+    rank: int
     inner: int  # number of the nn.Stage in the stage
     name: str
     shape: tuple[int, ...]
     dtype: str
-    frozen: bool = False
+    frozen: bool
+
+    def __str__(self) -> str:
+        return f"the tied parameter {self.name} of stage {self.stage} from rank {self.rank}"
 
 
-# The places on one rank of each tied parameter, by its key, in the order of the stages.
-Facts: TypeAlias = dict[str, list[TieSite]]
+# All places of each tied parameter, by its key, in the order of the stages.
+Places: TypeAlias = dict[str, list[TiedPlace]]
 
 
-def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
-    """Return the ties of this rank; ArgumentError if a parameter lies in an absent stage."""
-    facts: Facts = {}
-    present: set[int] = set()
-    for stage in stages:
-        present.update(map(id, stage.inner_stages))
-    for stage, number in zip(stages, numbers):
+def own_places(stages: Mapping[int, PipelineStage], rank: int) -> list[TiedPlace]:
+    """Return the places of this rank; ArgumentError if a parameter lies in an absent stage."""
+    places = []
+    present = [inner for stage in stages.values() for inner in stage.inner_stages]
+    for number, stage in stages.items():
         for inner, model in enumerate(stage.inner_stages):
             for name, (owner, owner_name) in model.buffers.owners.items():
-                if id(owner) not in present:
+                if owner not in present:
                     raise ArgumentError(
                         f"the tied parameter {name} lies in the buffer of a stage of an earlier "
                         "pipeline",
@@ -67,124 +71,79 @@ def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
             for key, names in model.ties.items():
                 for name in names:
                     array = model.parameters[name]
-                    site = TieSite(
-                        number, inner, name, array.shape, array.dtype.name, name in model.frozen
-                    )
-                    facts.setdefault(key, []).append(site)
-    return facts
+                    kind = array.shape, array.dtype.name, name in model.frozen
+                    places.append(TiedPlace(key, number, rank, inner, name, *kind))
+    return places
 
 
-def check_ties(table: Sequence[Facts]) -> None:
-    """Raise MismatchError if places of one parameter differ; `table` has every rank's facts."""
-    for key, places in _places(table).items():
-        (_, first), *others = places
-        for _, place in others:
-            if (place.shape, place.dtype) != (first.shape, first.dtype):
-                raise MismatchError(
-                    f"tied parameters {key!r} differ",
-                    stage=place.stage,
-                    found=f"{place.name}: {place.dtype}{list(place.shape)}",
-                    expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage "
-                    f"{first.stage}",
-                )
-            if place.frozen != first.frozen:
-                trained = place.name
-                if place.frozen:
-                    trained = first.name
-                raise partly_frozen_error(key, [trained])
-
-
-def _places(table: Sequence[Facts]) -> dict[str, list[tuple[int, TieSite]]]:
-    """Return (rank, place) of all places of each key, in the order of the stages."""
-    places: dict[str, list[tuple[int, TieSite]]] = {}
-    for rank, facts in enumerate(table):
-        for key, sites in facts.items():
-            for site in sites:
-                places.setdefault(key, []).append((rank, site))
-    for of_key in places.values():
-        # A stage keeps the order of its own places.
-        of_key.sort(key=lambda place: place[1].stage)
-    return dict(sorted(places.items()))
-
-
-class TiedPlace(NamedTuple):
-    """A place in the order of all places of its parameter, with the name of its messages."""
-
-    place: TieSite
-    rank: int
-    channel: int
-    tag: int
-
-    def __str__(self) -> str:
-        return (
-            f"the tied parameter {self.place.name} of stage {self.place.stage} from rank "
-            f"{self.rank}"
-        )
+def agreed_places(of_ranks: Sequence[Sequence[TiedPlace]]) -> Places:
+    """Return the places of all ranks; MismatchError if those of one parameter differ."""
+    places: Places = {}
+    # A stage keeps the order of its own places.
+    for place in sorted(chain(*of_ranks), key=lambda place: (place.key, place.stage)):
+        of_key = places.setdefault(place.key, [])
+        of_key.append(place)
+        first = of_key[0]
+        if (place.shape, place.dtype) != (first.shape, first.dtype):
+            raise MismatchError(
+                f"tied parameters {place.key!r} differ",
+                stage=place.stage,
+                found=f"{place.name}: {place.dtype}{list(place.shape)}",
+                expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage "
+                f"{first.stage}",
+            )
+        if place.frozen != first.frozen:
+            trained = place.name
+            if place.frozen:
+                trained = first.name
+            raise partly_frozen_error(place.key, [trained])
+    return places
 
 
 class TieNames:
-    """The order of all places, and the names of their messages, the same on every rank.
+    """The parameters with gradients to share, and names of messages, the same on every rank.
 
     They need `channels` of `tags` tags each, from `first_channel` on.
     """
 
-    def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
-        # The places of each parameter, at least two, by its key, in the order of the stages.
-        self.order: dict[str, list[TiedPlace]] = {}
-        count = 0
-        for key, places in _places(table).items():
-            # A frozen parameter has no gradient to share.
-            if len(places) == 1 or places[0][1].frozen:
-                continue
-            self.order[key] = []
-            for rank, site in places:
-                channel, tag = divmod(count, tags)
-                self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
-                count += 1
+    def __init__(self, places: Places, first_channel: int, tags: int) -> None:
+        self.shared: list[list[TiedPlace]] = []
+        # (channel, tag) by place.
+        self.of: dict[TiedPlace, tuple[int, int]] = {}
         self.channels = 0
-        for of_key in self.order.values():
-            ranks = {place.rank for place in of_key}
-            if len(ranks) > 1:
-                self.channels = -(-count // tags)
+        for of_key in places.values():
+            if len(of_key) == 1 or of_key[0].frozen:
+                continue
+            self.shared.append(of_key)
+            for place in of_key:
+                channel, tag = divmod(len(self.of), tags)
+                self.of[place] = first_channel + channel, tag
+            if len({place.rank for place in of_key}) > 1:
+                self.channels = channel + 1
 
 
-class Ties:
-    """The tied parameters of one pipeline; the constructor is collective."""
-
-    def __init__(
-        self,
-        pipe: RankGroup,
-        transport: Transport,
-        stages: Sequence[PipelineStage],
-        numbers: Sequence[int],
-        names: TieNames,
-    ) -> None:
-        models: dict[tuple[int, int], Stage] = {}
-        for number, stage in zip(numbers, stages):
-            for inner, model in enumerate(stage.inner_stages):
-                models[number, inner] = model
-                model.tied_copies.clear()
-        # Of parameters with a place on this rank: all places, and those of this rank.
-        tied: list[tuple[list[TiedPlace], dict[TiedPlace, User]]] = []
-        shared: list[tuple[User, User]] = []
-        for places in names.order.values():
-            users = {}
-            for place in places:
-                if place.rank == pipe.rank:
-                    site = place.place
-                    users[place] = User(models[site.stage, site.inner], site.name)
-            if users:
-                tied.append((places, users))
-                owner = _owner(list(users.values()))
-                for user in users.values():
-                    if user is not owner:
-                        shared.append((user, owner))
-        share(shared)
-        self.parameters = [TiedParameter(pipe, transport, *pair) for pair in tied]
-
-    def sum_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.sum_gradients()
+def tie(
+    pipe: RankGroup, transport: Transport, stages: Mapping[int, PipelineStage], names: TieNames
+) -> list[TiedParameter]:
+    """Return the tied parameters with places on this rank; collective."""
+    for stage in stages.values():
+        for model in stage.inner_stages:
+            model.tied_copies.clear()
+    tied = []
+    shared: list[tuple[User, User]] = []
+    for places in names.shared:
+        users = {}
+        for place in places:
+            if place.rank == pipe.rank:
+                users[place] = User(stages[place.stage].inner_stages[place.inner], place.name)
+        if users:
+            tied.append((places, users))
+            owner = _owner(list(users.values()))
+            for user in users.values():
+                if user is not owner:
+                    shared.append((user, owner))
+    share(shared)
+    return [TiedParameter(pipe, transport, names, *pair) for pair in tied]
 
 
 class TiedParameter:
@@ -197,11 +156,13 @@ class TiedParameter:
         self,
         pipe: RankGroup,
         transport: Transport,
+        names: TieNames,
         places: list[TiedPlace],
         users: Mapping[TiedPlace, User],
     ) -> None:
         self.pipe = pipe
         self.transport = transport
+        self.names = names.of
         self.places = places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
         # The gradient of each place; of one on another rank the buffer that receives it.
@@ -264,10 +225,10 @@ class TiedParameter:
                 self.transport.retire(part)
 
     def _send(self, array: Array, place: TiedPlace, peer: int) -> Testable:
-        return own(self.transport.isend(array, peer, place.channel, place.tag))
+        return own(self.transport.isend(array, peer, *self.names[place]))
 
     def _receive(self, array: Array, place: TiedPlace) -> Testable:
-        return own(self.transport.irecv(array, place.rank, place.channel, place.tag))
+        return own(self.transport.irecv(array, place.rank, *self.names[place]))
 
     def _wait(self, requests: Sequence[Testable], what: TiedPlace) -> None:
         peers = [what.rank]
