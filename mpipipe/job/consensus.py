@@ -120,13 +120,6 @@ def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoRetu
     raise found_by_all(problem, [group], origin)
 
 
-def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
-    """Raise an error that ranks found in different groups: no group takes it for agreed."""
-    problem.reported_elsewhere = reported_elsewhere
-    problem.agreed = frozenset()
-    raise problem
-
-
 def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
     problem.agreed |= frozenset(group.members)

@@ -14,16 +14,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.comm import NcclChoice, Tags, agree_on_nccl
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
-from mpipipe.job import (
-    Communicator,
-    RankGroup,
-    agreed_by,
-    attributes,
-    raise_for_partners,
-    raise_on_all,
-    runtime,
-    settings,
-)
+from mpipipe.job import Ballot, Communicator, RankGroup, attributes, digest, runtime, settings
 from mpipipe.pipeline.ties import Places, agreed_places, own_places
 from mpipipe.schedules import Schedule, check
 from mpipipe.stages import PipelineStage, arrays_to_compare, as_stages, check_stage, gradient_arrays
@@ -32,7 +23,8 @@ from mpipipe.text import counted
 logger = logging.getLogger("mpipipe")
 
 CALL = "construction of a Pipeline"
-REPLICAS = "pipeline"  # name of the fact whether there are replicas
+# What replicas must have in common, besides the facts of all ranks.
+DIGESTS = ("parameters' names, shapes and dtypes", "parameters' values")
 
 
 class Arguments(NamedTuple):
@@ -82,6 +74,18 @@ class AgreedRanks(NamedTuple):
         return self.replicas.rank
 
 
+# -- The agreement ---------------------------------------------------------------------------------
+#
+#     pipe 0    rank 0 . rank 1 . rank 2
+#     pipe 1    rank 0 . rank 1 . rank 2
+#
+# Every rank first tells its pipe, then its partners, which are the ranks below and above it: so an
+# error on one rank comes out on all ranks of all pipes.
+#
+# Where only some ranks of a pipe were given replicas, the others have no partners to tell: their
+# partners in other pipes would wait in vain. So partners first ask each other whether that is so.
+
+
 def agree_on_construction(
     comm: Communicator, arguments: Arguments, groups: list[RankGroup]
 ) -> AgreedRanks:
@@ -94,34 +98,104 @@ def agree_on_construction(
         known.agree(CALL)
     pipe = RankGroup(comm)
     groups.append(pipe)
-    ranks = None
-    error: MpipipeError | None = None
+    schedule = arguments.schedule
+    facts: tuple[tuple[str, object], ...] = ()
+    digests = [0, 0]
+    places = None
+    error: Exception | None = None
     try:
-        ranks = _agree_in_pipe(pipe, arguments)
-    except MpipipeError as caught:
-        if not caught.agreed or not arguments.has_replicas:
-            raise
+        stages = check_arguments(arguments, comm)
+        largest_tag = runtime.tag_upper_bound(pipe.comm)
+        tags = Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
+        device = device_of(stages)
+        with_replicas = "without replicas"
+        if arguments.has_replicas:
+            with_replicas = "with replicas"
+            digests = _digests(stages)
+        facts = (
+            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
+            ("recompute", arguments.recompute),
+            ("check", arguments.check),
+            ("input_grads", arguments.input_grads),
+            ("setting MPIPIPE_GRAPHS", settings.GRAPHS.is_on),
+            ("device of the stages", device),
+            ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
+            ("number of micro-batches", schedule.microbatches),
+            ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
+            ("pipeline", with_replicas),
+            ("setting MPIPIPE_TAG_UB", largest_tag),
+            ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
+        )
+        places = own_places(dict(zip(schedule.stages_of(pipe.rank), stages)), pipe.rank)
+    except Exception as caught:
         error = caught
-    if arguments.has_replicas:
-        assert arguments.replicas is not None
-        others = RankGroup(arguments.replicas)
-        groups.insert(0, others)
-        stages: Sequence[PipelineStage] = ()
-        if ranks is not None:
-            ranks = ranks._replace(replicas=others)
-            stages = ranks.stages
-        error = _error_of_replicas(others, stages, arguments, error)
-        if error is None:
-            _share_state(others, stages)
+    message = "ranks were given different pipelines"
+    remedy = (
+        "build the same schedule with the same arguments, and set the same environment, on "
+        "every rank"
+    )
+    ballot = Ballot(CALL, facts, error, message, remedy)
+    table = ballot.cast(pipe, [arguments.has_replicas, *digests])
+    ties: Places = {}
+    if not ballot.failed:
+        of_ranks = pipe.gather(f"{CALL}: ties", places)
         try:
-            pipe.agree(f"{CALL}: the replicas of all stages", error=error)
-        except MpipipeError as caught:
-            # By the same steps the pipes of all partners agree on it, too.
-            if caught.agreed:
-                agreed_by(caught, others)
-            raise
-    assert ranks is not None  # else there was an error
+            ties = agreed_places(of_ranks)
+        except MpipipeError as problem:  # every rank finds it in the same facts
+            ballot.refuse(problem)
+    replicas = None
+    if arguments.replicas is not None and arguments.has_replicas:
+        replicas = RankGroup(arguments.replicas)
+        groups.insert(0, replicas)
+        if _all_have_partners(replicas, bool(table[:, 0].all())):
+            _compare_replicas(ballot, replicas, table.tolist(), digests)
+    ballot.decide()
+    if replicas is not None:
+        _share_state(replicas, stages)
+    ranks = AgreedRanks(pipe, stages, device, tags, ties, replicas)
     return ranks._replace(nccl=choose_nccl(ranks, arguments.check))
+
+
+def _all_have_partners(replicas: RankGroup, own_have: bool) -> bool:
+    """Return True if all ranks of all pipes have partners; False if some of this pipe have none.
+
+    PeerError if ranks of another pipe have none. Its own pipe learns that from this rank.
+    """
+    try:
+        table = replicas.agree(f"{CALL}: whether all have partners", values=[own_have])
+    except PeerError:
+        if own_have:
+            raise
+        # A partner has raised already, for what this rank has said: its own error is the one to
+        # report.
+        return False
+    if own_have and not table.all():
+        lacking = PeerError("some ranks of another pipeline were given no replicas")
+        lacking.reported_elsewhere = True
+        raise lacking
+    return own_have
+
+
+def _compare_replicas(
+    ballot: Ballot, replicas: RankGroup, of_pipe: list[list[int]], digests: Sequence[int]
+) -> None:
+    """Refuse the pipeline if the parameters of any stage differ; `digests` are of this rank's."""
+    table = ballot.cast(replicas, [digest(CALL, (("digests", of_pipe),)), *digests])
+    whole, *columns = table.T.tolist()
+    if ballot.failed or len(set(whole)) == 1:
+        return
+    ballot.failed = True
+    for name, column, own_digest in zip(DIGESTS, columns, digests):
+        if own_digest != column[0]:
+            ballot.refuse(
+                MismatchError(
+                    "the replicas of a pipeline differ",
+                    found=f"{name} {own_digest:016x}",
+                    expected=f"{name} {column[0]:016x}, as in replica 0",
+                    remedy="give the stages of all replicas the same seed and sizes, and all ranks "
+                    "the same schedule",
+                )
+            )
 
 
 def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
@@ -138,70 +212,6 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
-    """Check the arguments on each rank, and compare what the ranks of a pipe must share."""
-    schedule = arguments.schedule
-    stages: list[PipelineStage] = []
-    facts: tuple = ()
-    places = None
-    error: Exception | None = None
-    with_replicas = "without replicas"
-    if arguments.replicas is not None:
-        with_replicas = "with replicas"
-    try:
-        settings.check_settings()
-        if arguments.check and settings.NCCL.is_on:
-            # The host would wait for a device that waits for ranks.
-            raise ArgumentError(
-                "check mode looks at arrays on the host, between messages",
-                found="MPIPIPE_NCCL=on",
-                expected="messages and sums by MPI",
-                remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
-            )
-        if arguments.replicas is not None:
-            runtime.resolve(arguments.replicas)
-        stages = check_arguments(arguments, pipe.comm)
-        largest_tag = runtime.tag_upper_bound(pipe.comm)
-        tags = Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
-        device = device_of(stages)
-        facts = (
-            *_common_facts(arguments),
-            ("device of the stages", device),
-            ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
-            ("number of micro-batches", schedule.microbatches),
-            ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
-            (REPLICAS, with_replicas),
-            ("setting MPIPIPE_TAG_UB", largest_tag),
-            ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
-        )
-        places = own_places(dict(zip(schedule.stages_of(pipe.rank), stages)), pipe.rank)
-    except Exception as caught:
-        error = caught
-    message = "ranks were given different pipelines"
-    remedy = (
-        "build the same schedule with the same arguments, and set the same environment, on "
-        "every rank"
-    )
-    pipe.agree(CALL, facts, error=error, message=message, remedy=remedy)
-    of_ranks = pipe.gather(f"{CALL}: ties", places)
-    try:
-        ties = agreed_places(of_ranks)
-    except MpipipeError as problem:  # every rank finds it in the same facts
-        raise_on_all(0, problem, pipe)
-    return AgreedRanks(pipe, stages, device, tags, ties)
-
-
-def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
-    """What all ranks, and all replicas, must have in common."""
-    return (
-        ("schedule", f"{arguments.schedule.name} {arguments.schedule.fingerprint:x}"),
-        ("recompute", bool(arguments.recompute)),
-        ("check", arguments.check),
-        ("input_grads", arguments.input_grads),
-        ("setting MPIPIPE_GRAPHS", settings.GRAPHS.is_on),
-    )
-
-
 def choose_nccl(ranks: AgreedRanks, check: bool) -> NcclChoice:
     """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
     if check:
@@ -213,70 +223,6 @@ def choose_nccl(ranks: AgreedRanks, check: bool) -> NcclChoice:
     if ranks.device == "cuda" and ranks.pipe.rank == 0:
         logger.info("NCCL: %s", choice)
     return choice
-
-
-# -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------
-#
-#     pipe 0    rank 0 . rank 1 . rank 2
-#     pipe 1    rank 0 . rank 1 . rank 2
-#
-# Every rank first agrees within its pipe, then with its partners, which are the ranks below and
-# above it, and then within its pipe once more.
-#
-# Where only some ranks of a pipe were given replicas, the others have no partners to agree with:
-# their partners in other pipes would wait in vain. So partners first ask each other whether that is
-# so.
-
-
-def _error_of_replicas(
-    others: RankGroup,
-    stages: Sequence[PipelineStage],
-    arguments: Arguments,
-    error: MpipipeError | None,
-) -> MpipipeError | None:
-    """Return the error that all partners are to raise, of a pipe or for stages that differ.
-
-    Raises where the pipe of any partner has ranks without replicas. Its own pipe learns that from
-    this rank.
-    """
-    halved = isinstance(error, MismatchError) and error.fact == REPLICAS
-    try:
-        apart = bool(others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any())
-    except PeerError:
-        if error is None:
-            raise
-        # A partner has raised already, for what this rank has said: its own error is the one to
-        # report.
-        apart = True
-    if apart:
-        lacking: MpipipeError = error or PeerError(
-            "some ranks of another pipeline were given no replicas"
-        )
-        raise_for_partners(lacking, lacking.reported_elsewhere or error is None)
-    facts: tuple = ()
-    problem: Exception | None = error
-    if error is None:
-        try:
-            shapes, values = _digests(stages)
-            digests = (
-                ("parameters' names, shapes and dtypes", shapes),
-                ("parameters' values", values),
-            )
-            facts = (*_common_facts(arguments), *digests)
-        except Exception as caught:  # a stage of the user's own may not give its arrays
-            problem = caught
-    remedy = (
-        "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
-    )
-    try:
-        others.agree(
-            f"{CALL}: replicas", facts, (), problem, "the replicas of a pipeline differ", remedy
-        )
-    except MpipipeError as caught:
-        if not caught.agreed:
-            raise
-        return caught
-    return error
 
 
 def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
@@ -294,8 +240,8 @@ def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
             array[...] = value
 
 
-def _digests(stages: Sequence[PipelineStage]) -> list[str]:
-    """Return hashes of this rank's parameters: of names, shapes and dtypes, and of values."""
+def _digests(stages: Sequence[PipelineStage]) -> list[int]:
+    """Return hashes of this rank's parameters, from 0 to 2^63 - 1, in the order of DIGESTS."""
     shapes = blake2b(digest_size=8)
     values = blake2b(digest_size=8)
     for stage in stages:
@@ -305,7 +251,7 @@ def _digests(stages: Sequence[PipelineStage]) -> list[str]:
         for flat in flats:
             # Hashes do not know bfloat16.
             values.update(arrays.download(flat).reshape(-1).view(np.uint8).data)
-    return [shapes.hexdigest(), values.hexdigest()]
+    return [int.from_bytes(each.digest(), "big") >> 1 for each in (shapes, values)]
 
 
 # -- What a pipeline may be given, checked on each rank before the ranks agree ---------------------
@@ -339,6 +285,17 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
     stages = arguments.stages
     schedule = arguments.schedule
     loss = arguments.loss
+    settings.check_settings()
+    if arguments.check and settings.NCCL.is_on:
+        # The host would wait for a device that waits for ranks.
+        raise ArgumentError(
+            "check mode looks at arrays on the host, between messages",
+            found="MPIPIPE_NCCL=on",
+            expected="messages and sums by MPI",
+            remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
+        )
+    if arguments.replicas is not None:
+        runtime.resolve(arguments.replicas)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             "schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule"
