@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import NcclChoice, Tags, agree_on_nccl
+from mpipipe.comm import Tags, agree_on_nccl
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import Ballot, Communicator, RankGroup, attributes, digest, runtime, settings
 from mpipipe.pipeline.ties import Places, agreed_places, own_places
@@ -57,7 +58,7 @@ class AgreedRanks(NamedTuple):
     tags: Tags
     ties: Places
     replicas: RankGroup | None = None  # the ranks with the same stages; None for a single pipeline
-    nccl: NcclChoice = NcclChoice(False, "nothing was agreed on")  # carrier of sums, and why
+    sums_by_nccl: bool = False  # whether NCCL carries the sums over replicas
 
     @property
     def groups(self) -> list[RankGroup]:
@@ -153,7 +154,13 @@ def agree_on_construction(
     if replicas is not None:
         _share_state(replicas, stages)
     ranks = AgreedRanks(pipe, stages, device, tags, ties, replicas)
-    return ranks._replace(nccl=choose_nccl(ranks, arguments.check))
+    # In check mode the host would wait for a device that waits for another rank.
+    if not arguments.check and (replicas is not None or device == "cuda" or settings.NCCL.is_on):
+        choice = agree_on_nccl(ranks.groups, device)
+        if device == "cuda" and pipe.rank == 0:
+            logger.info("NCCL: %s", choice)
+        ranks = ranks._replace(sums_by_nccl=choice.sums)
+    return ranks
 
 
 def _all_have_partners(replicas: RankGroup, own_have: bool) -> bool:
@@ -212,32 +219,17 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def choose_nccl(ranks: AgreedRanks, check: bool) -> NcclChoice:
-    """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
-    if check:
-        # The host would wait for a device that waits for another rank.
-        return NcclChoice(False, "check mode looks at arrays on the host")
-    if ranks.replicas is None and ranks.device != "cuda" and not settings.NCCL.is_on:
-        return NcclChoice(False, "the ranks compute on the CPU")
-    choice = agree_on_nccl(ranks.groups, ranks.device)
-    if ranks.device == "cuda" and ranks.pipe.rank == 0:
-        logger.info("NCCL: %s", choice)
-    return choice
-
-
 def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
     """Let the state of modules, such as batch norm's, begin as that of replica 0."""
     state: list[arrays.Array] = []
     for stage in stages:
         for inner in stage.inner_stages:
             state += inner.state.values()
-    if state:
-        own_values = [arrays.download(array) for array in state]
-        first = others.broadcast(f"{CALL}: state", own_values)
-        for array, value in zip(state, first, strict=True):
-            if arrays.is_device(array):
-                value = arrays.upload(value)
-            array[...] = value
+    values = others.broadcast(f"{CALL}: state", arrays.download_all(state))
+    for array, value in zip(state, values, strict=True):
+        if arrays.is_device(array):
+            value = arrays.upload(value)
+        array[...] = value
 
 
 def _digests(stages: Sequence[PipelineStage]) -> list[int]:
@@ -427,34 +419,21 @@ def _check_stage_slices(number: int, stage: PipelineStage, lengths: Sequence[int
 
 def names_given(schedule: Schedule, stage: int) -> list[str]:
     """Return the names that a stage hands on over skips, each once."""
-    names: list[str] = []
-    for skip in schedule.skips:
-        if skip.source == stage and skip.name not in names:
-            names.append(skip.name)
-    return names
+    return [*dict.fromkeys(skip.name for skip in schedule.skips if skip.source == stage)]
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:
     """Raise ArgumentError unless the last stage has all forwards before its first backward."""
     last = schedule.stages - 1
     order = schedule.orders[schedule.placement[last]]
-    forwards = 0
-    begun = False  # whether a backward was met
-    for action in order:
-        if action.stage != last:
-            continue
-        if action.op in "BI":
-            begun = True
-        if action.op != "F":
-            continue
-        if not begun:
-            forwards += 1
-            continue
+    ops = "".join(action.op for action in order if action.stage == last)
+    before, *after = re.split("[BI]", ops)
+    if "F" in "".join(after):
         raise ArgumentError(
             f"{what} needs all outputs before the first backward",
             stage=last,
             found=f"{schedule.name}, whose first backward comes after "
-            f"{counted(forwards, 'forward')}",
+            f"{counted(before.count('F'), 'forward')}",
             expected="an order with all forwards of the last stage first",
             remedy="schedules.gpipe, or schedules.looped_bfs with several stages on a rank",
         )

@@ -35,7 +35,7 @@ class StepGradients:
         self.ties = ties
         self.checks = checks
         self.nccl = None
-        if self.replicas is not None and ranks.nccl.sums:
+        if self.replicas is not None and ranks.sums_by_nccl:
             self.nccl = NcclSums(self.replicas)
         # Sums that this call has started.
         self._underway: list[ReplicaSum] = []

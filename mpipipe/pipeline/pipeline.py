@@ -6,14 +6,14 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mpipipe.arrays import Tree, read_only
 from mpipipe.comm import Mailbox, make_transport
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
-from mpipipe.job import Communicator, RankGroup, own, runtime, settings
+from mpipipe.job import Communicator, RankGroup, runtime, settings
 from mpipipe.nn import Position
 from mpipipe.pipeline.agreement import Agreement
 from mpipipe.pipeline.attached import AttachedStage
@@ -311,9 +311,7 @@ class Pipeline:
         self._end(problem)
         if not shared.was_read:
             self._unread.append(shared)
-        input_grads: list | Literal[False] | None = False
-        if executor.input_grads:
-            input_grads = self._input_gradients(call, total)
+        input_grads = executor.input_grads and self._input_gradients(call, total)
         return StepResult(shared, self._read_loss, input_grads)
 
     def forward_train(self, inputs: Batched) -> Batched:
@@ -435,14 +433,10 @@ class Pipeline:
         Collective: they are those of all ranks, on every rank, and what `schedules.simulate` takes.
         """
         self._agree("durations")
-        pipe = self.ranks.pipe
         own_means = self.executor.clock.means(self.schedule.stages, self.plans.recompute)
-        everyone = np.zeros((pipe.size, *own_means.shape))
         with self.state:
-            request = own(pipe.comm.Iallgather(own_means, everyone))
-            pipe.wait(request, "the durations of all stages")
-        forward, input_grad, weight_grad = everyone.sum(0).tolist()
-        return Costs(forward, input_grad, weight_grad)
+            everyone = self.ranks.pipe.gather("the durations of all stages", own_means)
+        return Costs(*sum(everyone).tolist())
 
     def poll(self) -> None:
         """Let messages move. A stage of your own that computes for long calls this now and then."""
@@ -456,7 +450,7 @@ class Pipeline:
         """
         if not self.steps_taken:
             return 0
-        return max(self._activations)
+        return max(self.plans.activations)
 
     @property
     def live_activations(self) -> int:
@@ -464,14 +458,7 @@ class Pipeline:
         call = self.executor.call
         if call is None or not call.training:
             return 0
-        return self._activations[len(call.marks) // 2]
-
-    @property
-    def _activations(self) -> list[int]:
-        plan = self.plans.training
-        if self.plans.recompute:
-            return plan.activations_and_inputs
-        return plan.activations
+        return self.plans.activations[len(call.marks) // 2]
 
     @property
     def busy(self) -> float:

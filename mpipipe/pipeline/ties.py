@@ -191,26 +191,17 @@ class TiedParameter:
     def _start_equal(self, values: list[Array], user: User | None) -> None:
         """Give all arrays of the parameter the values at its first place, of `user`."""
         first = self.places[0]
+        value = values[0]
         if user is not None:
             value = user.stage.parameters[user.name]
-            self._wait([self._send(value, first, peer) for peer in self.peers], first)
-        else:
-            value = values[0]
-            self._wait([self._receive(value, first)], first)
+        self._wait(self._start(value, first), first)
         for copy in values:
             if copy is not value:
                 arrays.copy_into(copy, value)
 
     def sum_gradients(self) -> None:
         """Give every array of the gradient on this rank the sum of all parts."""
-        here = self.pipe.rank
-        parts = list(zip(self.places, self.parts))
-        requests = []
-        for place, part in parts:
-            if place.rank == here:
-                requests.append([self._send(part, place, peer) for peer in self.peers])
-            else:
-                requests.append([self._receive(part, place)])
+        requests = [*map(self._start, self.parts, self.places)]
         for place, of_place in zip(self.places, requests):
             self._wait(of_place, place)
         # If the first part is of this rank, then it is the first of `sums`.
@@ -220,22 +211,24 @@ class TiedParameter:
         for gradient in self.sums:
             if gradient is not total:
                 arrays.copy_into(gradient, total)
-        for place, part in parts:
-            if place.rank != here:
+        for place, part in zip(self.places, self.parts):
+            if place.rank != self.pipe.rank:
                 self.transport.retire(part)
 
-    def _send(self, array: Array, place: TiedPlace, peer: int) -> Testable:
-        return own(self.transport.isend(array, peer, *self.names[place]))
+    def _start(self, array: Array, place: TiedPlace) -> list[tuple[Testable, int]]:
+        """Send the array of a place on this rank to all peers, or receive that of another rank."""
+        name = self.names[place]
+        requests: list[tuple[Testable, int]] = []
+        if place.rank == self.pipe.rank:
+            for peer in self.peers:
+                requests.append((own(self.transport.isend(array, peer, *name)), peer))
+        else:
+            requests.append((own(self.transport.irecv(array, place.rank, *name)), place.rank))
+        return requests
 
-    def _receive(self, array: Array, place: TiedPlace) -> Testable:
-        return own(self.transport.irecv(array, place.rank, *self.names[place]))
-
-    def _wait(self, requests: Sequence[Testable], what: TiedPlace) -> None:
-        peers = [what.rank]
-        if what.rank == self.pipe.rank:
-            peers = self.peers
-        for request, peer in zip(requests, peers):
-            self.pipe.wait(request, what, peer=peer)
+    def _wait(self, requests: Sequence[tuple[Testable, int]], place: TiedPlace) -> None:
+        for request, peer in requests:
+            self.pipe.wait(request, place, peer=peer)
 
 
 # -- One storage for a tied parameter that several places of one rank use --------------------------
