@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import combinations
@@ -53,7 +53,7 @@ class AgreedRanks(NamedTuple):
     """The ranks that a pipeline is built with, and what they have agreed on."""
 
     pipe: RankGroup  # the ranks of the pipeline
-    stages: list[PipelineStage]  # this rank's
+    stages: dict[int, PipelineStage]  # this rank's, by number
     device: str  # "cpu" or "cuda", of all ranks of the pipe
     tags: Tags
     ties: Places
@@ -108,11 +108,11 @@ def agree_on_construction(
         stages = check_arguments(arguments, comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
         tags = Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
-        device = device_of(stages)
+        device = device_of(stages.values())
         with_replicas = "without replicas"
         if arguments.has_replicas:
             with_replicas = "with replicas"
-            digests = _digests(stages)
+            digests = _digests(stages.values())
         facts = (
             ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
             ("recompute", arguments.recompute),
@@ -127,7 +127,7 @@ def agree_on_construction(
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
-        places = own_places(dict(zip(schedule.stages_of(pipe.rank), stages)), pipe.rank)
+        places = own_places(stages, pipe.rank)
     except Exception as caught:
         error = caught
     message = "ranks were given different pipelines"
@@ -152,7 +152,7 @@ def agree_on_construction(
             _compare_replicas(ballot, replicas, table.tolist(), digests)
     ballot.decide()
     if replicas is not None:
-        _share_state(replicas, stages)
+        _share_state(replicas, stages.values())
     ranks = AgreedRanks(pipe, stages, device, tags, ties, replicas)
     # In check mode the host would wait for a device that waits for another rank.
     if not arguments.check and (replicas is not None or device == "cuda" or settings.NCCL.is_on):
@@ -219,7 +219,7 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
+def _share_state(others: RankGroup, stages: Iterable[PipelineStage]) -> None:
     """Let the state of modules, such as batch norm's, begin as that of replica 0."""
     state: list[arrays.Array] = []
     for stage in stages:
@@ -232,7 +232,7 @@ def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
         array[...] = value
 
 
-def _digests(stages: Sequence[PipelineStage]) -> list[int]:
+def _digests(stages: Iterable[PipelineStage]) -> list[int]:
     """Return hashes of this rank's parameters, from 0 to 2^63 - 1, in the order of DIGESTS."""
     shapes = blake2b(digest_size=8)
     values = blake2b(digest_size=8)
@@ -249,7 +249,7 @@ def _digests(stages: Sequence[PipelineStage]) -> list[int]:
 # -- What a pipeline may be given, checked on each rank before the ranks agree ---------------------
 
 
-def device_of(stages: Sequence[PipelineStage]) -> str:
+def device_of(stages: Iterable[PipelineStage]) -> str:
     """Return "cpu" or "cuda", where this rank's stages compute; ArgumentError if they differ."""
     devices = [stage.device for stage in stages]
     kinds = {device.partition(":")[0] for device in devices}
@@ -272,8 +272,8 @@ def device_of(stages: Sequence[PipelineStage]) -> str:
     return kinds.pop()
 
 
-def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineStage]:
-    """Return this rank's stages; raise ArgumentError or ScheduleError for wrong arguments."""
+def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, PipelineStage]:
+    """Return this rank's stages by number; ArgumentError or ScheduleError for wrong arguments."""
     stages = arguments.stages
     schedule = arguments.schedule
     loss = arguments.loss
@@ -322,9 +322,9 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
             expected=f"on {', '.join(map(str, schedule.placement))}, where this schedule has them",
             remedy="give mpipipe.cut and Pipeline the same schedule",
         )
-    checked = as_stages(stages)
+    checked = dict(zip(numbers, as_stages(stages)))
     ops = {action.op for action in schedule.orders[comm.rank]}
-    for number, stage in zip(numbers, checked):
+    for number, stage in checked.items():
         try:
             check_stage(stage, ops, arguments.has_replicas)
             takes = [skip.name for skip in schedule.skips if skip.target == number]
@@ -342,7 +342,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
             error.stage = number
             raise
     if arguments.has_replicas:
-        _check_own_gradients(numbers, checked)
+        _check_own_gradients(checked)
     if loss is not None and not callable(loss):
         raise ArgumentError(
             "loss",
@@ -351,7 +351,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
         )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
-    _check_slices(arguments, dict(zip(numbers, checked)))
+    _check_slices(arguments, checked)
     return checked
 
 
@@ -368,8 +368,32 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
             numbers = counted(count, "whole number")
             expected = f"None, or {numbers} of at least 1, one for each slice of the schedule"
         raise ArgumentError("slice_lengths", found=lengths, expected=expected)
+    slices = f"{count} slices"
+    if lengths:
+        slices = f"lengths {', '.join(map(str, lengths))}"
     for number, stage in stages.items():
-        _check_stage_slices(number, stage, tuple(lengths or ()) or count)
+        names = stage.unsliceable(tuple(lengths or ()) or count)
+        if not names:
+            continue
+        listed = ", ".join(names)
+        if count == 1:
+            raise ArgumentError(
+                "a stage attends to slices of sequences, and the schedule has whole ones",
+                stage=number,
+                found=listed,
+                remedy="take a schedule with as many slices, or attend without attention.Sliced",
+            )
+        raise ArgumentError(
+            "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
+            "other",
+            stage=number,
+            found=listed,
+            expected="layers for which positions are alike, and nn.SelfAttention with "
+            f"attention.Sliced of {slices}",
+            remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in "
+            "a stage of your own that treats each position by itself; or take a schedule without "
+            "slices",
+        )
     unfit = None
     if getattr(loss, "mean_over_entries", None) is False:
         unfit = "loss.mean_over_entries = False"
@@ -383,38 +407,6 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
             remedy="set loss.mean_over_entries = True where that is so, or return (value, doutput, "
             "weight); or take a schedule without slices",
         )
-
-
-def _check_stage_slices(number: int, stage: PipelineStage, lengths: Sequence[int] | int) -> None:
-    """Raise ArgumentError if a stage mixes positions in another way than from slice to slice.
-
-    `lengths` are positions of the slices, or how many slices there are.
-    """
-    names = stage.unsliceable(lengths)
-    if not names:
-        return
-    listed = ", ".join(names)
-    if lengths == 1:
-        raise ArgumentError(
-            "a stage attends to slices of sequences, and the schedule has whole ones",
-            stage=number,
-            found=listed,
-            remedy="take a schedule with as many slices, or attend without attention.Sliced",
-        )
-    if isinstance(lengths, int):
-        slices = f"{lengths} slices"
-    else:
-        slices = f"lengths {', '.join(map(str, lengths))}"
-    raise ArgumentError(
-        "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
-        "other",
-        stage=number,
-        found=listed,
-        expected="layers for which positions are alike, and nn.SelfAttention with "
-        f"attention.Sliced of {slices}",
-        remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a "
-        "stage of your own that treats each position by itself; or take a schedule without slices",
-    )
 
 
 def names_given(schedule: Schedule, stage: int) -> list[str]:
@@ -439,9 +431,9 @@ def check_forwards_first(schedule: Schedule, what: str) -> None:
         )
 
 
-def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]) -> None:
+def _check_own_gradients(stages: dict[int, PipelineStage]) -> None:
     """Refuse stages with gradients in one memory, which replicas would sum twice."""
-    for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
+    for (number, stage), (other, second) in combinations(stages.items(), 2):
         for flat in gradient_arrays(second):
             if arrays.shares_any(flat, gradient_arrays(stage)):
                 raise ArgumentError(

@@ -180,7 +180,7 @@ class Pipeline:
         ranks = self.ranks
         pipe = ranks.pipe
         context = pipe.context
-        stages = dict(zip(schedule.stages_of(self.rank), ranks.stages))
+        stages = ranks.stages
         pipe.comm.Set_name("mpipipe pipeline")
         context.pipelines += 1
         name = f"pipeline {context.pipelines} ({schedule.name})"
@@ -221,11 +221,11 @@ class Pipeline:
             elif ranks.device == "cuda" and settings.GRAPHS.is_on:
                 use_graphs(attached_stage)
             attached.append(attached_stage)
-        loss: Loss | None = None
-        if arguments.loss is not None and checks is not None:
-            loss = CheckedLoss(arguments.loss, checks)
-        elif arguments.loss is not None:
+        loss = None
+        if arguments.loss is not None:
             loss = Loss(arguments.loss)
+            if checks is not None:
+                loss = CheckedLoss(arguments.loss, checks)
         clock = HostClock()
         if ranks.device == "cuda":
             clock = DeviceClock()
@@ -296,14 +296,13 @@ class Pipeline:
             the gradients of its own mean loss times `scale`: with 1 / K, those of K batches of one
             size add up to the mean over all. A copy of the gradients is kept during the step.
         """
-        batch, agreed = self._agree("step", inputs, targets, scale, accumulate)
+        call = self._call("step", inputs, targets, scale, accumulate)
         executor = self.executor
         with self.state:
             self._read_losses(wait=False)
             # All sums are there at the end of this block, before losses are fetched: the device
             # must wait for no rank that may fail.
             with self._gradients.making(executor.stages, accumulate):
-                call = self._begin("step", batch, agreed, scale)
                 self._run(call)
             shared = self._share_losses(call)
             total, problem = executor.loss.weighing.settle(shared, executor.stages)
@@ -323,9 +322,8 @@ class Pipeline:
         of `step`, outputs those of `forward`, read-only on the host where the inputs were a list or
         function. docs/stages.md has an example.
         """
-        batch, agreed = self._agree("forward_train", inputs)
+        call = self._call("forward_train", inputs)
         with self.state:
-            call = self._begin("forward_train", batch, agreed)
             ops = [action.op for action in call.plan.steps]
             self._run(call, stop=len(ops) - ops[::-1].index("F"))
             # Nothing moves messages while the caller computes.
@@ -393,10 +391,9 @@ class Pipeline:
             The weight is the sum of those that the loss returns; else the rows, or entries, of all
             targets.
         """
-        batch, agreed = self._agree("evaluate", inputs, targets)
+        call = self._call("evaluate", inputs, targets)
         weighing = self.executor.loss.weighing
         with self.state:
-            call = self._begin("evaluate", batch, agreed)
             self._run(call)
             shared = self._share_losses(call)
             _, problem = weighing.settle(shared)
@@ -412,9 +409,8 @@ class Pipeline:
         0, or a list of micro-batches where the inputs were one or came from a function; None on the
         other ranks.
         """
-        batch, agreed = self._agree("forward", inputs)
+        call = self._call("forward", inputs)
         with self.state:
-            call = self._begin("forward", batch, agreed)
             self._run(call)
             outputs = self._outputs(call)
         self._end()
@@ -638,11 +634,17 @@ class Pipeline:
                 "pipeline between them",
             )
 
-    def _begin(self, name: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> Call:
-        """Begin a call that all ranks have agreed on."""
+    def _call(
+        self,
+        name: str,
+        inputs: Batched,
+        targets: Batched = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> Call:
+        """Return a call that all ranks have agreed on."""
+        batch, agreed = self._agree(name, inputs, targets, scale, accumulate)
         training = name in STEPS
-        executor = self.executor
-        executor.loss.weighing.begin(agreed, batch.counts or [])
         plan = self.plans.training
         if not training:
             plan = self.plans.forward(agreed.microbatches)
@@ -652,8 +654,9 @@ class Pipeline:
             Position(self.steps_taken, unit, replica, training, training)
             for unit in units(agreed.microbatches * slices, slices)
         ]
+        self.executor.loss.weighing.begin(agreed, batch.counts or [])
         number = self._agreement.count
-        call = Call(
+        return Call(
             name,
             number,
             f"{name} (call {number}) of {self.state.name}",
@@ -666,21 +669,21 @@ class Pipeline:
             scale,
             positions,
         )
-        try:
-            executor.begin(call)
-        except Exception as error:
-            shortage = memory_error(f"the start of {name}", error)
-            located = shortage or error
-            if isinstance(located, MpipipeError) and located.rank is None:
-                located.rank = self.rank
-            if shortage is None:
-                raise
-            raise shortage from error
-        return call
 
     def _run(self, call: Call, stop: int | None = None) -> None:
         """Run the actions of a call that have not run yet: up to number `stop`, or to its end."""
         executor = self.executor
+        if executor.call is not call:
+            try:
+                executor.begin(call)
+            except Exception as error:
+                shortage = memory_error(f"the start of {call.name}", error)
+                located = shortage or error
+                if isinstance(located, MpipipeError) and located.rank is None:
+                    located.rank = self.rank
+                if shortage is None:
+                    raise
+                raise shortage from error
         with executor.loss.taking_head(call):
             executor.run(executor.program(call)[len(call.marks) // 2 : stop], call)
             if stop is None:
@@ -719,7 +722,6 @@ class Pipeline:
 
     def _share_losses(self, call: Call) -> SharedLoss:
         """Tell all ranks the losses of a call."""
-        microbatches = len(call.positions) // self._batches.slicing.count
         own_losses = None
         if call.targets is not None:
             waiting, download = call.download or ([], None)
@@ -728,7 +730,9 @@ class Pipeline:
                 when = f"step {self.steps_taken + 1}"
             where = self.rank, self.schedule.stages - 1, when
             own_losses = OwnLosses(call.losses, waiting, download, where)
-        return SharedLoss(self.executor.loss.weighing, own_losses, microbatches, call.title)
+        return SharedLoss(
+            self.executor.loss.weighing, own_losses, call.agreed.microbatches, call.title
+        )
 
     def _read_losses(self, wait: bool) -> None:
         """Look at losses that steps have left on the GPU: all, or those that are there by now."""
@@ -749,7 +753,7 @@ class Pipeline:
     def _write_hooks(self) -> list[list]:
         """Return the lists of functions that are called before anything writes to parameters."""
         holders: list[PipelineStage] = []
-        for stage in self.ranks.stages:
+        for stage in self.ranks.stages.values():
             holders += {stage, *stage.inner_stages}
         return [holder.before_write for holder in holders]
 

@@ -138,7 +138,12 @@ def tie(
                 users[place] = User(stages[place.stage].inner_stages[place.inner], place.name)
         if users:
             tied.append((places, users))
-            owner = _owner(list(users.values()))
+            owner = next(iter(users.values()))
+            for user in users.values():
+                # Storage stays where an earlier pipeline has put it.
+                if user.name not in user.stage.buffers.owners:
+                    owner = user
+                    break
             for user in users.values():
                 if user is not owner:
                     shared.append((user, owner))
@@ -257,14 +262,6 @@ class User(NamedTuple):
 
     stage: Stage
     name: str
-
-
-def _owner(users: Sequence[User]) -> User:
-    """Return the user with the storage: it stays where an earlier pipeline has put it."""
-    for user in users:
-        if user.name not in user.stage.buffers.owners:
-            return user
-    return users[0]
 
 
 def share(places: list[tuple[User, User]]) -> None:
