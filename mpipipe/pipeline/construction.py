@@ -16,7 +16,7 @@ from mpipipe import arrays
 from mpipipe.comm import Tags, agree_on_nccl
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import Ballot, Communicator, RankGroup, attributes, digest, runtime, settings
-from mpipipe.pipeline.ties import Places, agreed_places, own_places
+from mpipipe.pipeline.ties import TiedPlace, own_places, shared_places
 from mpipipe.schedules import Schedule, check
 from mpipipe.stages import PipelineStage, arrays_to_compare, as_stages, check_stage, gradient_arrays
 from mpipipe.text import counted
@@ -56,7 +56,7 @@ class AgreedRanks(NamedTuple):
     stages: dict[int, PipelineStage]  # this rank's, by number
     device: str  # "cpu" or "cuda", of all ranks of the pipe
     tags: Tags
-    ties: Places
+    ties: list[list[TiedPlace]]  # the places of each tied parameter
     replicas: RankGroup | None = None  # the ranks with the same stages; None for a single pipeline
     sums_by_nccl: bool = False  # whether NCCL carries the sums over replicas
 
@@ -137,11 +137,11 @@ def agree_on_construction(
     )
     ballot = Ballot(CALL, facts, error, message, remedy)
     table = ballot.cast(pipe, [arguments.has_replicas, *digests])
-    ties: Places = {}
+    ties: list[list[TiedPlace]] = []
     if not ballot.failed:
         of_ranks = pipe.gather(f"{CALL}: ties", places)
         try:
-            ties = agreed_places(of_ranks)
+            ties = shared_places(of_ranks, tags)
         except MpipipeError as problem:  # every rank finds it in the same facts
             ballot.refuse(problem)
     replicas = None

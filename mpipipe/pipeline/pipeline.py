@@ -45,7 +45,7 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plans
 from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.state import PipelineState
-from mpipipe.pipeline.ties import TieNames, tie
+from mpipipe.pipeline.ties import tie
 from mpipipe.pipeline.units import Slicing, in_order, merge, split_as
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.stages import PipelineStage, StageLike
@@ -188,13 +188,11 @@ class Pipeline:
         # -- Messages, and sums over ties and replicas
 
         tags = ranks.tags
-        tie_names = TieNames(ranks.ties, tags.channels, tags.base)
+        channels = tags.channels
+        for places in ranks.ties:
+            channels = max(channels, places[-1].channel + 1)
         transport = make_transport(
-            pipe.comm,
-            tags.channels + tie_names.channels,
-            settings.SYNC_SENDS.is_on,
-            ranks.device,
-            group=pipe,
+            pipe.comm, channels, settings.SYNC_SENDS.is_on, ranks.device, group=pipe
         )
         mailbox = Mailbox(transport, pipe)
         checks = None
@@ -202,7 +200,8 @@ class Pipeline:
         if arguments.check:
             checks = Checks(self.rank, schedule.stages - 1)
             messages = CheckedMessages(mailbox, checks)
-        self._gradients = StepGradients(ranks, tie(pipe, transport, stages, tie_names), checks)
+        tied = tie(pipe, transport, stages, ranks.ties)
+        self._gradients = StepGradients(ranks, tied, checks)
         self._poll: Callable[[], None] = mailbox.poll
         if ranks.replicas is not None:
             self._poll = partial(self._gradients.poll, mailbox)
@@ -600,7 +599,15 @@ class Pipeline:
     def _checked_batch(self, name: str, inputs: Batched, targets: Batched, scale: float) -> Batch:
         """Return the batch of a call; raise for arguments that are wrong on this rank."""
         batch = Batch()
-        self._check_halves(name)
+        if self._is_halfway != (name == "backward"):
+            when = "without a forward_train before it"
+            if self._is_halfway:
+                when = "between a forward_train and its backward"
+            raise ArgumentError(
+                f"{name} was called {when}",
+                remedy="call forward_train, then backward once, and no other method of this "
+                "pipeline between them",
+            )
         if name in STEPS and self.recorder is not None:
             self.recorder.begin_step()
         if name in (*STEPS, "evaluate", "forward"):
@@ -621,18 +628,6 @@ class Pipeline:
     def _is_halfway(self) -> bool:
         """True between forward_train and backward."""
         return self.executor.call is not None and self.state.is_open
-
-    def _check_halves(self, name: str) -> None:
-        """Raise ArgumentError unless `backward`, and nothing else, follows `forward_train`."""
-        if self._is_halfway != (name == "backward"):
-            when = "without a forward_train before it"
-            if self._is_halfway:
-                when = "between a forward_train and its backward"
-            raise ArgumentError(
-                f"{name} was called {when}",
-                remedy="call forward_train, then backward once, and no other method of this "
-                "pipeline between them",
-            )
 
     def _call(
         self,

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
-from mpipipe.schedules import Action, Schedule, Timeline, before_backwards, simulate, source
+from mpipipe.schedules import Schedule, Timeline, before_backwards, simulate
 from mpipipe.text import Unit, units
 
 NAMES = {
@@ -112,13 +112,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     lowest = schedule.trained_from
     # The last action of each stage that adds to its gradients.
     final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
-    # (number, source, target, name) of the edges of each stage: those of the chain, then skips.
-    edges = {}
-    for stage in schedule.stages_of(rank):
-        edges[stage] = [(stage, stage - 1, stage, ""), (stage + 1, stage, stage + 1, "")]
-        for number, skip in enumerate(schedule.skips, schedule.stages):
-            if stage in (skip.source, skip.target):
-                edges[stage].append((number, skip.source, skip.target, skip.name))
+    edges = {stage: edges_of(schedule, stage) for stage in schedule.stages_of(rank)}
     chunk_of = {stage: chunk for chunk, stage in enumerate(edges)}
 
     steps = []
@@ -131,14 +125,14 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
             direction = FORWARD
         takes: list[Port] = []
         gives: list[Port] = []
-        for edge, source_stage, target, name in edges[stage]:
+        for edge, source, target, name in edges[stage]:
             side = gives
             if (stage == target) == (direction == FORWARD):
                 side = takes
-            far = source_stage
-            if stage == source_stage:
+            far = source
+            if stage == source:
                 far = target
-            is_wanted = direction == FORWARD or source_stage >= lowest
+            is_wanted = direction == FORWARD or source >= lowest
             message = None
             if action.op in "FBI" and is_wanted and 0 <= far <= last_stage:
                 if placement[far] != rank:
@@ -168,34 +162,37 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     return steps
 
 
+def edges_of(schedule: Schedule, stage: int) -> list[tuple[int, int, int, str]]:
+    """Return (number, source, target, name) of the edges of a stage: of the chain, then skips."""
+    edges = [(stage, stage - 1, stage, ""), (stage + 1, stage, stage + 1, "")]
+    for number, skip in enumerate(schedule.skips, schedule.stages):
+        if stage in (skip.source, skip.target):
+            edges.append((number, skip.source, skip.target, skip.name))
+    return edges
+
+
 def receive_window(timeline: Timeline, rank: int) -> int:
     """Return the fewest posted receives by which each is there before its message is sent.
 
     The timeline is that of a simulation for stages of equal cost.
     """
     schedule = timeline.schedule
+    edges = {stage: edges_of(schedule, stage) for stage in schedule.stages_of(rank)}
     needed = []  # (start of the action that receives, time at which the message is sent)
     for action, start in zip(schedule.orders[rank], timeline.starts[rank]):
-        for stage in _makers(schedule, action):
-            if schedule.placement[stage] != rank:
-                sent = timeline.done[action.op != "F"][stage * schedule.units + action.microbatch]
+        if action.op not in "FBI":
+            continue
+        is_backward = action.op != "F"
+        for _, maker, taker, _ in edges[action.stage]:
+            if is_backward:
+                maker, taker = taker, maker
+            if taker != action.stage or not 0 <= maker < schedule.stages:
+                continue
+            if schedule.placement[maker] != rank:
+                sent = timeline.done[is_backward][maker * schedule.units + action.microbatch]
                 needed.append((start, sent))
     starts = [start for start, _ in needed]
     window = 1
     for index, (_, sent) in enumerate(needed):
         window = max(window, index - bisect_right(starts, sent) + 1)
     return window
-
-
-def _makers(schedule: Schedule, action: Action) -> list[int]:
-    """The stages whose outputs an action takes: first that of the chain."""
-    stage = source(action.stage, action.op, schedule.stages)
-    if stage is None:
-        return []
-    makers = [stage]
-    for maker, taker in schedule.skip_ends:
-        if action.op != "F":
-            maker, taker = taker, maker
-        if taker == action.stage:
-            makers.append(maker)
-    return makers

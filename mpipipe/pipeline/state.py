@@ -113,12 +113,10 @@ class PipelineState:
         if done and not computes and not self.pipe.context.long_waits:
             ended -= 1
         sent = mailbox.sent
-        sent_ones = set(sent)
+        sent_by_now = set(sent)
         skipped = []
         for step in steps[:ended]:
-            for message in step.sends:
-                if message not in sent_ones:
-                    skipped.append(message)
+            skipped += [message for message in step.sends if message not in sent_by_now]
         account = idle._replace(
             call=call.number,
             doing=f"the end of {call.title}",

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import Transport
+from mpipipe.comm import Tags, Transport
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import RankGroup, Testable, own
 from mpipipe.nn import Stage, kernels, partly_frozen_error
@@ -40,13 +40,11 @@ class TiedPlace(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     frozen: bool
+    channel: int = 0  # and tag: name of its message to other ranks
+    tag: int = 0
 
     def __str__(self) -> str:
         return f"the tied parameter {self.name} of stage {self.stage} from rank {self.rank}"
-
-
-# All places of each tied parameter, by its key, in the order of the stages.
-Places: TypeAlias = dict[str, list[TiedPlace]]
 
 
 def own_places(stages: Mapping[int, PipelineStage], rank: int) -> list[TiedPlace]:
@@ -76,9 +74,13 @@ def own_places(stages: Mapping[int, PipelineStage], rank: int) -> list[TiedPlace
     return places
 
 
-def agreed_places(of_ranks: Sequence[Sequence[TiedPlace]]) -> Places:
-    """Return the places of all ranks; MismatchError if those of one parameter differ."""
-    places: Places = {}
+def shared_places(of_ranks: Sequence[Sequence[TiedPlace]], tags: Tags) -> list[list[TiedPlace]]:
+    """Return all places of each parameter with a gradient to share, in the order of the stages.
+
+    Their messages go over channels after those of `tags`. MismatchError if places of one parameter
+    differ.
+    """
+    places: dict[str, list[TiedPlace]] = {}
     # A stage keeps the order of its own places.
     for place in sorted(chain(*of_ranks), key=lambda place: (place.key, place.stage)):
         of_key = places.setdefault(place.key, [])
@@ -97,33 +99,25 @@ def agreed_places(of_ranks: Sequence[Sequence[TiedPlace]]) -> Places:
             if place.frozen:
                 trained = first.name
             raise partly_frozen_error(place.key, [trained])
-    return places
-
-
-class TieNames:
-    """The parameters with gradients to share, and names of messages, the same on every rank.
-
-    They need `channels` of `tags` tags each, from `first_channel` on.
-    """
-
-    def __init__(self, places: Places, first_channel: int, tags: int) -> None:
-        self.shared: list[list[TiedPlace]] = []
-        # (channel, tag) by place.
-        self.of: dict[TiedPlace, tuple[int, int]] = {}
-        self.channels = 0
-        for of_key in places.values():
-            if len(of_key) == 1 or of_key[0].frozen:
-                continue
-            self.shared.append(of_key)
-            for place in of_key:
-                channel, tag = divmod(len(self.of), tags)
-                self.of[place] = first_channel + channel, tag
-            if len({place.rank for place in of_key}) > 1:
-                self.channels = channel + 1
+    shared = []
+    count = 0
+    for same in places.values():
+        if len(same) == 1 or same[0].frozen:
+            continue
+        shared.append(same)
+        if len({place.rank for place in same}) > 1:
+            for index, place in enumerate(same):
+                channel, tag = divmod(count, tags.base)
+                same[index] = place._replace(channel=tags.channels + channel, tag=tag)
+                count += 1
+    return shared
 
 
 def tie(
-    pipe: RankGroup, transport: Transport, stages: Mapping[int, PipelineStage], names: TieNames
+    pipe: RankGroup,
+    transport: Transport,
+    stages: Mapping[int, PipelineStage],
+    ties: Sequence[Sequence[TiedPlace]],
 ) -> list[TiedParameter]:
     """Return the tied parameters with places on this rank; collective."""
     for stage in stages.values():
@@ -131,7 +125,7 @@ def tie(
             model.tied_copies.clear()
     tied = []
     shared: list[tuple[User, User]] = []
-    for places in names.shared:
+    for places in ties:
         users = {}
         for place in places:
             if place.rank == pipe.rank:
@@ -148,7 +142,7 @@ def tie(
                 if user is not owner:
                     shared.append((user, owner))
     share(shared)
-    return [TiedParameter(pipe, transport, names, *pair) for pair in tied]
+    return [TiedParameter(pipe, transport, *pair) for pair in tied]
 
 
 class TiedParameter:
@@ -161,13 +155,11 @@ class TiedParameter:
         self,
         pipe: RankGroup,
         transport: Transport,
-        names: TieNames,
-        places: list[TiedPlace],
+        places: Sequence[TiedPlace],
         users: Mapping[TiedPlace, User],
     ) -> None:
         self.pipe = pipe
         self.transport = transport
-        self.names = names.of
         self.places = places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
         # The gradient of each place; of one on another rank the buffer that receives it.
@@ -222,13 +214,15 @@ class TiedParameter:
 
     def _start(self, array: Array, place: TiedPlace) -> list[tuple[Testable, int]]:
         """Send the array of a place on this rank to all peers, or receive that of another rank."""
-        name = self.names[place]
         requests: list[tuple[Testable, int]] = []
         if place.rank == self.pipe.rank:
             for peer in self.peers:
-                requests.append((own(self.transport.isend(array, peer, *name)), peer))
+                requests.append(
+                    (own(self.transport.isend(array, peer, place.channel, place.tag)), peer)
+                )
         else:
-            requests.append((own(self.transport.irecv(array, place.rank, *name)), place.rank))
+            receive = self.transport.irecv(array, place.rank, place.channel, place.tag)
+            requests.append((own(receive), place.rank))
         return requests
 
     def _wait(self, requests: Sequence[tuple[Testable, int]], place: TiedPlace) -> None:
@@ -272,12 +266,10 @@ def share(places: list[tuple[User, User]]) -> None:
     It is where both stages have one dtype and device, and where no other parameter lies after the
     user's. Users that have shared before are pointed to their new owner.
     """
-
-    def offset(pair: tuple[User, User]) -> int:
-        stage, name = pair[0]
-        return stage.parameters.offsets.get(name, 0)
-
-    for (stage, name), owner in sorted(places, key=offset, reverse=True):
+    places.sort(
+        key=lambda pair: pair[0].stage.parameters.offsets.get(pair[0].name, 0), reverse=True
+    )
+    for (stage, name), owner in places:
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
         if name not in stage.buffers.owners:
             if not alike or not stage.buffers.ends_with(name):
