@@ -15,7 +15,16 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.comm import Tags, agree_on_nccl
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
-from mpipipe.job import Ballot, Communicator, RankGroup, attributes, digest, runtime, settings
+from mpipipe.job import (
+    Ballot,
+    Communicator,
+    RankGroup,
+    attributes,
+    digest,
+    raise_for_partners,
+    runtime,
+    settings,
+)
 from mpipipe.pipeline.ties import TiedPlace, own_places, shared_places
 from mpipipe.schedules import Schedule, check
 from mpipipe.stages import PipelineStage, arrays_to_compare, as_stages, check_stage, gradient_arrays
@@ -57,15 +66,9 @@ class AgreedRanks(NamedTuple):
     device: str  # "cpu" or "cuda", of all ranks of the pipe
     tags: Tags
     ties: list[list[TiedPlace]]  # the places of each tied parameter
-    replicas: RankGroup | None = None  # the ranks with the same stages; None for a single pipeline
-    sums_by_nccl: bool = False  # whether NCCL carries the sums over replicas
-
-    @property
-    def groups(self) -> list[RankGroup]:
-        groups = [self.pipe]
-        if self.replicas is not None:
-            groups.append(self.replicas)
-        return groups
+    replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
+    groups: list[RankGroup]  # both of these
+    sums_by_nccl: bool  # whether NCCL carries the sums over replicas
 
     @property
     def replica(self) -> int:
@@ -153,14 +156,14 @@ def agree_on_construction(
     ballot.decide()
     if replicas is not None:
         _share_state(replicas, stages.values())
-    ranks = AgreedRanks(pipe, stages, device, tags, ties, replicas)
+    sums_by_nccl = False
     # In check mode the host would wait for a device that waits for another rank.
     if not arguments.check and (replicas is not None or device == "cuda" or settings.NCCL.is_on):
-        choice = agree_on_nccl(ranks.groups, device)
+        choice = agree_on_nccl(groups, device)
+        sums_by_nccl = choice.sums
         if device == "cuda" and pipe.rank == 0:
             logger.info("NCCL: %s", choice)
-        ranks = ranks._replace(sums_by_nccl=choice.sums)
-    return ranks
+    return AgreedRanks(pipe, stages, device, tags, ties, replicas, groups, sums_by_nccl)
 
 
 def _all_have_partners(replicas: RankGroup, own_have: bool) -> bool:
@@ -177,9 +180,7 @@ def _all_have_partners(replicas: RankGroup, own_have: bool) -> bool:
         # report.
         return False
     if own_have and not table.all():
-        lacking = PeerError("some ranks of another pipeline were given no replicas")
-        lacking.reported_elsewhere = True
-        raise lacking
+        raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
     return own_have
 
 

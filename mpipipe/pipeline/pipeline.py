@@ -15,7 +15,6 @@ from mpipipe.comm import Mailbox, make_transport
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, RankGroup, runtime, settings
 from mpipipe.nn import Position
-from mpipipe.pipeline.agreement import Agreement
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import (
     STEPS,
@@ -257,7 +256,6 @@ class Pipeline:
             Slicing(schedule.slices, arguments.slice_lengths),
         )
         self.steps_taken = 0
-        self._agreement = Agreement(ranks, name)
         self.state = PipelineState(name, ranks, self.executor)
         # Losses of training steps that are still on the GPU.
         self._unread: list[SharedLoss] = []
@@ -590,7 +588,7 @@ class Pipeline:
             error = caught
             scale = 1.0
         try:
-            agreed = self._agreement.reach(name, batch.facts, error, scale, bool(accumulate))
+            agreed = self.state.agree(name, batch.facts, error, scale, bool(accumulate))
         except BaseException as problem:
             self.state.fail_alone(problem)
             raise
@@ -650,7 +648,7 @@ class Pipeline:
             for unit in units(agreed.microbatches * slices, slices)
         ]
         self.executor.loss.weighing.begin(agreed, batch.counts or [])
-        number = self._agreement.count
+        number = self.state.calls
         return Call(
             name,
             number,

@@ -1,4 +1,6 @@
-"""The state of a pipeline: open, closed, or failed for good; and how far a call of it is.
+"""The state of a pipeline: open, closed, or failed for good; its calls, and how far one is.
+
+All ranks of the pipeline, and of its replicas, agree on each call at its start.
 
 Nothing extra is noted for an action. The clock makes two marks for each action of the plan anyway:
 
@@ -11,16 +13,27 @@ plan, and has not, was skipped.
 
 from __future__ import annotations
 
+import weakref
+from functools import lru_cache
 from threading import get_ident
 
 from mpipipe.comm import Envelope
-from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import Message, Snapshot, is_rank, whoami
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
+from mpipipe.job import Ballot, Message, Snapshot, digest, is_rank, whoami
+from mpipipe.pipeline.batch import BatchFacts
 from mpipipe.pipeline.construction import AgreedRanks
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.plan import NAMES
-from mpipipe.text import name_slice
+from mpipipe.text import counted, name_slice
 
+CALLS = ("step", "forward_train", "backward", "evaluate", "forward", "durations", "close")
+DIFFERENT = (
+    "ranks call different methods of a pipeline, or with different scales or values of accumulate"
+)
+REMEDY = (
+    f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with "
+    "the same arguments"
+)
 SENT = 64  # messages of a call that a dump names
 
 
@@ -34,13 +47,20 @@ class PipelineState:
     def __init__(self, name: str, ranks: AgreedRanks, executor: Executor) -> None:
         self.name = name
         self.pipe = ranks.pipe
+        self.replicas = ranks.replicas
         # The ranks that must learn of a failure.
         self.groups = ranks.groups
         self.executor = executor
         self.state = "open"
         self.running = False
         self.thread = 0  # that of the last call
+        self.calls = 0  # on which the ranks have agreed, or not
         self.pipe.context.add_inspectable(self)
+        # Groups outlive a pipeline that nobody closes: they must not hold it.
+        state = weakref.ref(self)
+        for group in self.groups:
+            group.progress = lambda: f"call {getattr(state(), 'calls', 0)} of {name}"
+            group.related = self.groups
 
     @property
     def is_open(self) -> bool:
@@ -60,6 +80,65 @@ class PipelineState:
                 rank=rank,
                 remedy="a stage, or a loss, must not call the pipeline that runs it",
             )
+
+    def agree(
+        self,
+        call: str,
+        batch: BatchFacts,
+        error: Exception | None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> BatchFacts:
+        """Agree on a call; return what all ranks know, or raise the `error` of any on all ranks."""
+        self.calls += 1
+        if isinstance(error, MpipipeError) and error.rank is None:
+            error.rank = self.pipe.rank
+        facts = (("scale", float(scale)), ("accumulate", accumulate))
+        ballot = Ballot(
+            call,
+            facts,
+            error,
+            DIFFERENT,
+            REMEDY,
+            number=self.calls,
+            where=f" of {self.name}",
+            code=_code(call, facts),
+        )
+        table = ballot.cast(self.pipe, batch)
+        whole = BatchFacts(*table.max(0).tolist())
+        rows = whole.rows
+        target_rows = whole.target_rows
+        if not ballot.failed and rows and target_rows not in (0, rows):
+            ballot.refuse(
+                MismatchError(
+                    "inputs and targets have different numbers of rows",
+                    found=f"{counted(target_rows, 'row')} of targets",
+                    expected=f"{rows}, as the inputs have",
+                )
+            )
+        if self.replicas is not None:
+            # What replicas add up or compare.
+            own = whole.counted, whole.entries, whole.mean_over, whole.uneven
+            of_replicas = ballot.cast(self.replicas, own)
+            counted_rows, entries, mean_over, uneven = of_replicas.T
+            if not ballot.failed and len(set(mean_over.tolist())) > 1:
+                ballot.refuse(
+                    MismatchError(
+                        "the losses of replicas are means over different things",
+                        found="mean_over_entries differs",
+                        expected="the same on all replicas",
+                        remedy="give the same loss to all replicas",
+                    )
+                )
+            unlike = entries * counted_rows[0] != entries[0] * counted_rows
+            whole = whole._replace(
+                counted=int(counted_rows.sum()),
+                entries=int(entries.sum()),
+                mean_over=int(mean_over[0]),
+                uneven=int(uneven.any() or unlike.any()),
+            )
+        ballot.decide()
+        return whole
 
     def __enter__(self) -> None:
         self.thread = get_ident()
@@ -143,3 +222,6 @@ class PipelineState:
         peer = self.pipe.members[envelope.peer]
         nbytes = self.executor.messages.bytes_of(envelope)
         return Message(envelope.name, envelope.subject, peer, envelope.data, nbytes)
+
+
+_code = lru_cache(maxsize=16)(digest)  # the next call nearly always has the same facts
