@@ -151,8 +151,8 @@ def agree_on_construction(
     if arguments.replicas is not None and arguments.has_replicas:
         replicas = RankGroup(arguments.replicas)
         groups.insert(0, replicas)
-        if _all_have_partners(replicas, bool(table[:, 0].all())):
-            _compare_replicas(ballot, replicas, table.tolist(), digests)
+        _ask_partners(ballot, replicas, bool(table[:, 0].all()))
+        _compare_replicas(ballot, replicas, table.tolist(), digests)
     ballot.decide()
     if replicas is not None:
         _share_state(replicas, stages.values())
@@ -166,22 +166,20 @@ def agree_on_construction(
     return AgreedRanks(pipe, stages, device, tags, ties, replicas, groups, sums_by_nccl)
 
 
-def _all_have_partners(replicas: RankGroup, own_have: bool) -> bool:
-    """Return True if all ranks of all pipes have partners; False if some of this pipe have none.
-
-    PeerError if ranks of another pipe have none. Its own pipe learns that from this rank.
-    """
-    try:
-        table = replicas.agree(f"{CALL}: whether all have partners", values=[own_have])
-    except PeerError:
-        if own_have:
-            raise
-        # A partner has raised already, for what this rank has said: its own error is the one to
-        # report.
-        return False
-    if own_have and not table.all():
+def _ask_partners(ballot: Ballot, replicas: RankGroup, is_whole: bool) -> None:
+    """Raise an error if some ranks of a pipe have no partners: of this one unless `is_whole`."""
+    call = f"{CALL}: whether all have partners"
+    if is_whole:
+        if replicas.agree(call, values=[True]).all():
+            return
         raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
-    return own_have
+    try:
+        ballot.decide()
+    except MpipipeError:
+        # A partner that raises for what this rank has said has not the error to report.
+        with suppress(PeerError):
+            replicas.agree(call, values=[False])
+        raise
 
 
 def _compare_replicas(
