@@ -178,11 +178,10 @@ class Pipeline:
         schedule = self.schedule
         ranks = self.ranks
         pipe = ranks.pipe
-        context = pipe.context
         stages = ranks.stages
         pipe.comm.Set_name("mpipipe pipeline")
-        context.pipelines += 1
-        name = f"pipeline {context.pipelines} ({schedule.name})"
+        pipe.context.pipelines += 1
+        name = f"pipeline {pipe.context.pipelines} ({schedule.name})"
 
         # -- Messages, and sums over ties and replicas
 
@@ -709,9 +708,7 @@ class Pipeline:
     def _input_gradients(self, call: Call, scale: float) -> list | None:
         """Return the gradients of the inputs by micro-batch, without a factor on them."""
         gradients = self._batches.slicing.whole(in_order(call.input_gradients))
-        if scale != 1:
-            gradients = [unscaled(gradient, scale) for gradient in gradients]
-        return gradients or None
+        return [unscaled(gradient, scale) for gradient in gradients] or None
 
     def _share_losses(self, call: Call) -> SharedLoss:
         """Tell all ranks the losses of a call."""

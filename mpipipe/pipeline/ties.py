@@ -132,15 +132,11 @@ def tie(
                 users[place] = User(stages[place.stage].inner_stages[place.inner], place.name)
         if users:
             tied.append((places, users))
-            owner = next(iter(users.values()))
-            for user in users.values():
-                # Storage stays where an earlier pipeline has put it.
-                if user.name not in user.stage.buffers.owners:
-                    owner = user
-                    break
-            for user in users.values():
-                if user is not owner:
-                    shared.append((user, owner))
+            of_rank = list(users.values())
+            # Storage stays where an earlier pipeline has put it.
+            owners = [user for user in of_rank if user.name not in user.stage.buffers.owners]
+            owner = [*owners, *of_rank][0]
+            shared += [(user, owner) for user in of_rank if user is not owner]
     share(shared)
     return [TiedParameter(pipe, transport, *pair) for pair in tied]
 
@@ -212,18 +208,13 @@ class TiedParameter:
             if place.rank != self.pipe.rank:
                 self.transport.retire(part)
 
-    def _start(self, array: Array, place: TiedPlace) -> list[tuple[Testable, int]]:
+    def _start(self, array: Array, place: TiedPlace) -> Sequence[tuple[Testable, int]]:
         """Send the array of a place on this rank to all peers, or receive that of another rank."""
-        requests: list[tuple[Testable, int]] = []
-        if place.rank == self.pipe.rank:
-            for peer in self.peers:
-                requests.append(
-                    (own(self.transport.isend(array, peer, place.channel, place.tag)), peer)
-                )
-        else:
-            receive = self.transport.irecv(array, place.rank, place.channel, place.tag)
-            requests.append((own(receive), place.rank))
-        return requests
+        name = place.channel, place.tag
+        if place.rank != self.pipe.rank:
+            return [(own(self.transport.irecv(array, place.rank, *name)), place.rank)]
+        send = self.transport.isend
+        return [(own(send(array, peer, *name)), peer) for peer in self.peers]
 
     def _wait(self, requests: Sequence[tuple[Testable, int]], place: TiedPlace) -> None:
         for request, peer in requests:
