@@ -22,6 +22,7 @@ from mpipipe.job import (
     attributes,
     digest,
     raise_for_partners,
+    raise_on_all,
     runtime,
     settings,
 )
@@ -34,6 +35,7 @@ logger = logging.getLogger("mpipipe")
 
 CALL = "construction of a Pipeline"
 # What replicas must have in common, besides the facts of all ranks.
+PARTNERS = f"{CALL}: whether all have partners"
 DIGESTS = ("parameters' names, shapes and dtypes", "parameters' values")
 
 
@@ -104,6 +106,7 @@ def agree_on_construction(
     groups.append(pipe)
     schedule = arguments.schedule
     facts: tuple[tuple[str, object], ...] = ()
+    common_facts = facts  # those of all replicas
     digests = [0, 0]
     places = None
     error: Exception | None = None
@@ -116,12 +119,15 @@ def agree_on_construction(
         if arguments.has_replicas:
             with_replicas = "with replicas"
             digests = _digests(stages.values())
-        facts = (
+        common_facts = (
             ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
             ("recompute", arguments.recompute),
             ("check", arguments.check),
             ("input_grads", arguments.input_grads),
             ("setting MPIPIPE_GRAPHS", settings.GRAPHS.is_on),
+        )
+        facts = (
+            *common_facts,
             ("device of the stages", device),
             ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
             ("number of micro-batches", schedule.microbatches),
@@ -140,20 +146,33 @@ def agree_on_construction(
     )
     ballot = Ballot(CALL, facts, error, message, remedy)
     table = ballot.cast(pipe, [arguments.has_replicas, *digests])
-    ties: list[list[TiedPlace]] = []
-    if not ballot.failed:
+    problem: MpipipeError | None = None
+    try:
+        ballot.decide()
         of_ranks = pipe.gather(f"{CALL}: ties", places)
         try:
             ties = shared_places(of_ranks, tags)
-        except MpipipeError as problem:  # every rank finds it in the same facts
-            ballot.refuse(problem)
+        except MpipipeError as found:  # every rank finds it in the same facts
+            raise_on_all(0, found, pipe)
+    except MpipipeError as caught:
+        if not caught.agreed or not arguments.has_replicas:
+            raise
+        problem = caught
     replicas = None
     if arguments.replicas is not None and arguments.has_replicas:
         replicas = RankGroup(arguments.replicas)
         groups.insert(0, replicas)
-        _ask_partners(ballot, replicas, bool(table[:, 0].all()))
-        _compare_replicas(ballot, replicas, table.tolist(), digests)
-    ballot.decide()
+        if not table[:, 0].all():
+            # A partner that raises for what this rank says has not the error to report.
+            with suppress(PeerError):
+                replicas.agree(PARTNERS, values=[False])
+            assert problem is not None  # some ranks of this pipe have no partners
+            raise problem
+        if not replicas.agree(PARTNERS, values=[True]).all():
+            raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
+        _compare_replicas(
+            groups, Ballot(f"{CALL}: replicas", common_facts, problem), table, digests
+        )
     if replicas is not None:
         _share_state(replicas, stages.values())
     sums_by_nccl = False
@@ -166,42 +185,34 @@ def agree_on_construction(
     return AgreedRanks(pipe, stages, device, tags, ties, replicas, groups, sums_by_nccl)
 
 
-def _ask_partners(ballot: Ballot, replicas: RankGroup, is_whole: bool) -> None:
-    """Raise an error if some ranks of a pipe have no partners: of this one unless `is_whole`."""
-    call = f"{CALL}: whether all have partners"
-    if is_whole:
-        if replicas.agree(call, values=[True]).all():
-            return
-        raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
-    try:
-        ballot.decide()
-    except MpipipeError:
-        # A partner that raises for what this rank has said has not the error to report.
-        with suppress(PeerError):
-            replicas.agree(call, values=[False])
-        raise
-
-
 def _compare_replicas(
-    ballot: Ballot, replicas: RankGroup, of_pipe: list[list[int]], digests: Sequence[int]
+    groups: Sequence[RankGroup], ballot: Ballot, of_pipe: np.ndarray, digests: Sequence[int]
 ) -> None:
-    """Refuse the pipeline if the parameters of any stage differ; `digests` are of this rank's."""
-    table = ballot.cast(replicas, [digest(CALL, (("digests", of_pipe),)), *digests])
-    whole, *columns = table.T.tolist()
-    if ballot.failed or len(set(whole)) == 1:
-        return
-    ballot.failed = True
-    for name, column, own_digest in zip(DIGESTS, columns, digests):
-        if own_digest != column[0]:
-            ballot.refuse(
-                MismatchError(
-                    "the replicas of a pipeline differ",
-                    found=f"{name} {own_digest:016x}",
-                    expected=f"{name} {column[0]:016x}, as in replica 0",
-                    remedy="give the stages of all replicas the same seed and sizes, and all ranks "
-                    "the same schedule",
+    """Raise the error of any pipe on all ranks, or MismatchError if parameters of a stage differ.
+
+    `digests` are those of this rank, of all ranks of the pipe in `of_pipe`.
+    """
+    ballot.message = "the replicas of a pipeline differ"
+    ballot.remedy = (
+        "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
+    )
+    replicas, pipe = groups
+    ballot.cast(pipe)
+    whole = digest(CALL, (("digests", of_pipe.tolist()),))
+    wholes, *columns = ballot.cast(replicas, [whole, *digests]).T.tolist()
+    if not ballot.failed and len(set(wholes)) > 1:
+        ballot.failed = True
+        for name, column, own_digest in zip(DIGESTS, columns, digests):
+            if own_digest != column[0]:
+                ballot.refuse(
+                    MismatchError(
+                        ballot.message,
+                        found=f"{name} {own_digest:016x}",
+                        expected=f"{name} {column[0]:016x}, as in replica 0",
+                        remedy=ballot.remedy,
+                    )
                 )
-            )
+    ballot.decide()
 
 
 def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:

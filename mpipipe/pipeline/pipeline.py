@@ -616,8 +616,7 @@ class Pipeline:
         if name in (*STEPS, "backward"):
             for stage in self.executor.stages:
                 stage.check_storage()
-        is_number = isinstance(scale, (int, float, np.number))
-        if not is_number or not (scale > 0 and math.isfinite(scale)):
+        if not isinstance(scale, (int, float, np.number)) or not 0 < scale < math.inf:
             raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
         return batch
 
