@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -37,6 +37,9 @@ CALL = "construction of a Pipeline"
 # What replicas must have in common, besides the facts of all ranks.
 PARTNERS = f"{CALL}: whether all have partners"
 DIGESTS = ("parameters' names, shapes and dtypes", "parameters' values")
+
+
+Facts: TypeAlias = tuple[tuple[str, object], ...]
 
 
 class Arguments(NamedTuple):
@@ -85,8 +88,9 @@ class AgreedRanks(NamedTuple):
 #     pipe 0    rank 0 . rank 1 . rank 2
 #     pipe 1    rank 0 . rank 1 . rank 2
 #
-# Every rank first tells its pipe, then its partners, which are the ranks below and above it: so an
-# error on one rank comes out on all ranks of all pipes.
+# Every rank first agrees within its pipe. Then it tells its pipe and its partners, which are the
+# ranks below and above it, what came of that: so an error on one rank comes out on all ranks of all
+# pipes.
 #
 # Where only some ranks of a pipe were given replicas, the others have no partners to tell: their
 # partners in other pipes would wait in vain. So partners first ask each other whether that is so.
@@ -105,7 +109,7 @@ def agree_on_construction(
     pipe = RankGroup(comm)
     groups.append(pipe)
     schedule = arguments.schedule
-    facts: tuple[tuple[str, object], ...] = ()
+    facts: Facts = ()
     common_facts = facts  # those of all replicas
     digests = [0, 0]
     places = None
@@ -170,9 +174,7 @@ def agree_on_construction(
             raise problem
         if not replicas.agree(PARTNERS, values=[True]).all():
             raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
-        _compare_replicas(
-            groups, Ballot(f"{CALL}: replicas", common_facts, problem), table, digests
-        )
+        _compare_replicas(groups, common_facts, problem, table.tolist(), digests)
     if replicas is not None:
         _share_state(replicas, stages.values())
     sums_by_nccl = False
@@ -186,19 +188,24 @@ def agree_on_construction(
 
 
 def _compare_replicas(
-    groups: Sequence[RankGroup], ballot: Ballot, of_pipe: np.ndarray, digests: Sequence[int]
+    groups: Sequence[RankGroup],
+    facts: Facts,
+    problem: MpipipeError | None,
+    of_pipe: list[list[int]],
+    digests: Sequence[int],
 ) -> None:
-    """Raise the error of any pipe on all ranks, or MismatchError if parameters of a stage differ.
+    """Raise the problem of any pipe on all ranks, or MismatchError if replicas differ.
 
-    `digests` are those of this rank, of all ranks of the pipe in `of_pipe`.
+    `digests` are those of this rank, which are in `of_pipe`, too.
     """
-    ballot.message = "the replicas of a pipeline differ"
-    ballot.remedy = (
+    message = "the replicas of a pipeline differ"
+    remedy = (
         "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
     )
+    ballot = Ballot(f"{CALL}: replicas", facts, problem, message, remedy)
     replicas, pipe = groups
     ballot.cast(pipe)
-    whole = digest(CALL, (("digests", of_pipe.tolist()),))
+    whole = digest(CALL, (("digests", of_pipe),))
     wholes, *columns = ballot.cast(replicas, [whole, *digests]).T.tolist()
     if not ballot.failed and len(set(wholes)) > 1:
         ballot.failed = True
@@ -206,10 +213,10 @@ def _compare_replicas(
             if own_digest != column[0]:
                 ballot.refuse(
                     MismatchError(
-                        ballot.message,
+                        message,
                         found=f"{name} {own_digest:016x}",
                         expected=f"{name} {column[0]:016x}, as in replica 0",
-                        remedy=ballot.remedy,
+                        remedy=remedy,
                     )
                 )
     ballot.decide()
