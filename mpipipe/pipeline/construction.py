@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
     replicas: Communicator | None  # the user's
     check: bool
     input_grads: bool
-    slice_lengths: Any = None
+    slice_lengths: Any
 
     @property
     def has_replicas(self) -> bool:
@@ -175,7 +175,6 @@ def agree_on_construction(
         if not replicas.agree(PARTNERS, values=[True]).all():
             raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
         _compare_replicas(groups, common_facts, problem, table.tolist(), digests)
-    if replicas is not None:
         _share_state(replicas, stages.values())
     sums_by_nccl = False
     # In check mode the host would wait for a device that waits for another rank.
