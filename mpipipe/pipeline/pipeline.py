@@ -707,7 +707,9 @@ class Pipeline:
     def _input_gradients(self, call: Call, scale: float) -> list | None:
         """Return the gradients of the inputs by micro-batch, without a factor on them."""
         gradients = self._batches.slicing.whole(in_order(call.input_gradients))
-        return [unscaled(gradient, scale) for gradient in gradients] or None
+        if scale != 1:
+            gradients = [unscaled(gradient, scale) for gradient in gradients]
+        return gradients or None
 
     def _share_losses(self, call: Call) -> SharedLoss:
         """Tell all ranks the losses of a call."""
