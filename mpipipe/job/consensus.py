@@ -120,10 +120,9 @@ def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoRetu
     raise found_by_all(problem, [group], origin)
 
 
-def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
-    """Raise an error that ranks found in different groups: no group takes it for agreed."""
-    problem.reported_elsewhere = reported_elsewhere
-    problem.agreed = frozenset()
+def raise_for_partners(problem: MpipipeError) -> NoReturn:
+    """Raise an error that follows from one of another group, which is reported there."""
+    problem.reported_elsewhere = True
     raise problem
 
 

@@ -1,6 +1,6 @@
 """How far objects that follow a plan have come, which is asked only when a job hangs.
 
-Such an object gives a `Snapshot` (pipeline/diagnostics, comm/ring_exchange).
+Such an object gives a `Snapshot` (pipeline/state, comm/ring_exchange).
 """
 
 from __future__ import annotations

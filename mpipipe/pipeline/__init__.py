@@ -1,8 +1,8 @@
 """The pipeline: a checked schedule, stages, and a mailbox, run step by step.
 
-what a user holds        pipeline, result
+what a user holds        pipeline, result, state
 before the first step    construction, plan, ties, attached
-one call                 agreement, batch, units, loss, evaluation, gradient_sums
+one call                 batch, units, loss, evaluation, gradient_sums
 one action               executor, actions, messages, clock, graphs
 what went wrong          check, diagnostics
 """

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.pipeline.construction import names_given
+from mpipipe.schedules import Schedule
 from mpipipe.stages import PipelineStage, Runner, gradient_arrays
 
 
 class AttachedStage:
     """A stage of this rank, with its number and what has its forward and backward.
 
-    `ends`: the gradient of the input is not asked for. `runs_again`: forwards are run again before
-    their backwards.
+    `schedule` is that of training steps. `poll` is called between layers.
     """
 
-    def __init__(self, stage: PipelineStage, number: int, ends: bool, runs_again: bool):
+    def __init__(
+        self,
+        stage: PipelineStage,
+        number: int,
+        schedule: Schedule,
+        input_grads: bool,
+        poll: Callable[[], object],
+    ):
         self.stage = stage
         self.number = number
         # The stage itself, its CUDA graphs, or in check mode a CheckedStage.
         self.runner: Runner = stage
         # What the shortest actions call in place of the stage.
         self.direct = stage.direct
-        self.ends = ends
-        self.runs_again = runs_again
-        self._poll: Callable[[], object] | None = None
-        # Where the gradients of a user's stage lie, and which tied parameters lie elsewhere.
-        self._place = "None"
-        self._owners: list[dict] = []
-
-    def attach(self, poll: Callable[[], object], gives: Sequence[str]) -> None:
-        """Let layers call `poll` between them, and hand on these names over skips."""
+        # The gradient of the input is not asked for.
+        self._ends = number == schedule.trained_from and (number > 0 or not input_grads)
+        # Forwards are run again before their backwards.
+        self._runs_again = any(stage == number for stage, _ in schedule.recomputed)
         self._poll = poll
-        self.stage.attach(self.number, poll, gives)
+        stage.attach(number, poll, names_given(schedule, number))
+        # Where the gradients of a user's stage lie, and which tied parameters lie elsewhere.
         self._place = self._place_of_gradients()
-        self._owners = [dict(inner.buffers.owners) for inner in self.stage.inner_stages]
+        self._owners = [dict(inner.buffers.owners) for inner in stage.inner_stages]
 
     @property
     def gradient_arrays(self) -> list[Array]:
@@ -52,7 +56,7 @@ class AttachedStage:
         """Compute with the parameters as they are now."""
         self.direct = self.stage.direct
         try:
-            self.stage.begin_call(self.ends, self.runs_again)
+            self.stage.begin_call(self._ends, self._runs_again)
         except MpipipeError as error:
             if error.stage is None:
                 error.stage = self.number

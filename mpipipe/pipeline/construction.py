@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import NcclChoice, Tags, agree_on_nccl
+from mpipipe.comm import Tags, agree_on_nccl
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import (
+    Ballot,
     Communicator,
     RankGroup,
-    agreed_by,
     attributes,
+    digest,
     raise_for_partners,
     raise_on_all,
     runtime,
     settings,
 )
-from mpipipe.pipeline.ties import TieSite, check_ties, tie_facts
+from mpipipe.pipeline.ties import TiedPlace, own_places, shared_places
 from mpipipe.schedules import Schedule, check
 from mpipipe.stages import PipelineStage, arrays_to_compare, as_stages, check_stage, gradient_arrays
 from mpipipe.text import counted
@@ -32,7 +34,12 @@ from mpipipe.text import counted
 logger = logging.getLogger("mpipipe")
 
 CALL = "construction of a Pipeline"
-REPLICAS = "pipeline"  # name of the fact whether there are replicas
+# What replicas must have in common, besides the facts of all ranks.
+PARTNERS = f"{CALL}: whether all have partners"
+DIGESTS = ("parameters' names, shapes and dtypes", "parameters' values")
+
+
+Facts: TypeAlias = tuple[tuple[str, object], ...]
 
 
 class Arguments(NamedTuple):
@@ -45,7 +52,7 @@ class Arguments(NamedTuple):
     replicas: Communicator | None  # the user's
     check: bool
     input_grads: bool
-    slice_lengths: Any = None
+    slice_lengths: Any
 
     @property
     def has_replicas(self) -> bool:
@@ -57,22 +64,16 @@ class Arguments(NamedTuple):
 
 
 class AgreedRanks(NamedTuple):
-    """The ranks that a pipeline is built with, and what they have said."""
+    """The ranks that a pipeline is built with, and what they have agreed on."""
 
     pipe: RankGroup  # the ranks of the pipeline
-    replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
-    ties: list[dict[str, list[TieSite]]]  # one for each rank of the pipe
+    stages: dict[int, PipelineStage]  # this rank's, by number
     device: str  # "cpu" or "cuda", of all ranks of the pipe
-    stages: list[PipelineStage]  # this rank's
-    check: bool  # whether all ranks look at all arrays
-    nccl: NcclChoice = NcclChoice(False, "nothing was agreed on")  # carrier of sums, and why
-
-    @property
-    def groups(self) -> list[RankGroup]:
-        groups = [self.pipe]
-        if self.replicas is not None:
-            groups.append(self.replicas)
-        return groups
+    tags: Tags
+    ties: list[list[TiedPlace]]  # the places of each tied parameter
+    replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
+    groups: list[RankGroup]  # both of these
+    sums_by_nccl: bool  # whether NCCL carries the sums over replicas
 
     @property
     def replica(self) -> int:
@@ -82,18 +83,142 @@ class AgreedRanks(NamedTuple):
         return self.replicas.rank
 
 
-def agree_on_construction(comm: Communicator, arguments: Arguments) -> AgreedRanks:
-    """Check the arguments of a Pipeline on all ranks of `comm`; all raise the same error."""
+# -- The agreement ---------------------------------------------------------------------------------
+#
+#     pipe 0    rank 0 . rank 1 . rank 2
+#     pipe 1    rank 0 . rank 1 . rank 2
+#
+# Every rank first agrees within its pipe. Then it tells its pipe and its partners, which are the
+# ranks below and above it, what came of that: so an error on one rank comes out on all ranks of all
+# pipes.
+#
+# Where only some ranks of a pipe were given replicas, the others have no partners to tell: their
+# partners in other pipes would wait in vain. So partners first ask each other whether that is so.
+
+
+def agree_on_construction(
+    comm: Communicator, arguments: Arguments, groups: list[RankGroup]
+) -> AgreedRanks:
+    """Check the arguments of a Pipeline on all ranks of `comm`; all raise the same error.
+
+    `groups` takes the groups that are made.
+    """
     known = attributes(comm).get("group")
     if known is not None:  # it can say who is missing, which a new communicator cannot
         known.agree(CALL)
-    groups = [RankGroup(comm)]
+    pipe = RankGroup(comm)
+    groups.append(pipe)
+    schedule = arguments.schedule
+    facts: Facts = ()
+    common_facts = facts  # those of all replicas
+    digests = [0, 0]
+    places = None
+    error: Exception | None = None
     try:
-        ranks = _agree(groups, arguments)
-        return ranks._replace(nccl=choose_nccl(ranks))
-    except BaseException as error:
-        end_groups(groups, error)
-        raise
+        stages = check_arguments(arguments, comm)
+        largest_tag = runtime.tag_upper_bound(pipe.comm)
+        tags = Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
+        device = device_of(stages.values())
+        with_replicas = "without replicas"
+        if arguments.has_replicas:
+            with_replicas = "with replicas"
+            digests = _digests(stages.values())
+        common_facts = (
+            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
+            ("recompute", arguments.recompute),
+            ("check", arguments.check),
+            ("input_grads", arguments.input_grads),
+            ("setting MPIPIPE_GRAPHS", settings.GRAPHS.is_on),
+        )
+        facts = (
+            *common_facts,
+            ("device of the stages", device),
+            ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
+            ("number of micro-batches", schedule.microbatches),
+            ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
+            ("pipeline", with_replicas),
+            ("setting MPIPIPE_TAG_UB", largest_tag),
+            ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
+        )
+        places = own_places(stages, pipe.rank)
+    except Exception as caught:
+        error = caught
+    message = "ranks were given different pipelines"
+    remedy = (
+        "build the same schedule with the same arguments, and set the same environment, on "
+        "every rank"
+    )
+    ballot = Ballot(CALL, facts, error, message, remedy)
+    table = ballot.cast(pipe, [arguments.has_replicas, *digests])
+    problem: MpipipeError | None = None
+    try:
+        ballot.decide()
+        of_ranks = pipe.gather(f"{CALL}: ties", places)
+        try:
+            ties = shared_places(of_ranks, tags)
+        except MpipipeError as found:  # every rank finds it in the same facts
+            raise_on_all(0, found, pipe)
+    except MpipipeError as caught:
+        if not caught.agreed or not arguments.has_replicas:
+            raise
+        problem = caught
+    replicas = None
+    if arguments.replicas is not None and arguments.has_replicas:
+        replicas = RankGroup(arguments.replicas)
+        groups.insert(0, replicas)
+        if not table[:, 0].all():
+            # A partner that raises for what this rank says has not the error to report.
+            with suppress(PeerError):
+                replicas.agree(PARTNERS, values=[False])
+            assert problem is not None  # some ranks of this pipe have no partners
+            raise problem
+        if not replicas.agree(PARTNERS, values=[True]).all():
+            raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
+        _compare_replicas(groups, common_facts, problem, table.tolist(), digests)
+        _share_state(replicas, stages.values())
+    sums_by_nccl = False
+    # In check mode the host would wait for a device that waits for another rank.
+    if not arguments.check and (replicas is not None or device == "cuda" or settings.NCCL.is_on):
+        choice = agree_on_nccl(groups, device)
+        sums_by_nccl = choice.sums
+        if device == "cuda" and pipe.rank == 0:
+            logger.info("NCCL: %s", choice)
+    return AgreedRanks(pipe, stages, device, tags, ties, replicas, groups, sums_by_nccl)
+
+
+def _compare_replicas(
+    groups: Sequence[RankGroup],
+    facts: Facts,
+    problem: MpipipeError | None,
+    of_pipe: list[list[int]],
+    digests: Sequence[int],
+) -> None:
+    """Raise the problem of any pipe on all ranks, or MismatchError if replicas differ.
+
+    `digests` are those of this rank, which are in `of_pipe`, too.
+    """
+    message = "the replicas of a pipeline differ"
+    remedy = (
+        "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
+    )
+    ballot = Ballot(f"{CALL}: replicas", facts, problem, message, remedy)
+    replicas, pipe = groups
+    ballot.cast(pipe)
+    whole = digest(CALL, (("digests", of_pipe),))
+    wholes, *columns = ballot.cast(replicas, [whole, *digests]).T.tolist()
+    if not ballot.failed and len(set(wholes)) > 1:
+        ballot.failed = True
+        for name, column, own_digest in zip(DIGESTS, columns, digests):
+            if own_digest != column[0]:
+                ballot.refuse(
+                    MismatchError(
+                        message,
+                        found=f"{name} {own_digest:016x}",
+                        expected=f"{name} {column[0]:016x}, as in replica 0",
+                        remedy=remedy,
+                    )
+                )
+    ballot.decide()
 
 
 def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
@@ -110,195 +235,21 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def _agree(groups: list[RankGroup], arguments: Arguments) -> AgreedRanks:
-    """Agree in the pipe, and then with the replicas; `groups` takes the group of these."""
-    (pipe,) = groups
-    error: MpipipeError | None = None
-    ranks = AgreedRanks(pipe, None, [], "cpu", [], arguments.check)
-    try:
-        ranks = _agree_in_pipe(pipe, arguments)
-    except MpipipeError as caught:
-        if not caught.agreed or not arguments.has_replicas:
-            raise
-        error = caught
-    if not arguments.has_replicas:
-        return ranks
-    assert arguments.replicas is not None
-    others = RankGroup(arguments.replicas)
-    groups.insert(0, others)
-    error = _error_of_replicas(others, ranks.stages, arguments, error)
-    if error is None:
-        _share_state(others, ranks.stages)
-    try:
-        pipe.agree(f"{CALL}: the replicas of all stages", error=error)
-    except MpipipeError as caught:
-        # By the same steps the pipes of all partners agree on it, too.
-        if caught.agreed:
-            agreed_by(caught, others)
-        raise
-    return ranks._replace(replicas=others)
-
-
-def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> AgreedRanks:
-    """Check the arguments on each rank, and compare what the ranks of a pipe must share."""
-    error: Exception | None = None
-    stages: list[PipelineStage] = []
-    facts: tuple = ()
-    own_ties = None
-    device = "cpu"
-    replicas = arguments.replicas
-    schedule = arguments.schedule
-    with_replicas = "without replicas"
-    if replicas is not None:
-        with_replicas = "with replicas"
-    try:
-        settings.check_settings()
-        if arguments.check and settings.NCCL.is_on:
-            # The host would wait for a device that waits for ranks.
-            raise ArgumentError(
-                "check mode looks at arrays on the host, between messages",
-                found="MPIPIPE_NCCL=on",
-                expected="messages and sums by MPI",
-                remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
-            )
-        if replicas is not None:
-            runtime.resolve(replicas)
-        stages = check_arguments(arguments, pipe.comm)
-        largest_tag = runtime.tag_upper_bound(pipe.comm)
-        Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
-        device = device_of(stages)
-        facts = (
-            *_common_facts(arguments),
-            ("device of the stages", device),
-            ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
-            ("number of micro-batches", schedule.microbatches),
-            ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
-            (REPLICAS, with_replicas),
-            ("setting MPIPIPE_TAG_UB", largest_tag),
-            ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
-        )
-        own_ties = tie_facts(stages, schedule.stages_of(pipe.rank))
-    except Exception as caught:
-        error = caught
-    message = "ranks were given different pipelines"
-    remedy = (
-        "build the same schedule with the same arguments, and set the same environment, on "
-        "every rank"
-    )
-    pipe.agree(CALL, facts, error=error, message=message, remedy=remedy)
-    ties = pipe.gather(f"{CALL}: ties", own_ties)
-    try:
-        check_ties(ties)
-    except MpipipeError as problem:  # every rank finds it in the same facts
-        raise_on_all(0, problem, pipe)
-    return AgreedRanks(pipe, None, ties, device, stages, arguments.check)
-
-
-def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
-    """What all ranks, and all replicas, must have in common."""
-    return (
-        ("schedule", f"{arguments.schedule.name} {arguments.schedule.fingerprint:x}"),
-        ("recompute", bool(arguments.recompute)),
-        ("check", arguments.check),
-        ("input_grads", arguments.input_grads),
-        ("setting MPIPIPE_GRAPHS", settings.GRAPHS.is_on),
-    )
-
-
-def choose_nccl(ranks: AgreedRanks) -> NcclChoice:
-    """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
-    if ranks.check:
-        # The host would wait for a device that waits for another rank.
-        return NcclChoice(False, "check mode looks at arrays on the host")
-    if ranks.replicas is None and ranks.device != "cuda" and not settings.NCCL.is_on:
-        return NcclChoice(False, "the ranks compute on the CPU")
-    choice = agree_on_nccl(ranks.groups, ranks.device)
-    if ranks.device == "cuda" and ranks.pipe.rank == 0:
-        logger.info("NCCL: %s", choice)
-    return choice
-
-
-# -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------
-#
-#     pipe 0    rank 0 . rank 1 . rank 2
-#     pipe 1    rank 0 . rank 1 . rank 2
-#
-# Every rank first agrees within its pipe, then with its partners, which are the ranks below and
-# above it, and then within its pipe once more.
-#
-# Where only some ranks of a pipe were given replicas, the others have no partners to agree with:
-# their partners in other pipes would wait in vain. So partners first ask each other whether that is
-# so.
-
-
-def _error_of_replicas(
-    others: RankGroup,
-    stages: Sequence[PipelineStage],
-    arguments: Arguments,
-    error: MpipipeError | None,
-) -> MpipipeError | None:
-    """Return the error that all partners are to raise, of a pipe or for stages that differ.
-
-    Raises where the pipe of any partner has ranks without replicas. Its own pipe learns that from
-    this rank.
-    """
-    halved = isinstance(error, MismatchError) and error.fact == REPLICAS
-    try:
-        apart = bool(others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any())
-    except PeerError:
-        if error is None:
-            raise
-        # A partner has raised already, for what this rank has said: its own error is the one to
-        # report.
-        apart = True
-    if apart:
-        lacking: MpipipeError = error or PeerError(
-            "some ranks of another pipeline were given no replicas"
-        )
-        raise_for_partners(lacking, lacking.reported_elsewhere or error is None)
-    facts: tuple = ()
-    problem: Exception | None = error
-    if error is None:
-        try:
-            shapes, values = _digests(stages)
-            digests = (
-                ("parameters' names, shapes and dtypes", shapes),
-                ("parameters' values", values),
-            )
-            facts = (*_common_facts(arguments), *digests)
-        except Exception as caught:  # a stage of the user's own may not give its arrays
-            problem = caught
-    remedy = (
-        "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
-    )
-    try:
-        others.agree(
-            f"{CALL}: replicas", facts, (), problem, "the replicas of a pipeline differ", remedy
-        )
-    except MpipipeError as caught:
-        if not caught.agreed:
-            raise
-        return caught
-    return error
-
-
-def _share_state(others: RankGroup, stages: Sequence[PipelineStage]) -> None:
+def _share_state(others: RankGroup, stages: Iterable[PipelineStage]) -> None:
     """Let the state of modules, such as batch norm's, begin as that of replica 0."""
     state: list[arrays.Array] = []
     for stage in stages:
         for inner in stage.inner_stages:
             state += inner.state.values()
-    if state:
-        own_values = [arrays.download(array) for array in state]
-        first = others.broadcast(f"{CALL}: state", own_values)
-        for array, value in zip(state, first, strict=True):
-            if arrays.is_device(array):
-                value = arrays.upload(value)
-            array[...] = value
+    values = others.broadcast(f"{CALL}: state", arrays.download_all(state))
+    for array, value in zip(state, values, strict=True):
+        if arrays.is_device(array):
+            value = arrays.upload(value)
+        array[...] = value
 
 
-def _digests(stages: Sequence[PipelineStage]) -> list[str]:
-    """Return hashes of this rank's parameters: of names, shapes and dtypes, and of values."""
+def _digests(stages: Iterable[PipelineStage]) -> list[int]:
+    """Return hashes of this rank's parameters, from 0 to 2^63 - 1, in the order of DIGESTS."""
     shapes = blake2b(digest_size=8)
     values = blake2b(digest_size=8)
     for stage in stages:
@@ -308,13 +259,13 @@ def _digests(stages: Sequence[PipelineStage]) -> list[str]:
         for flat in flats:
             # Hashes do not know bfloat16.
             values.update(arrays.download(flat).reshape(-1).view(np.uint8).data)
-    return [shapes.hexdigest(), values.hexdigest()]
+    return [int.from_bytes(each.digest(), "big") >> 1 for each in (shapes, values)]
 
 
 # -- What a pipeline may be given, checked on each rank before the ranks agree ---------------------
 
 
-def device_of(stages: Sequence[PipelineStage]) -> str:
+def device_of(stages: Iterable[PipelineStage]) -> str:
     """Return "cpu" or "cuda", where this rank's stages compute; ArgumentError if they differ."""
     devices = [stage.device for stage in stages]
     kinds = {device.partition(":")[0] for device in devices}
@@ -337,11 +288,22 @@ def device_of(stages: Sequence[PipelineStage]) -> str:
     return kinds.pop()
 
 
-def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineStage]:
-    """Return this rank's stages; raise ArgumentError or ScheduleError for wrong arguments."""
+def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, PipelineStage]:
+    """Return this rank's stages by number; ArgumentError or ScheduleError for wrong arguments."""
     stages = arguments.stages
     schedule = arguments.schedule
     loss = arguments.loss
+    settings.check_settings()
+    if arguments.check and settings.NCCL.is_on:
+        # The host would wait for a device that waits for ranks.
+        raise ArgumentError(
+            "check mode looks at arrays on the host, between messages",
+            found="MPIPIPE_NCCL=on",
+            expected="messages and sums by MPI",
+            remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
+        )
+    if arguments.replicas is not None:
+        runtime.resolve(arguments.replicas)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             "schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule"
@@ -376,9 +338,9 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
             expected=f"on {', '.join(map(str, schedule.placement))}, where this schedule has them",
             remedy="give mpipipe.cut and Pipeline the same schedule",
         )
-    checked = as_stages(stages)
+    checked = dict(zip(numbers, as_stages(stages)))
     ops = {action.op for action in schedule.orders[comm.rank]}
-    for number, stage in zip(numbers, checked):
+    for number, stage in checked.items():
         try:
             check_stage(stage, ops, arguments.has_replicas)
             takes = [skip.name for skip in schedule.skips if skip.target == number]
@@ -396,7 +358,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
             error.stage = number
             raise
     if arguments.has_replicas:
-        _check_own_gradients(numbers, checked)
+        _check_own_gradients(checked)
     if loss is not None and not callable(loss):
         raise ArgumentError(
             "loss",
@@ -405,7 +367,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[PipelineSt
         )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
-    _check_slices(arguments, dict(zip(numbers, checked)))
+    _check_slices(arguments, checked)
     return checked
 
 
@@ -422,8 +384,32 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
             numbers = counted(count, "whole number")
             expected = f"None, or {numbers} of at least 1, one for each slice of the schedule"
         raise ArgumentError("slice_lengths", found=lengths, expected=expected)
+    slices = f"{count} slices"
+    if lengths:
+        slices = f"lengths {', '.join(map(str, lengths))}"
     for number, stage in stages.items():
-        _check_stage_slices(number, stage, tuple(lengths or ()) or count)
+        names = stage.unsliceable(tuple(lengths or ()) or count)
+        if not names:
+            continue
+        listed = ", ".join(names)
+        if count == 1:
+            raise ArgumentError(
+                "a stage attends to slices of sequences, and the schedule has whole ones",
+                stage=number,
+                found=listed,
+                remedy="take a schedule with as many slices, or attend without attention.Sliced",
+            )
+        raise ArgumentError(
+            "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
+            "other",
+            stage=number,
+            found=listed,
+            expected="layers for which positions are alike, and nn.SelfAttention with "
+            f"attention.Sliced of {slices}",
+            remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in "
+            "a stage of your own that treats each position by itself; or take a schedule without "
+            "slices",
+        )
     unfit = None
     if getattr(loss, "mean_over_entries", None) is False:
         unfit = "loss.mean_over_entries = False"
@@ -439,76 +425,31 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
         )
 
 
-def _check_stage_slices(number: int, stage: PipelineStage, lengths: Sequence[int] | int) -> None:
-    """Raise ArgumentError if a stage mixes positions in another way than from slice to slice.
-
-    `lengths` are positions of the slices, or how many slices there are.
-    """
-    names = stage.unsliceable(lengths)
-    if not names:
-        return
-    listed = ", ".join(names)
-    if lengths == 1:
-        raise ArgumentError(
-            "a stage attends to slices of sequences, and the schedule has whole ones",
-            stage=number,
-            found=listed,
-            remedy="take a schedule with as many slices, or attend without attention.Sliced",
-        )
-    if isinstance(lengths, int):
-        slices = f"{lengths} slices"
-    else:
-        slices = f"lengths {', '.join(map(str, lengths))}"
-    raise ArgumentError(
-        "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
-        "other",
-        stage=number,
-        found=listed,
-        expected="layers for which positions are alike, and nn.SelfAttention with "
-        f"attention.Sliced of {slices}",
-        remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a "
-        "stage of your own that treats each position by itself; or take a schedule without slices",
-    )
-
-
 def names_given(schedule: Schedule, stage: int) -> list[str]:
     """Return the names that a stage hands on over skips, each once."""
-    names: list[str] = []
-    for skip in schedule.skips:
-        if skip.source == stage and skip.name not in names:
-            names.append(skip.name)
-    return names
+    return [*dict.fromkeys(skip.name for skip in schedule.skips if skip.source == stage)]
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:
     """Raise ArgumentError unless the last stage has all forwards before its first backward."""
     last = schedule.stages - 1
     order = schedule.orders[schedule.placement[last]]
-    forwards = 0
-    begun = False  # whether a backward was met
-    for action in order:
-        if action.stage != last:
-            continue
-        if action.op in "BI":
-            begun = True
-        if action.op != "F":
-            continue
-        if not begun:
-            forwards += 1
-            continue
+    ops = "".join(action.op for action in order if action.stage == last)
+    before, *after = re.split("[BI]", ops)
+    if "F" in "".join(after):
         raise ArgumentError(
             f"{what} needs all outputs before the first backward",
             stage=last,
             found=f"{schedule.name}, whose first backward comes after "
-            f"{counted(forwards, 'forward')}",
+            f"{counted(before.count('F'), 'forward')}",
             expected="an order with all forwards of the last stage first",
             remedy="schedules.gpipe, or schedules.looped_bfs with several stages on a rank",
         )
 
 
-def _check_own_gradients(numbers: Sequence[int], stages: Sequence[PipelineStage]) -> None:
+def _check_own_gradients(stages: dict[int, PipelineStage]) -> None:
     """Refuse stages with gradients in one memory, which replicas would sum twice."""
-    for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
+    for (number, stage), (other, second) in combinations(stages.items(), 2):
         for flat in gradient_arrays(second):
             if arrays.shares_any(flat, gradient_arrays(stage)):
                 raise ArgumentError(

@@ -12,6 +12,7 @@ from mpipipe.errors import MpipipeError
 from mpipipe.pipeline.batch import Call
 from mpipipe.pipeline.diagnostics import action_error
 from mpipipe.pipeline.loss import Loss, Weighing
+from mpipipe.pipeline.units import in_order
 
 
 class LossEvaluation:
@@ -38,7 +39,7 @@ class LossEvaluation:
         units = range(len(self.weighing.shares))
         if len(call.awaiting) < len(units):
             return
-        outputs, targets = zip(*map(call.awaiting.__getitem__, units))
+        outputs, targets = zip(*in_order(call.awaiting))
         # It counts as the loss of unit 0.
         self.evaluate(call, [*outputs], [*targets], 0)
         call.awaiting = {}

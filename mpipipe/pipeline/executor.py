@@ -19,7 +19,7 @@ from mpipipe.pipeline.check import Checks
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.diagnostics import action_error
 from mpipipe.pipeline.evaluation import LossEvaluation
-from mpipipe.pipeline.gradient_sums import GradientSums
+from mpipipe.pipeline.gradient_sums import StepGradients
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import NAMES, PlannedAction
 from mpipipe.trace import Recorder
@@ -37,7 +37,7 @@ class Executor:
         stages: Sequence[AttachedStage],
         messages: StageMessages,
         loss: LossEvaluation,
-        sums: GradientSums | None,
+        gradients: StepGradients,
         checks: Checks | None,
         clock: HostClock | DeviceClock,
         input_grads: bool,
@@ -46,7 +46,7 @@ class Executor:
         self.stages = stages
         self.messages = messages
         self.loss = loss
-        self.sums = sums
+        self.gradients = gradients
         self.checks = checks
         self.clock = clock
         self.now = clock.now
@@ -68,8 +68,6 @@ class Executor:
         if self.checks is not None:
             self.checks.begin(call)
         call.marks = self.clock.begin(call.plan.steps, call.training)
-        if self.sums is not None:
-            self.sums.begin()
         self.call = call
 
     def program(self, call: Call) -> Program:
@@ -114,10 +112,11 @@ class Executor:
     def _complete(self, run: Run, action: PlannedAction, call: Call) -> None:
         """Run the last action that adds to the gradients of a stage, and start their sums."""
         run(call)
-        self.stages[action.chunk].check_gradients()
-        if self.sums is not None:
+        stage = self.stages[action.chunk]
+        stage.check_gradients()
+        if self.gradients.replicas is not None:
             start = self.clock.host_seconds()
-            self.sums.complete(action.chunk)
+            self.gradients.complete(stage)
             self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
 
     def run(self, program: Program, call: Call) -> None:
@@ -159,14 +158,7 @@ class Executor:
         if self.clock.recorder is not None:
             recorders.discard(self.clock.recorder)
         self.messages.mailbox.cancel()
-        if self.sums is not None:
-            self.sums.cancel()
-
-    def poll(self) -> None:
-        """Let messages and sums advance; stages call this between layers."""
-        self.messages.mailbox.poll()
-        if self.sums is not None:
-            self.sums.progress()
+        self.gradients.cancel()
 
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder note actions and messages from now on; None ends that."""

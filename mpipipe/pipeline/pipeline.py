@@ -6,16 +6,15 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mpipipe.arrays import Tree, read_only
-from mpipipe.comm import Mailbox, NcclSums, Tags, make_transport
-from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import Communicator, own, runtime, settings
+from mpipipe.comm import Mailbox, make_transport
+from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
+from mpipipe.job import Communicator, RankGroup, runtime, settings
 from mpipipe.nn import Position
-from mpipipe.pipeline.agreement import Agreement
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import (
     STEPS,
@@ -34,21 +33,21 @@ from mpipipe.pipeline.construction import (
     agree_on_construction,
     check_forwards_first,
     end_groups,
-    names_given,
 )
-from mpipipe.pipeline.diagnostics import PipelineFlight, memory_error
+from mpipipe.pipeline.diagnostics import memory_error
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.executor import Executor
-from mpipipe.pipeline.gradient_sums import Earlier, GradientSums, StepGradients
+from mpipipe.pipeline.gradient_sums import StepGradients
 from mpipipe.pipeline.graphs import use_graphs
 from mpipipe.pipeline.loss import Loss, OwnLosses, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plans
-from mpipipe.pipeline.result import PipelineState, StepResult
-from mpipipe.pipeline.ties import TieNames, Ties
+from mpipipe.pipeline.result import StepResult
+from mpipipe.pipeline.state import PipelineState
+from mpipipe.pipeline.ties import tie
 from mpipipe.pipeline.units import Slicing, in_order, merge, split_as
 from mpipipe.schedules import Costs, Schedule
-from mpipipe.stages import StageLike
+from mpipipe.stages import PipelineStage, StageLike
 from mpipipe.text import counted, name_slice, units
 from mpipipe.trace import Recorder
 
@@ -152,7 +151,6 @@ class Pipeline:
         input_grads: bool = True,
         slice_lengths: Sequence[int] | None = None,
     ):
-        comm = runtime.resolve(comm)
         if check is None:
             check = settings.CHECK.is_on
         arguments = Arguments(
@@ -165,13 +163,14 @@ class Pipeline:
             bool(input_grads),
             slice_lengths,
         )
-        self.ranks = agree_on_construction(comm, arguments)
-        self.stages: list[Any] = [*stages]
-        self.schedule = schedule
+        groups: list[RankGroup] = []
         try:
+            self.ranks = agree_on_construction(runtime.resolve(comm), arguments, groups)
+            self.stages: list[Any] = [*stages]
+            self.schedule = schedule
             self._build(arguments)
         except BaseException as error:
-            end_groups(self.ranks.groups, error)
+            end_groups(groups, error)
             raise
 
     def _build(self, arguments: Arguments) -> None:
@@ -179,105 +178,88 @@ class Pipeline:
         schedule = self.schedule
         ranks = self.ranks
         pipe = ranks.pipe
-        numbers = schedule.stages_of(self.rank)
+        stages = ranks.stages
         pipe.comm.Set_name("mpipipe pipeline")
         pipe.context.pipelines += 1
         name = f"pipeline {pipe.context.pipelines} ({schedule.name})"
 
         # -- Messages, and sums over ties and replicas
 
-        tag_limit = runtime.tag_upper_bound(pipe.comm)
-        tags = Tags(schedule.placement, schedule.units, tag_limit, schedule.skip_ends)
-        tie_names = TieNames(ranks.ties, tags.channels, tags.base)
+        tags = ranks.tags
+        channels = tags.channels
+        for places in ranks.ties:
+            channels = max(channels, places[-1].channel + 1)
         transport = make_transport(
-            pipe.comm,
-            tags.channels + tie_names.channels,
-            settings.SYNC_SENDS.is_on,
-            ranks.device,
-            group=pipe,
+            pipe.comm, channels, settings.SYNC_SENDS.is_on, ranks.device, group=pipe
         )
         mailbox = Mailbox(transport, pipe)
         checks = None
         messages = StageMessages(mailbox)
-        if ranks.check:
+        if arguments.check:
             checks = Checks(self.rank, schedule.stages - 1)
             messages = CheckedMessages(mailbox, checks)
-        ties = Ties(pipe, transport, ranks.stages, numbers, tie_names)
+        tied = tie(pipe, transport, stages, ranks.ties)
+        self._gradients = StepGradients(ranks, tied, checks)
+        self._poll: Callable[[], None] = mailbox.poll
+        if ranks.replicas is not None:
+            self._poll = partial(self._gradients.poll, mailbox)
 
         # -- Stages, and what runs them
 
+        self.plans = Plans(schedule, self.rank, tags, arguments.recompute)
+        trained = self.plans.training.schedule
         attached = []
-        recomputed = {stage for stage, _ in schedule.recomputed}
-        for stage, number in zip(ranks.stages, numbers):
-            ends = number == schedule.trained_from and (number > 0 or not arguments.input_grads)
-            runs_again = arguments.recompute or number in recomputed
-            attached.append(AttachedStage(stage, number, ends, runs_again))
-        sums = None
-        if ranks.replicas is not None:
-            nccl = None
-            if ranks.nccl.sums:
-                nccl = NcclSums(ranks.replicas)
-            sums = GradientSums(ranks.replicas, nccl, pipe.size > 1, attached)
-        loss: Loss | None = None
-        if arguments.loss is not None and checks is not None:
-            loss = CheckedLoss(arguments.loss, checks)
-        elif arguments.loss is not None:
-            loss = Loss(arguments.loss)
-        clock = HostClock()
-        if ranks.device == "cuda":
-            clock = DeviceClock()
-        weighing = Weighing(pipe, ranks.replicas, schedule.placement[-1])
-        executor = Executor(
-            self.rank,
-            attached,
-            messages,
-            LossEvaluation(loss, weighing),
-            sums,
-            checks,
-            clock,
-            arguments.input_grads,
-        )
-        poll = mailbox.poll
-        if sums is not None:
-            poll = executor.poll
-        for attached_stage in attached:
-            attached_stage.attach(poll, names_given(schedule, attached_stage.number))
+        for number, stage in stages.items():
+            attached_stage = AttachedStage(
+                stage, number, trained, arguments.input_grads, self._poll
+            )
             if checks is not None:
                 attached_stage.runner = CheckedStage(attached_stage, checks)
             elif ranks.device == "cuda" and settings.GRAPHS.is_on:
                 use_graphs(attached_stage)
+            attached.append(attached_stage)
+        loss = None
+        if arguments.loss is not None:
+            loss = Loss(arguments.loss)
+            if checks is not None:
+                loss = CheckedLoss(arguments.loss, checks)
+        clock = HostClock()
+        if ranks.device == "cuda":
+            clock = DeviceClock()
+        self.executor = Executor(
+            self.rank,
+            attached,
+            messages,
+            LossEvaluation(loss, Weighing(pipe, ranks.replicas, schedule.placement[-1])),
+            self._gradients,
+            checks,
+            clock,
+            arguments.input_grads,
+        )
 
         # -- Calls
 
         bare = False
-        for number, stage in zip(numbers, ranks.stages):
+        for number, stage in stages.items():
             if schedule.has_backward(number) and not stage.shows_gradients:
                 bare = True
         names = None
-        if self.rank == schedule.placement[0]:
-            names = ranks.stages[0].input_names
-        slicing = Slicing(schedule.slices, arguments.slice_lengths)
-        self.executor = executor
-        self.plans = Plans(schedule, self.rank, tags, arguments.recompute)
+        if 0 in stages:
+            names = stages[0].input_names
+        self._batches = BatchReader(
+            schedule,
+            self.rank,
+            arguments.loss,
+            bare,
+            names,
+            Slicing(schedule.slices, arguments.slice_lengths),
+        )
         self.steps_taken = 0
-        self._batches = BatchReader(schedule, self.rank, arguments.loss, bare, names, slicing)
-        self._gradients = StepGradients(attached, ties, sums, checks)
-        self._agreement = Agreement(pipe, ranks.replicas, name)
-        # A step between forward_train and backward, and how many of its actions have run.
-        self._halfway: tuple[Call, int] | None = None
+        self.state = PipelineState(name, ranks, self.executor)
         # Losses of training steps that are still on the GPU.
         self._unread: list[SharedLoss] = []
         # Takes the recorder out of the process.
         self._forget: Callable[[], object] = lambda: None
-
-        # Groups outlive a pipeline that nobody closes: they must not hold it.
-        abandon = partial(executor.abandon, pipe.context.recorders)
-        self._state = PipelineState(name, self.rank, ranks.groups, lambda: executor.place, abandon)
-        self.flight = PipelineFlight(pipe, messages, self._state)
-        agreement = weakref.ref(self._agreement)
-        for group in ranks.groups:
-            group.progress = lambda: f"call {getattr(agreement(), 'count', 0)} of {name}"
-            group.related = ranks.groups
 
     # -- Training steps
 
@@ -310,28 +292,22 @@ class Pipeline:
             the gradients of its own mean loss times `scale`: with 1 / K, those of K batches of one
             size add up to the mean over all. A copy of the gradients is kept during the step.
         """
-        batch, agreed = self._agree("step", inputs, targets, scale, accumulate)
+        call = self._call("step", inputs, targets, scale, accumulate)
         executor = self.executor
-        weighing = executor.loss.weighing
-        with self._state:
+        with self.state:
             self._read_losses(wait=False)
-            with self._gradients.making(accumulate) as earlier:
-                call = self._begin("step", batch, agreed, scale)
-                with executor.loss.taking_head(call):
-                    executor.run(executor.program(call), call)
-                    executor.end(call)
-                # Before losses are fetched: the device must wait for no rank that may fail.
-                self._gradients.wait()
-                shared = self._share_losses(call)
-            total, problem = weighing.settle(shared, executor.stages)
-            self._end_step(earlier)
+            # All sums are there at the end of this block, before losses are fetched: the device
+            # must wait for no rank that may fail.
+            with self._gradients.making(executor.stages, accumulate):
+                self._run(call)
+            shared = self._share_losses(call)
+            total, problem = executor.loss.weighing.settle(shared, executor.stages)
+            self._end_step()
         self._end(problem)
         if not shared.was_read:
             self._unread.append(shared)
-        input_grads: list | Literal[False] | None = False
-        if executor.input_grads:
-            input_grads = self._input_gradients(call, total)
-        return StepResult(shared, self._state, partial(self._read_losses, True), input_grads)
+        input_grads = executor.input_grads and self._input_gradients(call, total)
+        return StepResult(shared, self._read_loss, input_grads)
 
     def forward_train(self, inputs: Batched) -> Batched:
         """Run the forwards of a training step; the caller makes gradients from the outputs.
@@ -342,19 +318,13 @@ class Pipeline:
         of `step`, outputs those of `forward`, read-only on the host where the inputs were a list or
         function. docs/stages.md has an example.
         """
-        batch, agreed = self._agree("forward_train", inputs)
-        executor = self.executor
-        with self._state:
-            call = self._begin("forward_train", batch, agreed)
-            steps = call.plan.steps
-            ops = [action.op for action in steps]
-            count = len(ops) - ops[::-1].index("F")
-            executor.run(executor.program(call)[:count], call)
+        call = self._call("forward_train", inputs)
+        with self.state:
+            ops = [action.op for action in call.plan.steps]
+            self._run(call, stop=len(ops) - ops[::-1].index("F"))
             # Nothing moves messages while the caller computes.
-            executor.messages.mailbox.flush()
+            self.executor.messages.mailbox.flush()
             outputs = self._outputs(call)
-        self.flight.running = False
-        self._halfway = call, count
         for hooks in self._write_hooks():
             hooks.append(_refuse_write)
         return outputs
@@ -382,23 +352,19 @@ class Pipeline:
             without `scale`.
         """
         self._agree("backward", gradients, None, scale, accumulate)
-        assert self._halfway is not None  # agreed
-        call, count = self._halfway
-        self._halfway = None
         executor = self.executor
+        call = executor.call
+        assert call is not None  # agreed
         call.outputs = {}
         call.scale = scale
-        self.flight.running = True
         for hooks in self._write_hooks():
             hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
         if executor.checks is not None:
             executor.checks.gradients = scale == 1
-        with self._state:
-            with self._gradients.making(accumulate) as earlier:
-                executor.run(executor.program(call)[count:], call)
-                executor.end(call)
-                self._gradients.wait()
-            self._end_step(earlier)
+        with self.state:
+            with self._gradients.making(executor.stages, accumulate):
+                self._run(call)
+            self._end_step()
         self._end()
         return self._input_gradients(call, 1.0)
 
@@ -421,14 +387,10 @@ class Pipeline:
             The weight is the sum of those that the loss returns; else the rows, or entries, of all
             targets.
         """
-        batch, agreed = self._agree("evaluate", inputs, targets)
-        executor = self.executor
-        weighing = executor.loss.weighing
-        with self._state:
-            call = self._begin("evaluate", batch, agreed)
-            with executor.loss.taking_head(call):
-                executor.run(executor.program(call), call)
-                executor.end(call)
+        call = self._call("evaluate", inputs, targets)
+        weighing = self.executor.loss.weighing
+        with self.state:
+            self._run(call)
             shared = self._share_losses(call)
             _, problem = weighing.settle(shared)
             shared.read()
@@ -443,11 +405,9 @@ class Pipeline:
         0, or a list of micro-batches where the inputs were one or came from a function; None on the
         other ranks.
         """
-        batch, agreed = self._agree("forward", inputs)
-        with self._state:
-            call = self._begin("forward", batch, agreed)
-            self.executor.run(self.executor.program(call), call)
-            self.executor.end(call)
+        call = self._call("forward", inputs)
+        with self.state:
+            self._run(call)
             outputs = self._outputs(call)
         self._end()
         return outputs
@@ -465,18 +425,14 @@ class Pipeline:
         Collective: they are those of all ranks, on every rank, and what `schedules.simulate` takes.
         """
         self._agree("durations")
-        pipe = self.ranks.pipe
         own_means = self.executor.clock.means(self.schedule.stages, self.plans.recompute)
-        everyone = np.zeros((pipe.size, *own_means.shape))
-        with self._state:
-            request = own(pipe.comm.Iallgather(own_means, everyone))
-            pipe.wait(request, "the durations of all stages")
-        forward, input_grad, weight_grad = everyone.sum(0).tolist()
-        return Costs(forward, input_grad, weight_grad)
+        with self.state:
+            everyone = self.ranks.pipe.gather("the durations of all stages", own_means)
+        return Costs(*sum(everyone).tolist())
 
     def poll(self) -> None:
         """Let messages move. A stage of your own that computes for long calls this now and then."""
-        self.executor.poll()
+        self._poll()
 
     @property
     def peak_activations(self) -> int:
@@ -486,7 +442,7 @@ class Pipeline:
         """
         if not self.steps_taken:
             return 0
-        return max(self._activations)
+        return max(self.plans.activations)
 
     @property
     def live_activations(self) -> int:
@@ -494,14 +450,7 @@ class Pipeline:
         call = self.executor.call
         if call is None or not call.training:
             return 0
-        return self._activations[len(call.marks) // 2]
-
-    @property
-    def _activations(self) -> list[int]:
-        plan = self.plans.training
-        if self.plans.recompute:
-            return plan.activations_and_inputs
-        return plan.activations
+        return self.plans.activations[len(call.marks) // 2]
 
     @property
     def busy(self) -> float:
@@ -573,19 +522,19 @@ class Pipeline:
 
         After a failure nothing collective is done.
         """
-        if not self._state.is_open:
+        if not self.state.is_open:
             return
         try:
             self._agree("close")
         except MpipipeError as error:
             # Receives of gradients are posted, which never come.
-            if self._halfway is not None and self._state.is_open:
-                self._state.fail(error)
+            if self._is_halfway:
+                self.state.fail(error)
             raise
-        with self._state:
+        with self.state:
             self._read_losses(wait=True)
         self.record(None)
-        self._state.state = "closed"
+        self.state.state = "closed"
         for stage in self.executor.stages:
             stage.detach()
         self._gradients.close()
@@ -598,14 +547,21 @@ class Pipeline:
         where = f"rank {self.rank} of {counted(self.schedule.ranks, 'rank')}, stages {stages}"
         return (
             f"<Pipeline {self.schedule.name}: {where}, {counted(self.steps_taken, 'step')} "
-            f"taken, {self._state.state}>"
+            f"taken, {self.state.state}>"
         )
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._state.leave(error, self.close)
+        if error is None:
+            self.close()
+            return
+        self.state.fail_alone(error)
+        try:  # all ranks raise this error, so they may all come here
+            self.close()
+        except MpipipeError:
+            self.state.fail(error)
 
     # -- The steps of a call
 
@@ -621,7 +577,7 @@ class Pipeline:
 
         For "backward" the gradients of the outputs are in place of `inputs`.
         """
-        self._state.check(name)
+        self.state.check(name)
         self.executor.clock.enter()
         error = None
         batch = Batch()
@@ -630,51 +586,56 @@ class Pipeline:
         except Exception as caught:
             error = caught
             scale = 1.0
-        with self._state:
-            agreed, problem = self._agreement.reach(
-                name, batch.facts, error, scale, bool(accumulate)
-            )
-        if problem is not None:
-            raise problem
+        try:
+            agreed = self.state.agree(name, batch.facts, error, scale, bool(accumulate))
+        except BaseException as problem:
+            self.state.fail_alone(problem)
+            raise
         return batch, agreed
 
     def _checked_batch(self, name: str, inputs: Batched, targets: Batched, scale: float) -> Batch:
         """Return the batch of a call; raise for arguments that are wrong on this rank."""
         batch = Batch()
-        self._check_halves(name)
-        if name in STEPS and self.recorder is not None:
-            self.recorder.begin_step()
-        if name in (*STEPS, "evaluate", "forward"):
-            batch = self._batches.read(name, inputs, targets)
-        if name == "forward_train" and self.rank == self.schedule.placement[-1]:
-            check_forwards_first(self.schedule, "forward_train")
-        if self._halfway is not None:
-            self._take_gradients(self._halfway[0], inputs, scale)
-        if name in (*STEPS, "backward"):
-            for stage in self.executor.stages:
-                stage.check_storage()
-        is_number = isinstance(scale, (int, float, np.number))
-        if not is_number or not (scale > 0 and math.isfinite(scale)):
-            raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
-        return batch
-
-    def _check_halves(self, name: str) -> None:
-        """Raise ArgumentError unless `backward`, and nothing else, follows `forward_train`."""
-        if (self._halfway is None) == (name == "backward"):
+        if self._is_halfway != (name == "backward"):
             when = "without a forward_train before it"
-            if self._halfway is not None:
+            if self._is_halfway:
                 when = "between a forward_train and its backward"
             raise ArgumentError(
                 f"{name} was called {when}",
                 remedy="call forward_train, then backward once, and no other method of this "
                 "pipeline between them",
             )
+        if name in STEPS and self.recorder is not None:
+            self.recorder.begin_step()
+        if name in (*STEPS, "evaluate", "forward"):
+            batch = self._batches.read(name, inputs, targets)
+        if name == "forward_train" and self.rank == self.schedule.placement[-1]:
+            check_forwards_first(self.schedule, "forward_train")
+        if name == "backward":
+            self._take_gradients(inputs, scale)
+        if name in (*STEPS, "backward"):
+            for stage in self.executor.stages:
+                stage.check_storage()
+        if not isinstance(scale, (int, float, np.number)) or not 0 < scale < math.inf:
+            raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
+        return batch
 
-    def _begin(self, name: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> Call:
-        """Begin a call that all ranks have agreed on."""
+    @property
+    def _is_halfway(self) -> bool:
+        """True between forward_train and backward."""
+        return self.executor.call is not None and self.state.is_open
+
+    def _call(
+        self,
+        name: str,
+        inputs: Batched,
+        targets: Batched = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> Call:
+        """Return a call that all ranks have agreed on."""
+        batch, agreed = self._agree(name, inputs, targets, scale, accumulate)
         training = name in STEPS
-        executor = self.executor
-        executor.loss.weighing.begin(agreed, batch.counts or [])
         plan = self.plans.training
         if not training:
             plan = self.plans.forward(agreed.microbatches)
@@ -684,8 +645,12 @@ class Pipeline:
             Position(self.steps_taken, unit, replica, training, training)
             for unit in units(agreed.microbatches * slices, slices)
         ]
-        call = Call(
+        self.executor.loss.weighing.begin(agreed, batch.counts or [])
+        number = self.state.calls
+        return Call(
             name,
+            number,
+            f"{name} (call {number}) of {self.state.name}",
             plan,
             agreed,
             training,
@@ -695,21 +660,28 @@ class Pipeline:
             scale,
             positions,
         )
-        try:
-            executor.begin(call)
-        except Exception as error:
-            shortage = memory_error(f"the start of {name}", error)
-            located = shortage or error
-            if isinstance(located, MpipipeError) and located.rank is None:
-                located.rank = self.rank
-            if shortage is None:
-                raise
-            raise shortage from error
-        self.flight.begin(name, self._agreement.count, plan, call.marks)
-        return call
 
-    def _end_step(self, earlier: Earlier) -> None:
-        self._gradients.add(earlier)
+    def _run(self, call: Call, stop: int | None = None) -> None:
+        """Run the actions of a call that have not run yet: up to number `stop`, or to its end."""
+        executor = self.executor
+        if executor.call is not call:
+            try:
+                executor.begin(call)
+            except Exception as error:
+                shortage = memory_error(f"the start of {call.name}", error)
+                located = shortage or error
+                if isinstance(located, MpipipeError) and located.rank is None:
+                    located.rank = self.rank
+                if shortage is None:
+                    raise
+                raise shortage from error
+        with executor.loss.taking_head(call):
+            executor.run(executor.program(call)[len(call.marks) // 2 : stop], call)
+            if stop is None:
+                executor.end(call)
+
+    def _end_step(self) -> None:
+        self._gradients.add_earlier()
         self.steps_taken += 1
         if self.recorder is not None:
             self.recorder.end_step()
@@ -718,7 +690,6 @@ class Pipeline:
         """Let go of the arrays of a call; raise what all ranks have found wrong."""
         self.executor.clock.leave()
         self.executor.call = None
-        self.flight.running = False
         if problem is not None:
             raise problem
 
@@ -742,7 +713,6 @@ class Pipeline:
 
     def _share_losses(self, call: Call) -> SharedLoss:
         """Tell all ranks the losses of a call."""
-        microbatches = len(call.positions) // self._batches.slicing.count
         own_losses = None
         if call.targets is not None:
             waiting, download = call.download or ([], None)
@@ -751,28 +721,37 @@ class Pipeline:
                 when = f"step {self.steps_taken + 1}"
             where = self.rank, self.schedule.stages - 1, when
             own_losses = OwnLosses(call.losses, waiting, download, where)
-        name = f"{call.name} (call {self._agreement.count}) of {self._state.name}"
-        return SharedLoss(self.executor.loss.weighing, own_losses, microbatches, name)
+        return SharedLoss(
+            self.executor.loss.weighing, own_losses, call.agreed.microbatches, call.title
+        )
 
     def _read_losses(self, wait: bool) -> None:
         """Look at losses that steps have left on the GPU: all, or those that are there by now."""
         while self._unread and (wait or self._unread[0].is_here()):
             self._unread.pop(0).read()
 
+    def _read_loss(self, shared: SharedLoss) -> None:
+        """Read the losses of all steps up to one, or further; the pipeline fails for one of NaN."""
+        try:
+            self._read_losses(wait=True)
+            shared.read()
+        except NonFiniteError as error:
+            self.state.fail(error)
+            raise
+
     # -- Between forward_train and backward
 
     def _write_hooks(self) -> list[list]:
         """Return the lists of functions that are called before anything writes to parameters."""
-        hooks = []
-        for stage in self.ranks.stages:
-            hooks.append(stage.before_write)
-            for inner in stage.inner_stages:
-                if inner is not stage:
-                    hooks.append(inner.before_write)
-        return hooks
+        holders: list[PipelineStage] = []
+        for stage in self.ranks.stages.values():
+            holders += {stage, *stage.inner_stages}
+        return [holder.before_write for holder in holders]
 
-    def _take_gradients(self, call: Call, gradients: Batched, scale: float) -> None:
+    def _take_gradients(self, gradients: Batched, scale: float) -> None:
         """Take the caller's gradients of the outputs; raise ArgumentError if they do not fit."""
+        call = self.executor.call
+        assert call is not None  # a step is under way
         root = self.schedule.placement[-1]
         where = f"rank {root}, which holds the last stage"
         check_place("gradients", gradients, self.rank == root, where)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
-from mpipipe.schedules import Action, Schedule, Timeline, before_backwards, simulate, source
+from mpipipe.schedules import Schedule, Timeline, before_backwards, simulate
 from mpipipe.text import Unit, units
 
 NAMES = {
@@ -47,34 +46,16 @@ class PlannedAction(NamedTuple):
     keeps: bool  # a backward follows in a training step
     recomputed: bool  # an R stands between the F and the backward
     ends: bool  # the backwards end here: no stage before has one
-    takes: tuple[Port, ...] = ()
-    gives: tuple[Port, ...] = ()
-
-    @property
-    def receives(self) -> list[Envelope]:
-        """All messages that it needs, in the order in which they are taken."""
-        return _messages(self.receive, self.takes)
-
-    @property
-    def sends(self) -> list[Envelope]:
-        """All messages that it makes, in the order in which they are sent."""
-        return _messages(self.send, self.gives)
+    takes: list[Port]
+    gives: list[Port]
+    receives: list[Envelope]  # all messages that it needs, in the order in which they are taken
+    sends: list[Envelope]  # all messages that it makes, in the order in which they are sent
 
     def __str__(self) -> str:
         name = f"{self.unit}"
         if isinstance(self.unit, Unit):
             name = "{}.{}".format(*self.unit.place)
         return f"{self.stage}{self.op}{name}"
-
-
-def _messages(main: Envelope | None, ports: Sequence[Port]) -> list[Envelope]:
-    messages = []
-    if main is not None:
-        messages.append(main)
-    for port in ports:
-        if port.message is not None:
-            messages.append(port.message)
-    return messages
 
 
 class Plans:
@@ -90,6 +71,14 @@ class Plans:
         if recompute:
             trained = before_backwards(schedule)
         self.training = ActionPlan(trained, rank, tags)
+        # Activations held before the first action of a training step and after each.
+        self.activations = [0]
+        for step in self.training.steps:
+            begins = step.op == "F" and step.keeps
+            if step.recomputed and not recompute:
+                # An input that waits for the R of the user's schedule does not count.
+                begins = step.op == "R"
+            self.activations.append(self.activations[-1] + begins - (step.op in "BW"))
         # By the number of micro-batches.
         self._forward: dict[int, ActionPlan] = {}
 
@@ -115,100 +104,71 @@ class ActionPlan:
         self.window = 0
         if self.receives:
             self.window = receive_window(simulate(schedule), rank)
-        self.activations = _activations(self.steps, whole=True)
-        self.activations_and_inputs = _activations(self.steps, whole=False)
-
-
-def _activations(steps: Sequence[PlannedAction], whole: bool) -> list[int]:
-    """Count the activations held before the first action and after each.
-
-    With `whole` the inputs that wait for an R do not count.
-    """
-    counts = [0]
-    for step in steps:
-        begins = step.op == "F" and step.keeps and not (whole and step.recomputed)
-        change = int(begins or (whole and step.op == "R")) - (step.op in "BW")
-        counts.append(counts[-1] + change)
-    return counts
 
 
 def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     placement = schedule.placement
     last_stage = schedule.stages - 1
     lowest = schedule.trained_from
-    chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-    order = schedule.orders[rank]
-    final = {}
-    for action in order:
-        if action.op in "BW":
-            final[action.stage] = action
-
-    def envelope(
-        edge: int, neighbour: int, unit: int, direction: int, skip: str = ""
-    ) -> Envelope | None:
-        """Return the name of a message between two stages; None if there is none over MPI."""
-        if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
-            return None
-        header = tags.of(edge, unit, direction, HEADER)
-        data = tags.of(edge, unit, direction, DATA)
-        return Envelope(placement[neighbour], edge, unit, direction, header, data, skip)
-
-    def ports(stage: int, unit: int, direction: int, takes: bool) -> tuple[Port, ...]:
-        """Return the ends of skips over which a stage takes something, or gives something."""
-        ends = []
-        for edge, skip in enumerate(schedule.skips, schedule.stages):
-            near = skip.source
-            far = skip.target
-            if takes == (direction == FORWARD):
-                near, far = far, near
-            if stage == near:
-                is_wanted = direction == FORWARD or skip.source >= lowest
-                message = None
-                if is_wanted:
-                    message = envelope(edge, far, unit, direction, skip.name)
-                ends.append(Port(skip.name, edge, message, is_wanted))
-        return tuple(ends)
+    # The last action of each stage that adds to its gradients.
+    final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
+    edges = {stage: edges_of(schedule, stage) for stage in schedule.stages_of(rank)}
+    chunk_of = {stage: chunk for chunk, stage in enumerate(edges)}
 
     steps = []
     numbers = units(schedule.units, schedule.slices)
-    for action in order:
+    for action in schedule.orders[rank]:
         stage = action.stage
-        op = action.op
         unit = numbers[action.microbatch]
-        receive = None
-        send = None
-        direction = FORWARD
-        if op == "F":
-            receive = envelope(stage, stage - 1, unit, FORWARD)
-            send = envelope(stage + 1, stage + 1, unit, FORWARD)
-        elif op in "BI":
-            direction = BACKWARD
-            receive = envelope(stage + 1, stage + 1, unit, BACKWARD)
-            if stage > lowest:
-                send = envelope(stage, stage - 1, unit, BACKWARD)
-        takes: tuple[Port, ...] = ()
-        gives: tuple[Port, ...] = ()
-        if op in "FBI":
-            takes = ports(stage, unit, direction, takes=True)
-            gives = ports(stage, unit, direction, takes=False)
+        direction = BACKWARD
+        if action.op == "F":
+            direction = FORWARD
+        takes: list[Port] = []
+        gives: list[Port] = []
+        for edge, source, target, name in edges[stage]:
+            side = gives
+            if (stage == target) == (direction == FORWARD):
+                side = takes
+            far = source
+            if stage == source:
+                far = target
+            is_wanted = direction == FORWARD or source >= lowest
+            message = None
+            if action.op in "FBI" and is_wanted and 0 <= far <= last_stage:
+                if placement[far] != rank:
+                    header = tags.of(edge, unit, direction, HEADER)
+                    data = tags.of(edge, unit, direction, DATA)
+                    message = Envelope(placement[far], edge, unit, direction, header, data, name)
+            side.append(Port(name, edge, message, is_wanted))
         step = PlannedAction(
-            op,
+            action.op,
             stage,
             chunk=chunk_of[stage],
             unit=unit,
             first=stage == 0,
             last=stage == last_stage,
-            receive=receive,
-            send=send,
+            receive=takes[0].message,
+            send=gives[0].message,
             completes=final.get(stage) == action,
             keeps=schedule.has_backward(stage),
             recomputed=(stage, unit) in schedule.recomputed,
             ends=stage == lowest,
-            takes=takes,
-            gives=gives,
+            takes=takes[1:],
+            gives=gives[1:],
+            receives=[port.message for port in takes if port.message is not None],
+            sends=[port.message for port in gives if port.message is not None],
         )
         steps.append(step)
     return steps
+
+
+def edges_of(schedule: Schedule, stage: int) -> list[tuple[int, int, int, str]]:
+    """Return (number, source, target, name) of the edges of a stage: of the chain, then skips."""
+    edges = [(stage, stage - 1, stage, ""), (stage + 1, stage, stage + 1, "")]
+    for number, skip in enumerate(schedule.skips, schedule.stages):
+        if stage in (skip.source, skip.target):
+            edges.append((number, skip.source, skip.target, skip.name))
+    return edges
 
 
 def receive_window(timeline: Timeline, rank: int) -> int:
@@ -217,28 +177,22 @@ def receive_window(timeline: Timeline, rank: int) -> int:
     The timeline is that of a simulation for stages of equal cost.
     """
     schedule = timeline.schedule
+    edges = {stage: edges_of(schedule, stage) for stage in schedule.stages_of(rank)}
     needed = []  # (start of the action that receives, time at which the message is sent)
     for action, start in zip(schedule.orders[rank], timeline.starts[rank]):
-        for stage in _makers(schedule, action):
-            if schedule.placement[stage] != rank:
-                sent = timeline.done[action.op != "F"][stage * schedule.units + action.microbatch]
+        if action.op not in "FBI":
+            continue
+        is_backward = action.op != "F"
+        for _, maker, taker, _ in edges[action.stage]:
+            if is_backward:
+                maker, taker = taker, maker
+            if taker != action.stage or not 0 <= maker < schedule.stages:
+                continue
+            if schedule.placement[maker] != rank:
+                sent = timeline.done[is_backward][maker * schedule.units + action.microbatch]
                 needed.append((start, sent))
     starts = [start for start, _ in needed]
     window = 1
     for index, (_, sent) in enumerate(needed):
         window = max(window, index - bisect_right(starts, sent) + 1)
     return window
-
-
-def _makers(schedule: Schedule, action: Action) -> list[int]:
-    """The stages whose outputs an action takes: first that of the chain."""
-    stage = source(action.stage, action.op, schedule.stages)
-    if stage is None:
-        return []
-    makers = [stage]
-    for maker, taker in schedule.skip_ends:
-        if action.op != "F":
-            maker, taker = taker, maker
-        if taker == action.stage:
-            makers.append(maker)
-    return makers

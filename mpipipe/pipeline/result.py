@@ -1,14 +1,12 @@
-"""What a training step gives; the state of a pipeline."""
+"""What a training step gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
-from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
-from mpipipe.job import RankGroup, is_rank, whoami
+from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.loss import SharedLoss
-from mpipipe.text import name_slice
 
 
 class StepResult:
@@ -22,10 +20,8 @@ class StepResult:
     ----------
     shared : SharedLoss
         The losses of the step.
-    state : PipelineState
-        Of the pipeline, which ends where a loss is not finite.
     read : callable
-        Reads the losses that steps have left on the GPU, in their order.
+        Reads losses that are still on the GPU, after those of earlier steps.
     input_grads : list or None, or False
         False where they were not computed.
     """
@@ -33,13 +29,11 @@ class StepResult:
     def __init__(
         self,
         shared: SharedLoss,
-        state: PipelineState,
-        read: Callable[[], None],
+        read: Callable[[SharedLoss], None],
         input_grads: list | Literal[False] | None,
     ) -> None:
         self._shared = shared
-        self._state = state
-        self._read_losses = read
+        self._read_loss = read
         self._input_grads = input_grads
 
     @property
@@ -75,96 +69,8 @@ class StepResult:
 
     def _read(self) -> SharedLoss:
         if not self._shared.was_read:
-            try:
-                self._read_losses()
-                self._shared.read()
-            except NonFiniteError as error:
-                if self._state.is_open:
-                    self._state.fail(error)
-                raise
+            self._read_loss(self._shared)
         return self._shared
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss}, losses={self.losses})"
-
-
-# -- The state of a pipeline: open, then closed, or failed for good --------------------------------
-
-
-class PipelineState:
-    """Whether a pipeline is "open", "closed" or "failed".
-
-    Any error inside `with state:` ends it on all ranks.
-
-    `groups` are the ranks that must learn of a failure; `where` says where this rank is; `abandon`
-    gives up a call that has failed. While a call is under way, `running` is true.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        groups: Sequence[RankGroup],
-        where: Callable[[], str],
-        abandon: Callable[[], object],
-    ) -> None:
-        self.name = name
-        self.rank = rank
-        self.groups = groups
-        self.state = "open"
-        self.running = False
-        self._where = where
-        self._abandon = abandon
-
-    @property
-    def is_open(self) -> bool:
-        return self.state == "open"
-
-    def check(self, call: str) -> None:
-        """Raise ArgumentError if a call cannot begin."""
-        if not self.is_open:
-            remedy = "call step before close"
-            if self.state == "failed":
-                remedy = "start the job anew"
-            raise ArgumentError(f"the pipeline is {self.state}", rank=self.rank, remedy=remedy)
-        if self.running:
-            raise ArgumentError(
-                f"{call} was called within another call of {self.name}",
-                rank=self.rank,
-                remedy="a stage, or a loss, must not call the pipeline that runs it",
-            )
-
-    def __enter__(self) -> None:
-        self.running = True
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.running = False
-        if error is not None:
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        """End the pipeline, and let the other ranks know.
-
-        Messages and kernels of the broken call may be under way.
-        """
-        self.state = "failed"
-        if isinstance(error, MpipipeError):
-            name_slice(error)
-        if not is_rank():  # a process that a stage has forked must not call MPI
-            return
-        text = f"{self._where()} ({whoami()}) failed: {type(error).__name__}: {error}"
-        for group in self.groups:
-            group.fail(error, text)
-        self._abandon()
-
-    def leave(self, error: BaseException | None, close: Callable[[], object]) -> None:
-        """End a with-block: close the pipeline, or fail it for an error of this rank alone."""
-        if error is None:
-            close()
-        elif self.is_open and all(group.agreed_on(error) for group in self.groups):
-            try:  # all ranks raise this error, so they may all come here
-                close()
-            except MpipipeError:
-                self.fail(error)
-        elif self.is_open:
-            self.fail(error)

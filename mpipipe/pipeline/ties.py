@@ -17,42 +17,44 @@ a GPU's passes through the host, unless its messages do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from itertools import chain
+from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import Transport
+from mpipipe.comm import Tags, Transport
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import RankGroup, Testable, own
 from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import PipelineStage
 
 
-class TieSite(NamedTuple):
+class TiedPlace(NamedTuple):
     """One place of a tied parameter, as every rank knows it."""
 
+    key: str  # of the parameter
     stage: int
+    rank: int
     inner: int  # number of the nn.Stage in the stage
     name: str
     shape: tuple[int, ...]
     dtype: str
-    frozen: bool = False
+    frozen: bool
+    channel: int = 0  # and tag: name of its message to other ranks
+    tag: int = 0
+
+    def __str__(self) -> str:
+        return f"the tied parameter {self.name} of stage {self.stage} from rank {self.rank}"
 
 
-# The places on one rank of each tied parameter, by its key, in the order of the stages.
-Facts: TypeAlias = dict[str, list[TieSite]]
-
-
-def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
-    """Return the ties of this rank; ArgumentError if a parameter lies in an absent stage."""
-    facts: Facts = {}
-    present: set[int] = set()
-    for stage in stages:
-        present.update(map(id, stage.inner_stages))
-    for stage, number in zip(stages, numbers):
+def own_places(stages: Mapping[int, PipelineStage], rank: int) -> list[TiedPlace]:
+    """Return the places of this rank; ArgumentError if a parameter lies in an absent stage."""
+    places = []
+    present = [inner for stage in stages.values() for inner in stage.inner_stages]
+    for number, stage in stages.items():
         for inner, model in enumerate(stage.inner_stages):
             for name, (owner, owner_name) in model.buffers.owners.items():
-                if id(owner) not in present:
+                if owner not in present:
                     raise ArgumentError(
                         f"the tied parameter {name} lies in the buffer of a stage of an earlier "
                         "pipeline",
@@ -67,124 +69,76 @@ def tie_facts(stages: Sequence[PipelineStage], numbers: Sequence[int]) -> Facts:
             for key, names in model.ties.items():
                 for name in names:
                     array = model.parameters[name]
-                    site = TieSite(
-                        number, inner, name, array.shape, array.dtype.name, name in model.frozen
-                    )
-                    facts.setdefault(key, []).append(site)
-    return facts
+                    kind = array.shape, array.dtype.name, name in model.frozen
+                    places.append(TiedPlace(key, number, rank, inner, name, *kind))
+    return places
 
 
-def check_ties(table: Sequence[Facts]) -> None:
-    """Raise MismatchError if places of one parameter differ; `table` has every rank's facts."""
-    for key, places in _places(table).items():
-        (_, first), *others = places
-        for _, place in others:
-            if (place.shape, place.dtype) != (first.shape, first.dtype):
-                raise MismatchError(
-                    f"tied parameters {key!r} differ",
-                    stage=place.stage,
-                    found=f"{place.name}: {place.dtype}{list(place.shape)}",
-                    expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage "
-                    f"{first.stage}",
-                )
-            if place.frozen != first.frozen:
-                trained = place.name
-                if place.frozen:
-                    trained = first.name
-                raise partly_frozen_error(key, [trained])
+def shared_places(of_ranks: Sequence[Sequence[TiedPlace]], tags: Tags) -> list[list[TiedPlace]]:
+    """Return all places of each parameter with a gradient to share, in the order of the stages.
 
-
-def _places(table: Sequence[Facts]) -> dict[str, list[tuple[int, TieSite]]]:
-    """Return (rank, place) of all places of each key, in the order of the stages."""
-    places: dict[str, list[tuple[int, TieSite]]] = {}
-    for rank, facts in enumerate(table):
-        for key, sites in facts.items():
-            for site in sites:
-                places.setdefault(key, []).append((rank, site))
-    for of_key in places.values():
-        # A stage keeps the order of its own places.
-        of_key.sort(key=lambda place: place[1].stage)
-    return dict(sorted(places.items()))
-
-
-class TiedPlace(NamedTuple):
-    """A place in the order of all places of its parameter, with the name of its messages."""
-
-    place: TieSite
-    rank: int
-    channel: int
-    tag: int
-
-    def __str__(self) -> str:
-        return (
-            f"the tied parameter {self.place.name} of stage {self.place.stage} from rank "
-            f"{self.rank}"
-        )
-
-
-class TieNames:
-    """The order of all places, and the names of their messages, the same on every rank.
-
-    They need `channels` of `tags` tags each, from `first_channel` on.
+    Their messages go over channels after those of `tags`. MismatchError if places of one parameter
+    differ.
     """
-
-    def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
-        # The places of each parameter, at least two, by its key, in the order of the stages.
-        self.order: dict[str, list[TiedPlace]] = {}
-        count = 0
-        for key, places in _places(table).items():
-            # A frozen parameter has no gradient to share.
-            if len(places) == 1 or places[0][1].frozen:
-                continue
-            self.order[key] = []
-            for rank, site in places:
-                channel, tag = divmod(count, tags)
-                self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
+    places: dict[str, list[TiedPlace]] = {}
+    # A stage keeps the order of its own places.
+    for place in sorted(chain(*of_ranks), key=lambda place: (place.key, place.stage)):
+        of_key = places.setdefault(place.key, [])
+        of_key.append(place)
+        first = of_key[0]
+        if (place.shape, place.dtype) != (first.shape, first.dtype):
+            raise MismatchError(
+                f"tied parameters {place.key!r} differ",
+                stage=place.stage,
+                found=f"{place.name}: {place.dtype}{list(place.shape)}",
+                expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage "
+                f"{first.stage}",
+            )
+        if place.frozen != first.frozen:
+            trained = place.name
+            if place.frozen:
+                trained = first.name
+            raise partly_frozen_error(place.key, [trained])
+    shared = []
+    count = 0
+    for same in places.values():
+        if len(same) == 1 or same[0].frozen:
+            continue
+        shared.append(same)
+        if len({place.rank for place in same}) > 1:
+            for index, place in enumerate(same):
+                channel, tag = divmod(count, tags.base)
+                same[index] = place._replace(channel=tags.channels + channel, tag=tag)
                 count += 1
-        self.channels = 0
-        for of_key in self.order.values():
-            ranks = {place.rank for place in of_key}
-            if len(ranks) > 1:
-                self.channels = -(-count // tags)
+    return shared
 
 
-class Ties:
-    """The tied parameters of one pipeline; the constructor is collective."""
-
-    def __init__(
-        self,
-        pipe: RankGroup,
-        transport: Transport,
-        stages: Sequence[PipelineStage],
-        numbers: Sequence[int],
-        names: TieNames,
-    ) -> None:
-        models: dict[tuple[int, int], Stage] = {}
-        for number, stage in zip(numbers, stages):
-            for inner, model in enumerate(stage.inner_stages):
-                models[number, inner] = model
-                model.tied_copies.clear()
-        # Of parameters with a place on this rank: all places, and those of this rank.
-        tied: list[tuple[list[TiedPlace], dict[TiedPlace, User]]] = []
-        shared: list[tuple[User, User]] = []
-        for places in names.order.values():
-            users = {}
-            for place in places:
-                if place.rank == pipe.rank:
-                    site = place.place
-                    users[place] = User(models[site.stage, site.inner], site.name)
-            if users:
-                tied.append((places, users))
-                owner = _owner(list(users.values()))
-                for user in users.values():
-                    if user is not owner:
-                        shared.append((user, owner))
-        share(shared)
-        self.parameters = [TiedParameter(pipe, transport, *pair) for pair in tied]
-
-    def sum_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.sum_gradients()
+def tie(
+    pipe: RankGroup,
+    transport: Transport,
+    stages: Mapping[int, PipelineStage],
+    ties: Sequence[Sequence[TiedPlace]],
+) -> list[TiedParameter]:
+    """Return the tied parameters with places on this rank; collective."""
+    for stage in stages.values():
+        for model in stage.inner_stages:
+            model.tied_copies.clear()
+    tied = []
+    shared: list[tuple[User, User]] = []
+    for places in ties:
+        users = {}
+        for place in places:
+            if place.rank == pipe.rank:
+                users[place] = User(stages[place.stage].inner_stages[place.inner], place.name)
+        if users:
+            tied.append((places, users))
+            of_rank = list(users.values())
+            # Storage stays where an earlier pipeline has put it.
+            owners = [user for user in of_rank if user.name not in user.stage.buffers.owners]
+            owner = [*owners, *of_rank][0]
+            shared += [(user, owner) for user in of_rank if user is not owner]
+    share(shared)
+    return [TiedParameter(pipe, transport, *pair) for pair in tied]
 
 
 class TiedParameter:
@@ -197,7 +151,7 @@ class TiedParameter:
         self,
         pipe: RankGroup,
         transport: Transport,
-        places: list[TiedPlace],
+        places: Sequence[TiedPlace],
         users: Mapping[TiedPlace, User],
     ) -> None:
         self.pipe = pipe
@@ -230,26 +184,17 @@ class TiedParameter:
     def _start_equal(self, values: list[Array], user: User | None) -> None:
         """Give all arrays of the parameter the values at its first place, of `user`."""
         first = self.places[0]
+        value = values[0]
         if user is not None:
             value = user.stage.parameters[user.name]
-            self._wait([self._send(value, first, peer) for peer in self.peers], first)
-        else:
-            value = values[0]
-            self._wait([self._receive(value, first)], first)
+        self._wait(self._start(value, first), first)
         for copy in values:
             if copy is not value:
                 arrays.copy_into(copy, value)
 
     def sum_gradients(self) -> None:
         """Give every array of the gradient on this rank the sum of all parts."""
-        here = self.pipe.rank
-        parts = list(zip(self.places, self.parts))
-        requests = []
-        for place, part in parts:
-            if place.rank == here:
-                requests.append([self._send(part, place, peer) for peer in self.peers])
-            else:
-                requests.append([self._receive(part, place)])
+        requests = [*map(self._start, self.parts, self.places)]
         for place, of_place in zip(self.places, requests):
             self._wait(of_place, place)
         # If the first part is of this rank, then it is the first of `sums`.
@@ -259,22 +204,21 @@ class TiedParameter:
         for gradient in self.sums:
             if gradient is not total:
                 arrays.copy_into(gradient, total)
-        for place, part in parts:
-            if place.rank != here:
+        for place, part in zip(self.places, self.parts):
+            if place.rank != self.pipe.rank:
                 self.transport.retire(part)
 
-    def _send(self, array: Array, place: TiedPlace, peer: int) -> Testable:
-        return own(self.transport.isend(array, peer, place.channel, place.tag))
+    def _start(self, array: Array, place: TiedPlace) -> Sequence[tuple[Testable, int]]:
+        """Send the array of a place on this rank to all peers, or receive that of another rank."""
+        name = place.channel, place.tag
+        if place.rank != self.pipe.rank:
+            return [(own(self.transport.irecv(array, place.rank, *name)), place.rank)]
+        send = self.transport.isend
+        return [(own(send(array, peer, *name)), peer) for peer in self.peers]
 
-    def _receive(self, array: Array, place: TiedPlace) -> Testable:
-        return own(self.transport.irecv(array, place.rank, place.channel, place.tag))
-
-    def _wait(self, requests: Sequence[Testable], what: TiedPlace) -> None:
-        peers = [what.rank]
-        if what.rank == self.pipe.rank:
-            peers = self.peers
-        for request, peer in zip(requests, peers):
-            self.pipe.wait(request, what, peer=peer)
+    def _wait(self, requests: Sequence[tuple[Testable, int]], place: TiedPlace) -> None:
+        for request, peer in requests:
+            self.pipe.wait(request, place, peer=peer)
 
 
 # -- One storage for a tied parameter that several places of one rank use --------------------------
@@ -305,14 +249,6 @@ class User(NamedTuple):
     name: str
 
 
-def _owner(users: Sequence[User]) -> User:
-    """Return the user with the storage: it stays where an earlier pipeline has put it."""
-    for user in users:
-        if user.name not in user.stage.buffers.owners:
-            return user
-    return users[0]
-
-
 def share(places: list[tuple[User, User]]) -> None:
     """Let each user compute with the storage of another, as far as that is possible.
 
@@ -321,12 +257,10 @@ def share(places: list[tuple[User, User]]) -> None:
     It is where both stages have one dtype and device, and where no other parameter lies after the
     user's. Users that have shared before are pointed to their new owner.
     """
-
-    def offset(pair: tuple[User, User]) -> int:
-        stage, name = pair[0]
-        return stage.parameters.offsets.get(name, 0)
-
-    for (stage, name), owner in sorted(places, key=offset, reverse=True):
+    places.sort(
+        key=lambda pair: pair[0].stage.parameters.offsets.get(pair[0].name, 0), reverse=True
+    )
+    for (stage, name), owner in places:
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
         if name not in stage.buffers.owners:
             if not alike or not stage.buffers.ends_with(name):

@@ -11,7 +11,6 @@ from mpipipe import schedules
 from mpipipe.comm import Tags
 from mpipipe.pipeline.batch import BatchReader
 from mpipipe.pipeline.plan import ActionPlan
-from mpipipe.pipeline.ties import TieNames
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -21,7 +20,6 @@ schedule = schedules.by_name(NAME, ranks=128, chunks=2, microbatches=COUNT)
 schedules.check(schedule)
 assert schedule.fingerprint
 tags = Tags(schedule.placement, schedule.units, 32767, schedule.skip_ends)  # every MPI has this upper bound
-TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
 BatchReader(schedule, 63, loss=None)
 plan = ActionPlan(schedule, 63, tags)
 print(peak() - before, len(plan.steps), *sorted({each.peer for each in plan.sends}))

@@ -139,13 +139,13 @@ def accounts_of(comm, device="cpu"):
     with Pipeline([stage], schedule, comm, nn.mean_squared_error) as pipeline:
 
         def look(x):
-            found.append(pipeline.flight.snapshot())
+            found.append(pipeline.state.snapshot())
             return forward(x)
 
         stage.forward = look
         for _ in range(2):
             pipeline.step(*mine)
-        found.append(pipeline.flight.snapshot())
+        found.append(pipeline.state.snapshot())
     return found[3], found[4]
 
 
@@ -181,7 +181,7 @@ def test_a_pipeline_that_failed_is_in_no_action():
         x = np.ones((2 * FEW, SMALL), np.float32)
         with pytest.raises(StageError):
             pipeline.step(x, x)
-        return pipeline.flight.snapshot()
+        return pipeline.state.snapshot()
 
     (account,) = inprocess.run(1, job)
     assert (account.doing, account.computes) == ("", False)

@@ -123,6 +123,6 @@ def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch):
             stages.append(nn.Stage(layers, device="cuda", first=2 * number, seed=1))
         mine = dense.placed(schedule, mesh.pipe.rank, x, -x)
         with Pipeline(stages, schedule, mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
-            assert pipeline.ranks.nccl.sums
+            assert pipeline.ranks.sums_by_nccl
             losses = {pipeline.step(*mine).loss for _ in range(2)}
     assert len(losses) == 1

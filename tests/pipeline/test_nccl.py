@@ -42,7 +42,7 @@ def run(own, pipe, schedule, monkeypatch, nccl, replicas, part, steps=3, **optio
     stages = build(schedule, pipe.rank, **{**SMALL, **options})
     mine = dense.placed(schedule, pipe.rank, *(each[part] for each in text(6)))
     with Pipeline(stages, schedule, pipe, loss=nn.softmax_cross_entropy, replicas=replicas) as pipeline:
-        assert pipeline.ranks.nccl.sums == (nccl != "off")
+        assert pipeline.ranks.sums_by_nccl == (nccl != "off")
         for _ in range(steps):
             with monkeypatch.context() as patch:
                 crossings, before = Crossings(patch), sent(own.machine)

@@ -139,7 +139,7 @@ def test_a_failure_and_an_account_name_the_recomputation():
             with Pipeline([stage], with_recompute(schedules.gpipe(1, 2)), comm, nn.mean_squared_error) as pipeline:
 
                 def breaks(x):
-                    found.append(pipeline.flight.snapshot())
+                    found.append(pipeline.state.snapshot())
                     if next(calls) == 3:
                         raise ValueError("wet paint")
                     return forward(x)

@@ -185,7 +185,7 @@ def test_reports_and_traces_name_the_skip():
         own = dense.placed(schedule, comm.rank, inputs, targets)
         with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
             pipeline.step(*own)
-            flight, mailbox = pipeline.flight, pipeline.executor.messages.mailbox
+            flight, mailbox = pipeline.state, pipeline.executor.messages.mailbox
             if comm.rank == 2:
                 take = mailbox.take
 

@@ -265,14 +265,14 @@ def test_an_error_in_mid_exchange_reaches_all_ranks(comm, monkeypatch, device, g
     """Those that wait for a part hear of it, and so do those without a place, which are in their next step by then."""
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")  # a rank that does not hear is to be an error
     guilty, places = (0 if guilty == "first" else comm.size - 1), (0, 1, comm.size - 1)
-    send, broken = TiedParameter._send, False
+    start, broken = TiedParameter._start, False
 
     def breaks(parameter, *given):
         if broken and comm.rank == guilty:
             raise ValueError("wet paint")
-        return send(parameter, *given)
+        return start(parameter, *given)
 
-    monkeypatch.setattr(TiedParameter, "_send", breaks)
+    monkeypatch.setattr(TiedParameter, "_start", breaks)
     schedule, x = one_f_one_b(comm.size, 4), np.ones((8, 512), np.float32)
     with own_gpus(comm.rank) if device == "cuda" else nullcontext():
         tied = dict(bias=False, tie="w") if comm.rank in places else {}

@@ -160,7 +160,7 @@ def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypa
     kept, step = [], Trainer.step
 
     def watched(self, number):
-        kept.append((self.norm.on_device, self.pipeline.ranks.nccl.sums))
+        kept.append((self.norm.on_device, self.pipeline.ranks.sums_by_nccl))
         return step(self, number)
 
     monkeypatch.setattr(Trainer, "step", watched)

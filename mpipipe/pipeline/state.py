@@ -1,0 +1,227 @@
+"""The state of a pipeline: open, closed, or failed for good; its calls, and how far one is.
+
+All ranks of the pipeline, and of its replicas, agree on each call at its start.
+
+Nothing extra is noted for an action. The clock makes two marks for each action of the plan anyway:
+
+    marks  0 . . 1 . . 2 . . 3        an even number: the next action waits for its message
+           |0F0 |     |0F1 |          an odd number: an action computes
+
+The mailbox keeps which messages it has sent. A message that must have left by now, according to the
+plan, and has not, was skipped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import lru_cache
+from threading import get_ident
+
+from mpipipe.comm import Envelope
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
+from mpipipe.job import Ballot, Message, Snapshot, digest, is_rank, whoami
+from mpipipe.pipeline.batch import BatchFacts
+from mpipipe.pipeline.construction import AgreedRanks
+from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.plan import NAMES
+from mpipipe.text import counted, name_slice
+
+CALLS = ("step", "forward_train", "backward", "evaluate", "forward", "durations", "close")
+DIFFERENT = (
+    "ranks call different methods of a pipeline, or with different scales or values of accumulate"
+)
+REMEDY = (
+    f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with "
+    "the same arguments"
+)
+SENT = 64  # messages of a call that a dump names
+
+
+class PipelineState:
+    """Whether a pipeline is "open", "closed" or "failed", and what it does on this rank.
+
+    Any error inside `with state:` ends it on all ranks. While a call is under way, `running` is
+    true.
+    """
+
+    def __init__(self, name: str, ranks: AgreedRanks, executor: Executor) -> None:
+        self.name = name
+        self.pipe = ranks.pipe
+        self.replicas = ranks.replicas
+        # The ranks that must learn of a failure.
+        self.groups = ranks.groups
+        self.executor = executor
+        self.state = "open"
+        self.running = False
+        self.thread = 0  # that of the last call
+        self.calls = 0  # on which the ranks have agreed, or not
+        self.pipe.context.add_inspectable(self)
+        # Groups outlive a pipeline that nobody closes: they must not hold it.
+        state = weakref.ref(self)
+        for group in self.groups:
+            group.progress = lambda: f"call {getattr(state(), 'calls', 0)} of {name}"
+            group.related = self.groups
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == "open"
+
+    def check(self, call: str) -> None:
+        """Raise ArgumentError if a call cannot begin."""
+        rank = self.pipe.rank
+        if not self.is_open:
+            remedy = "call step before close"
+            if self.state == "failed":
+                remedy = "start the job anew"
+            raise ArgumentError(f"the pipeline is {self.state}", rank=rank, remedy=remedy)
+        if self.running:
+            raise ArgumentError(
+                f"{call} was called within another call of {self.name}",
+                rank=rank,
+                remedy="a stage, or a loss, must not call the pipeline that runs it",
+            )
+
+    def agree(
+        self,
+        call: str,
+        batch: BatchFacts,
+        error: Exception | None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> BatchFacts:
+        """Agree on a call; return what all ranks know, or raise the `error` of any on all ranks."""
+        self.calls += 1
+        if isinstance(error, MpipipeError) and error.rank is None:
+            error.rank = self.pipe.rank
+        facts = (("scale", float(scale)), ("accumulate", accumulate))
+        ballot = Ballot(
+            call,
+            facts,
+            error,
+            DIFFERENT,
+            REMEDY,
+            number=self.calls,
+            where=f" of {self.name}",
+            code=_code(call, facts),
+        )
+        table = ballot.cast(self.pipe, batch)
+        whole = BatchFacts(*table.max(0).tolist())
+        rows = whole.rows
+        target_rows = whole.target_rows
+        if not ballot.failed and rows and target_rows not in (0, rows):
+            ballot.refuse(
+                MismatchError(
+                    "inputs and targets have different numbers of rows",
+                    found=f"{counted(target_rows, 'row')} of targets",
+                    expected=f"{rows}, as the inputs have",
+                )
+            )
+        if self.replicas is not None:
+            # What replicas add up or compare.
+            own = whole.counted, whole.entries, whole.mean_over, whole.uneven
+            of_replicas = ballot.cast(self.replicas, own)
+            counted_rows, entries, mean_over, uneven = of_replicas.T
+            if not ballot.failed and len(set(mean_over.tolist())) > 1:
+                ballot.refuse(
+                    MismatchError(
+                        "the losses of replicas are means over different things",
+                        found="mean_over_entries differs",
+                        expected="the same on all replicas",
+                        remedy="give the same loss to all replicas",
+                    )
+                )
+            unlike = entries * counted_rows[0] != entries[0] * counted_rows
+            whole = whole._replace(
+                counted=int(counted_rows.sum()),
+                entries=int(entries.sum()),
+                mean_over=int(mean_over[0]),
+                uneven=int(uneven.any() or unlike.any()),
+            )
+        ballot.decide()
+        return whole
+
+    def __enter__(self) -> None:
+        self.thread = get_ident()
+        self.running = True
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.running = False
+        if error is not None:
+            self.fail(error)
+
+    def fail_alone(self, error: BaseException) -> None:
+        """End the pipeline for an error that not all ranks raise."""
+        if not all(group.agreed_on(error) for group in self.groups):
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the pipeline if it is open, and let the other ranks know.
+
+        Messages and kernels of the broken call may be under way.
+        """
+        if not self.is_open:
+            return
+        self.state = "failed"
+        if isinstance(error, MpipipeError):
+            name_slice(error)
+        if not is_rank():  # a process that a stage has forked must not call MPI
+            return
+        executor = self.executor
+        text = f"{executor.place} ({whoami()}) failed: {type(error).__name__}: {error}"
+        for group in self.groups:
+            group.fail(error, text)
+        executor.abandon(self.pipe.context.recorders)
+
+    # -- How far it is, for the report of a job that hangs
+
+    def progress_token(self) -> object:
+        mailbox = self.executor.messages.mailbox
+        call = self.executor.call
+        return self.running, len(call.marks if call else ()), len(mailbox.sent), mailbox.polls
+
+    def snapshot(self) -> Snapshot:
+        call = self.executor.call
+        idle = Snapshot(self.pipe.key)
+        if call is None or not self.running:
+            return idle
+        mailbox = self.executor.messages.mailbox
+        done, computes = divmod(len(call.marks), 2)
+        steps = call.plan.steps
+        ended = done
+        # The last action may not have sent all of its own messages yet.
+        if done and not computes and not self.pipe.context.long_waits:
+            ended -= 1
+        sent = mailbox.sent
+        sent_by_now = set(sent)
+        skipped = []
+        for step in steps[:ended]:
+            skipped += [message for message in step.sends if message not in sent_by_now]
+        account = idle._replace(
+            call=call.number,
+            doing=f"the end of {call.title}",
+            computes=bool(computes),
+            thread=self.thread,
+            sent=tuple(map(self._message, sent[-SENT:])),
+            skipped=tuple(map(self._message, skipped)),
+        )
+        if done == len(steps):
+            return account
+        action = steps[done]
+        expects = None
+        if not computes and mailbox.awaited in action.receives:
+            expects = self._message(mailbox.awaited)
+        return account._replace(
+            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.unit}, "
+            f"in {call.title}",
+            stage=action.stage,
+            microbatch=action.unit,
+            expects=expects,
+        )
+
+    def _message(self, envelope: Envelope) -> Message:
+        peer = self.pipe.members[envelope.peer]
+        nbytes = self.executor.messages.bytes_of(envelope)
+        return Message(envelope.name, envelope.subject, peer, envelope.data, nbytes)
+
+
+_code = lru_cache(maxsize=16)(digest)  # the next call nearly always has the same facts
