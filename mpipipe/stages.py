@@ -1,8 +1,7 @@
 """Stages as pipelines, optimizers and checkpoints see them.
 
-    nn.Stage       layers of this package: has all of `PipelineStage` by itself
-    UserStage      an object of the user's, with what it leaves out filled in; its parameters and
-                   gradients are those of UserArrays
+    nn.Stage       layers of this package: has all that a pipeline asks by itself
+    UserStage      an object of the user's, with what it leaves out filled in
 
 A user's stage is an object with `forward` and `backward`; docs/stages.md lists what else it may
 have. Its arrays are looked up each time, since it may exchange them.
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from inspect import signature
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,6 +23,8 @@ from mpipipe.errors import ArgumentError, MpipipeError, StageError
 from mpipipe.nn import FlatBuffer, Pending, Position, Saved, kernels
 from mpipipe.nn.kernels import Kernels
 
+# A stage with all that other rooms ask of one.
+PipelineStage: TypeAlias = "nn.Stage | UserStage"
 METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
@@ -59,125 +60,13 @@ class Runner(StageLike, Protocol):
         """Add to the gradients of the parameters."""
 
 
-class PipelineStage(Runner, Protocol):
-    """A stage with all that other rooms ask of one. `nn.Stage` and `UserStage` are such stages."""
-
-    @property
-    def index(self) -> int | None:
-        """Logical number; None before a pipeline has set it."""
-
-    @property
-    def inner_stages(self) -> Sequence[nn.Stage]:
-        """Each nn.Stage in it: itself, or those that a user's stage calls."""
-
-    @property
-    def device(self) -> str:
-        """Name of the device: "cpu" or "cuda"."""
-
-    @property
-    def gpu(self) -> int | None:
-        """Number of the GPU with its parameters; None on the host."""
-
-    @property
-    def kernels(self) -> Kernels:
-        """Functions that compute with the parameters where they are."""
-
-    # -- for optimizers and checkpoints
-
-    @property
-    def parameters(self) -> FlatBuffer | FlatView:
-        """Parameters by name, with all of them in `flat`."""
-
-    @property
-    def gradients(self) -> FlatBuffer | FlatView:
-        """Gradients, laid out as the parameters."""
-
-    @property
-    def decay_ranges(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, decay) ranges of `parameters.flat`."""
-
-    @property
-    def kept_copy(self) -> Array | None:
-        """Copy of `parameters.flat` that an optimizer writes, too."""
-
-    @property
-    def originals(self) -> FlatBuffer | None:
-        """Parameters whose copy in a half dtype is all that the stage computes with."""
-
-    @property
-    def owners(self) -> Mapping[str, tuple[object, str]]:
-        """(stage, name) of parameters that lie elsewhere, by their names here."""
-
-    @property
-    def tied_copies(self) -> Collection[str]:
-        """Names of parameters that norms count elsewhere."""
-
-    @property
-    def ties(self) -> Mapping[str, Sequence[str]]:
-        """Names of the parameters that are shared, by the key of what is shared."""
-
-    @property
-    def before_write(self) -> list[Callable[[], object]]:
-        """Functions to call before anything writes to the parameters."""
-
-    @property
-    def contents(self) -> Mapping[str, Any]:
-        """All arrays, or StateShards of them, by their names in the whole model."""
-
-    def set_contents(self, values: Callable[[str], Array]) -> None:
-        """Take values by name that could not be set in place."""
-
-    def sync_compute(self) -> None:
-        """Renew the copy of the parameters that the stage computes with, if there is one."""
-
-    # -- for pipelines
-
-    @property
-    def input_names(self) -> set[str] | None:
-        """Names that inputs of the first stage must have; None if that is not known."""
-
-    @property
-    def shows_gradients(self) -> bool:
-        """True if all gradients are known, so that replicas can sum them."""
-
-    @property
-    def own_gradients(self) -> Array | None:
-        """Array of gradients that a user's own code could replace; None if there is none."""
-
-    @property
-    def shown_gradients(self) -> list[Array]:
-        """One-dimensional arrays with the gradients that the stage shows after a step."""
-
-    def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
-        """Raise ArgumentError if the stage does not know of these skips."""
-
-    def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
-        """Names of what cannot take a sequence in slices of these lengths, or this number."""
-
-    def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
-        """Take a number, a function to call between layers, and the names to hand on."""
-
-    def detach(self, poll: Callable[[], object] | None) -> None:
-        """Forget the function, unless a later pipeline has set another one."""
-
-    @property
-    def direct(self) -> nn.Differentiable:
-        """What runs micro-batches whose input `forward` has accepted once."""
-
-    def begin_call(self, ends: bool, runs_again: bool) -> None:
-        """Compute with the parameters as they are now.
-
-        `ends`: the gradient of the input may be None. `runs_again`: forwards are run again before
-        their backwards.
-        """
-
-
 def as_stages(stages: Iterable[Any]) -> list[PipelineStage]:
     """Return stages as other rooms see them; what is one already stays as it is."""
     known: list[PipelineStage] = []
     for stage in stages:
-        is_known = isinstance(stage, (nn.Stage, UserStage))
-        known.append(stage if is_known else UserStage(stage))
+        if not isinstance(stage, (nn.Stage, UserStage)):
+            stage = UserStage(stage)
+        known.append(stage)
     return known
 
 
@@ -236,8 +125,8 @@ def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
     return named
 
 
-class UserArrays:
-    """Parameters and gradients of a user's stage, as optimizers and checkpoints see them."""
+class UserStage(nn.Differentiable):
+    """A stage of the user's own, with what it leaves out filled in."""
 
     kept_copy = None
     originals = None
@@ -257,6 +146,9 @@ class UserArrays:
             )
         # The view of the parameters, with their place in memory.
         self._view: tuple[tuple[int, int], FlatView] | None = None
+        self.position = Position()
+        # The last forward that was called, and whether it takes a position.
+        self._forward: tuple[Any, bool] = (None, False)
 
     @property
     def name(self) -> str:
@@ -265,10 +157,12 @@ class UserArrays:
 
     @property
     def index(self) -> int | None:
+        """Logical number; None before a pipeline has set it."""
         return getattr(self.user_stage, "index", None)
 
     @property
     def device(self) -> str:
+        """Name of the device: "cpu" or "cuda"."""
         inner = "cpu"
         if self.inner_stages:
             inner = self.inner_stages[0].device
@@ -276,6 +170,7 @@ class UserArrays:
 
     @property
     def gpu(self) -> int | None:
+        """Number of the GPU with its parameters; None on the host."""
         inner = None
         if self.inner_stages:
             inner = self.inner_stages[0].gpu
@@ -287,6 +182,7 @@ class UserArrays:
 
     @property
     def kernels(self) -> Kernels:
+        """Functions that compute with the parameters where they are."""
         return kernels.of_array(self.parameters.flat)
 
     @property
@@ -316,6 +212,7 @@ class UserArrays:
 
     @property
     def gradients(self) -> FlatView:
+        """Gradients, laid out as the parameters."""
         parameters = self.parameters
         if not parameters and not parameters.flat.size:
             return parameters
@@ -335,6 +232,7 @@ class UserArrays:
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
+        """(start, stop, decay) ranges of `parameters.flat`."""
         ranges: list[tuple[int, int, bool]] | None = getattr(self.user_stage, "decay_ranges", None)
         parameters = self.parameters
         if ranges is None:
@@ -358,10 +256,12 @@ class UserArrays:
 
     @property
     def ties(self) -> Mapping[str, Sequence[str]]:
+        """Names of the parameters that are shared, by the key of what is shared."""
         return getattr(self.user_stage, "ties", {})
 
     @property
     def before_write(self) -> list[Callable[[], object]]:
+        """Functions to call before anything writes to the parameters."""
         hooks = getattr(self.user_stage, "before_write", None)
         # A list that is empty is the user's own, too: a pipeline adds to it.
         if hooks is None:
@@ -381,6 +281,7 @@ class UserArrays:
         return named
 
     def set_contents(self, values: Callable[[str], Array]) -> None:
+        """Take values by name that could not be set in place."""
         take = getattr(self.user_stage, "load_state_dict", None)
         if take is None:
             return
@@ -391,19 +292,12 @@ class UserArrays:
         take(read)
 
     def sync_compute(self) -> None:
+        """Renew the copy of the parameters that the stage computes with, if there is one."""
         renew = getattr(self.user_stage, "sync_compute", None)
         if renew is not None:
             renew()
 
-
-class UserStage(UserArrays, nn.Differentiable):
-    """A stage of the user's own, with what it leaves out filled in."""
-
-    def __init__(self, user_stage: object):
-        super().__init__(user_stage)
-        self.position = Position()
-        # The last forward that was called, and whether it takes a position.
-        self._forward: tuple[Any, bool] = (None, False)
+    # -- for pipelines
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError if it lacks what these actions, or the replicas, need."""
@@ -435,18 +329,23 @@ class UserStage(UserArrays, nn.Differentiable):
             )
 
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
+        """Raise ArgumentError if the stage does not know of these skips."""
         names = [*takes, *gives]
         if names and not getattr(self.user_stage, "takes_branches", True):
             raise nn.no_branches_error(self.name, names)
 
     def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
-        names = [name for inner in self.inner_stages for name in inner.unsliceable(rows)]
+        """Names of what cannot take a sequence in slices of these lengths, or this number."""
+        names: list[str] = []
+        for inner in self.inner_stages:
+            names += inner.unsliceable(rows)
         if rows != 1 and not getattr(self.user_stage, "slices", False):
             names.append(f"{self.name}, which does not say that it takes slices")
         return names
 
     @property
     def input_names(self) -> set[str] | None:
+        """Names that inputs of the first stage must have; None if that is not known."""
         takes = getattr(self.user_stage, "takes", None)
         if type(takes) is tuple:
             return {*takes}
@@ -454,14 +353,17 @@ class UserStage(UserArrays, nn.Differentiable):
 
     @property
     def shows_gradients(self) -> bool:
+        """True if all gradients are known, so that replicas can sum them."""
         return bool(self.inner_stages) or hasattr(self.user_stage, "gradients")
 
     @property
     def own_gradients(self) -> Array | None:
+        """Array of gradients that a user's own code could replace; None if there is none."""
         return flat_if_any(getattr(self.user_stage, "gradients", None))
 
     @property
     def shown_gradients(self) -> list[Array]:
+        """One-dimensional arrays with the gradients that the stage shows after a step."""
         holder = getattr(self.user_stage, "gradients", None)
         if holder is not None:
             if holder.flat.size:
@@ -470,6 +372,7 @@ class UserStage(UserArrays, nn.Differentiable):
         return [array for inner in self.inner_stages for array in inner.shown_gradients]
 
     def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
+        """Take a number, a function to call between layers, and the names to hand on."""
         for inner in self.inner_stages:
             inner.attach(number, poll, None)
         for name, value in (("index", number), ("poll", poll)):
@@ -477,6 +380,7 @@ class UserStage(UserArrays, nn.Differentiable):
                 setattr(self.user_stage, name, value)
 
     def detach(self, poll: Callable[[], object] | None) -> None:
+        """Forget the function, unless a later pipeline has set another one."""
         self._set_ends(False)
         for inner in self.inner_stages:
             inner.detach(poll)
@@ -485,9 +389,15 @@ class UserStage(UserArrays, nn.Differentiable):
 
     @property
     def direct(self) -> nn.Differentiable:
+        """What runs micro-batches whose input `forward` has accepted once."""
         return self
 
     def begin_call(self, ends: bool, runs_again: bool) -> None:
+        """Compute with the parameters as they are now.
+
+        `ends`: the gradient of the input may be None. `runs_again`: forwards are run again before
+        their backwards.
+        """
         for inner in self.inner_stages:
             inner.refresh()
         self._set_ends(ends)
@@ -509,6 +419,7 @@ class UserStage(UserArrays, nn.Differentiable):
             self.user_stage.ends = ends
 
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
+        """Return the output, and what the backward needs."""
         for inner in self.inner_stages:
             inner.position = self.position
         forward = self.user_stage.forward
@@ -523,9 +434,11 @@ class UserStage(UserArrays, nn.Differentiable):
         return self.user_stage.backward(dy, saved)
 
     def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Pending]:
+        """Return the gradient of the input, and what `backward_weight` needs."""
         return self.user_stage.backward_input(dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:
+        """Add to the gradients of the parameters."""
         self.user_stage.backward_weight(pending)
 
 
