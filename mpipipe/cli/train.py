@@ -298,7 +298,7 @@ def described(
     lines += ["", "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory"]
     cells = []
     for memory in estimate.ranks:
-        cuts = [f"{start}-{stop - 1}" for start, stop in memory.stages.values()]
+        cuts = [f"{start}-{stop - 1}" for start, stop in memory.layers]
         cells.append([str(memory.rank), " ".join(cuts), *_sizes(memory)])
     lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
     worst = max(estimate.ranks, key=lambda memory: memory.total)

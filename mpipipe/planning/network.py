@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -78,11 +77,8 @@ def ranked(
         size = -(-problem.rows // schedule.microbatches)
         inside = min(link.transfer for link in profile.links[size]) / schedule.slices
         links = replace(links, inside_latency=inside, inside_bandwidth=math.inf)
-        costs = replace(
-            plan.prediction.costs,
-            message_bytes=profile.sizes[size].message / schedule.slices,
-            gradient_bytes=problem.gradient_bytes(plan.choice.ranges),
-        )
+        gradients = problem.gradient_bytes(plan.choice.ranges)
+        costs = replace(plan.prediction.costs, gradient_bytes=gradients)
         seconds = seconds_of_orders(schedule, costs, links, problem.shape, orders)
         order = min(seconds, key=seconds.__getitem__)
         # What real steps last longer than predicted is no matter of network cards.
@@ -100,13 +96,12 @@ def paper_costs(
     `flops` are units of `problem.costs` that a rank makes in a second for each micro-batch.
     """
     slices = plan.schedule.slices
-    inputs = ChainMap(*[memory.inputs for memory in ranks])
     seconds = [sum(problem.costs[start:stop]) / flops / slices for start, stop in plan.layer_ranges]
     return Costs(
         seconds,
         seconds,
         seconds,
-        message_bytes=[inputs[stage] / slices for stage in range(plan.schedule.stages)],
+        message_bytes=[size / slices for size in ranks[0].inputs],
         gradient_bytes=problem.gradient_bytes(plan.layer_ranges),
     )
 

@@ -7,7 +7,6 @@ saved is not in the cache any more.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpipipe import nn, optim, schedules
-from mpipipe.arrays import Tree, mapped
+from mpipipe.arrays import Tree
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import group_of
 from mpipipe.planning.links import repeats_in, step_seconds
@@ -45,7 +44,7 @@ class MeasuredLayers:
     """
 
     costs: dict[int, RankCosts]
-    sizes: dict[int, Sizes]
+    sizes: dict[int, list[Sizes]]
     process: int
     optimizer: float
     sums: float
@@ -68,7 +67,7 @@ def measure_layers(measured: MeasuredRanks, action: float = 0.0) -> MeasuredLaye
     process = 0
     for size in times:
         with group.raise_together("plan: the bytes of the layers"):  # see `tracing`
-            sizes[size] = _sizes(measured, size)
+            sizes[size], _ = layer_bytes(measured, measured.example(size, 1), size)
         # A training has one size, and libraries keep something for each.
         process = process or process_bytes()
     optimizers: list[float] = []
@@ -127,11 +126,6 @@ class Timer(LoneLayer):
         return self.run("I", self.stage.backward_input, *self.kept.popleft())[1]
 
 
-def _in_memory(tree: Tree) -> Tree:
-    """Return a copy of a tree of zeros, in memory that the system has given."""
-    return mapped(lambda leaf: None if leaf is None else leaf.copy(), tree)
-
-
 def _turn(timers: Sequence[Timer]) -> None:
     """Go backwards in one go, in one go after the forward was run again, and in two."""
     trained = [*filter(attrgetter("trained"), reversed(timers))]
@@ -165,12 +159,8 @@ def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
         for timer in lone_layers(measured, example, size, {}, Timer):
             if timer.shapes is None:
                 stack.enter_context(timer.taking_head())
-                # The first layer has the example itself.
-                if timers:
-                    timer.x = _in_memory(timer.x)
                 timers.append(timer)
                 timer.forward()
-                timer.gradient = _in_memory(timer.gradient)
                 timer.kept.clear()
         start = perf_counter()
         _turn(timers)
@@ -216,24 +206,3 @@ def _sums(measured: MeasuredRanks) -> float:
     group.agree("plan: all ranks have measured sums")
     solo.Free()
     return max(0.0, summed - alone) / count
-
-
-def _sizes(measured: MeasuredRanks, size: int) -> Sizes:
-    """Count what one micro-batch keeps, without what several share."""
-    problem = measured.problem
-    layers, _ = layer_bytes(measured, measured.example(size, 1), size)
-    activation = [0] * (max(problem.kinds) + 1)
-    split = [*activation]
-    scratch = 0.0
-    for kind, layer in zip(problem.kinds, layers):
-        activation[kind] = max(activation[kind], round(layer.saved + layer.keeps_input))
-        split[kind] = max(split[kind], round(layer.pending + layer.pends_input))
-        forward = layer.forward - layer.saved
-        scratch = max(scratch, forward, layer.backward, layer.input_grad, layer.weight_grad)
-    return Sizes(
-        tuple(activation),
-        tuple(split),
-        math.prod(measured.message_shape(size)) * dtype_of(problem.dtype).itemsize,
-        round(layers[-1].loss),
-        round(scratch),
-    )

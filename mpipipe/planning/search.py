@@ -194,7 +194,7 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
     >>> profile = Profile(
     ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros
     ... )

@@ -26,88 +26,15 @@ from mpipipe.planning.memory import (
     taking,
     tracing,
 )
+from mpipipe.planning.predict import crosses, step_peaks
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
-from mpipipe.schedules import Schedule, before_backwards, simulate
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """Bytes of layers for one micro-batch, whose input is not counted.
-
-    tables, shared : left by the first micro-batch for all others: of a layer, and of its stage
-    drawing : needed besides parameters and gradients while initial values are drawn
-    input, output : arrays that come in, and that a forward returns
-    saved, keeps_output, keeps_input : kept from a forward for its backward, in all, of the output,
-        and of the input
-    pending, added, pends_input : kept from the input gradient for the weight gradient, in all, of
-        what was not saved, and of the input
-    loss : gradient of the loss
-    forward, backward, input_grad, weight_grad : most that the action allocates at once, with its
-        results
-    keys, sums : keys and values of a sequence in slices, and sums of their gradients
-    """
-
-    tables: float = 0
-    shared: float = 0
-    drawing: float = 0
-    input: float = 0
-    output: float = 0
-    saved: float = 0
-    keeps_output: float = 0
-    keeps_input: float = 0
-    pending: float = 0
-    added: float = 0
-    pends_input: float = 0
-    loss: float = 0
-    forward: float = 0
-    backward: float = 0
-    input_grad: float = 0
-    weight_grad: float = 0
-    keys: float = 0
-    sums: float = 0
-
-
-def joined(layers: Sequence[StageBytes]) -> StageBytes:
-    """Return the bytes of layers in a row: an array between two of them is there once."""
-    tables = shared = drawing = keys = sums = 0.0
-    saved = pending = added = forward = backward = input_grad = weight_grad = 0.0
-    before = StageBytes()
-    for layer in layers:
-        tables += layer.tables
-        shared = max(shared, layer.shared)
-        drawing = max(drawing, layer.drawing)
-        keys += layer.keys
-        sums += layer.sums
-        forward = max(forward, saved + before.output - before.keeps_output + layer.forward)
-        weight_grad = max(weight_grad, layer.weight_grad)
-        saved += layer.saved + max(0, min(layer.keeps_input, before.output) - before.keeps_output)
-        pending += layer.pending + min(layer.pends_input, before.output)
-        before = layer
-    gradient = 0.0  # none for the output of the last layer
-    for layer in reversed(layers):
-        backward = max(backward, gradient + layer.backward)
-        input_grad = max(input_grad, added + gradient + layer.input_grad)
-        added += layer.added
-        gradient = layer.input
-    return StageBytes(
-        tables=tables + shared,
-        drawing=drawing,
-        input=layers[0].input,
-        output=before.output,
-        saved=saved + before.loss,
-        pending=pending,
-        forward=forward,
-        backward=backward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        keys=keys,
-        sums=sums,
-    )
+from mpipipe.planning.profile import Sizes, joined
+from mpipipe.schedules import before_backwards, peak_memory, simulate
 
 
 def layer_bytes(
     measured: MeasuredRanks, example: tuple[Tree, Tree], rows: int
-) -> tuple[list[StageBytes], dict[str, int]]:
+) -> tuple[list[Sizes], dict[str, int]]:
     """Return the bytes of each layer of a model, and of what layers give and take by its names.
 
     `example` are inputs and targets of a micro-batch with this number of rows.
@@ -117,15 +44,14 @@ def layer_bytes(
     example = zeros_of(shapes_of(x)), targets
     values: dict[str, Tree] = {}
     results = []
-    known: dict[LoneLayer, StageBytes] = {}
     with tracing():
         for lone in lone_layers(measured, example, rows, values, LoneLayer):
-            if lone not in known:
+            if lone.sizes is None:
                 with np.errstate(all="ignore"), counting(), lone.taking_head():
-                    known[lone] = _micro_batch(lone)
+                    lone.sizes = _micro_batch(lone)
                 # Layers may be large, and one at a time is in memory.
                 del lone.stage, lone.x, lone.loss, lone.gradient
-            results.append(known[lone])
+            results.append(lone.sizes)
     return results, {name: bytes_of(value) for name, value in values.items()}
 
 
@@ -133,8 +59,8 @@ def layer_bytes(
 class LoneLayer:
     """A layer in a stage by itself, with an input, and the loss after it if it is last.
 
-    `drawing` are bytes that drawing its parameters takes. `gradient` is that of the output, whose
-    shapes are `shapes`, from the first forward on.
+    `gradient` is that of the output, whose shapes are `shapes`, from the first forward on. `sizes`
+    are its bytes, once they are counted.
     """
 
     stage: nn.Stage
@@ -142,9 +68,9 @@ class LoneLayer:
     targets: Tree
     trained: bool
     loss: Loss | None
-    drawing: int
     gradient: Tree = None
     shapes: Shapes | None = None
+    sizes: Sizes | None = None
 
     def taking_head(self) -> AbstractContextManager[None]:
         """Let the loss compute the product of the head in a block, if it does in a pipeline."""
@@ -200,9 +126,7 @@ def lone_layers(
             count = parameters_of([layer])
             needs = {f"{count:,} parameters and their gradients": 2 * problem.wide * count}
             check_memory("measuring a layer", needs, "run it on a machine with more memory")
-            taken = taking()
             stage = nn.Stage([layer], problem.dtype, first=place, frozen=measured.frozen)
-            drawing = max(0, taken() - stage.buffers.nbytes)
             stage.optimizer_writes_compute()
             trained = not (below and layer.frozen)
             stage.end_backward(below and trained)
@@ -210,7 +134,7 @@ def lone_layers(
             loss = None
             if not layers:
                 loss = Loss(measured.loss_for(stage, rows))
-            known[key] = make(stage, x, targets, trained, loss, drawing)
+            known[key] = make(stage, x, targets, trained, loss)
         lone = known[key]
         yield lone
         assert lone.shapes is not None
@@ -219,7 +143,7 @@ def lone_layers(
         place += 1
 
 
-def _micro_batch(lone: LoneLayer) -> StageBytes:
+def _micro_batch(lone: LoneLayer) -> Sizes:
     """Run one micro-batch as the executor does, after another one that makes tables."""
     stage = lone.stage
     shared = {*array_bytes((stage.buffers, lone.x, lone.targets))}
@@ -233,8 +157,7 @@ def _micro_batch(lone: LoneLayer) -> StageBytes:
         saved_size, loss_size = new_bytes([saved, lone.gradient], shared)
         if lone.loss is None:
             loss_size = 0
-        sizes = StageBytes(
-            drawing=lone.drawing,
+        sizes = Sizes(
             input=bytes_of(before),
             output=bytes_of(after),
             saved=saved_size,
@@ -306,7 +229,8 @@ def zeros_of(shapes: Shapes, gradient: bool = False) -> Tree:
         if gradient and not arrays.is_floating(dtype):
             zeros.append(None)
         else:
-            zeros.append(np.zeros(shape, dtype))
+            # In memory that the system has given.
+            zeros.append(np.full(shape, 0, dtype))
     return arrays.unflatten(zeros, structure)
 
 
@@ -323,15 +247,15 @@ class RankBytes:
     """Memory of one rank of a pipeline, in bytes.
 
     rank : rank in the pipeline
-    stages : its stages, each with (start, stop) of its layers
-    inputs : of a micro-batch, for each of them
+    layers : (start, stop) of those of each of its stages
+    inputs : of a micro-batch, for each stage of the pipeline
     count : elements of its parameters
     parameters : with the copy in a narrower dtype, whose originals replicas may keep shares of
     gradients, moments : those of what is trained
     tables : made once, such as rotary tables
     activations, messages, scratch : at the peak of a step
     batch : inputs and targets, also those of the next step
-    start : needed to draw the initial values, besides parameters and gradients
+    start : parameters that replicas have shares of, made whole when initial values are drawn
     buffers : needed at the end: parameters that replicas have shares of, made whole, and the
         decoder that writes the sample
     sums : memory of MPI for sums over replicas; 0 without replicas
@@ -339,8 +263,8 @@ class RankBytes:
     """
 
     rank: int
-    stages: dict[int, tuple[int, int]]
-    inputs: dict[int, float]
+    layers: list[tuple[int, int]]
+    inputs: list[float]
     count: int
     parameters: int
     gradients: int
@@ -402,24 +326,19 @@ def rank_bytes(
     schedule = plan.schedule
     if recompute:
         schedule = before_backwards(schedule)
-    if problem.seq > 1 or schedule.slices > 1:
+    if problem.seq > 1:
         rows, length, *_ = arrays.flatten(example[0])[0][0].shape
         for place, layer in enumerate(problem.layers):
-            counts = []
+            counts = [0]
             for part in attentions([layer]):
                 counts.append(2 * part.kv_heads * part.head_dim * rows * length)
-            layers[place] = _spread(
-                layers[place],
-                counts,
-                problem.dtype,
-                ring=problem.seq > 1,
-                slices=schedule.slices > 1,
-            )
+            layers[place] = _in_ring(layers[place], counts, problem)
     stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
     inputs = [stage.input for stage in stages]
     sources = {}
     for skip in schedule.skips:
-        inputs[skip.target] += named[skip.name]
+        target = stages[skip.target]
+        stages[skip.target] = replace(target, input=target.input + named[skip.name])
         # A value that several stages take leaves its stage once.
         sources[skip.name] = skip.source
     for name, source in sources.items():
@@ -430,32 +349,32 @@ def rank_bytes(
     # A pipeline keeps its batch until the next step.
     row = 2 * sum(map(bytes_of, example)) * plan.rows // plan.microbatch_rows
     wide = problem.wide
+    peaks = step_peaks(schedule, stages, shares)
+    away = [float(crosses(schedule, edge)) for edge in range(schedule.stages + 1)]
+    # Inputs stay in buffers of messages until their backwards.
+    leased = peak_memory(schedule, away[:-1], away[:-1])
     ranks = []
-    for rank in range(problem.ranks):
-        window = receive_window(timeline, rank)
-        peak = map(round, peak_of_step(schedule, rank, stages, inputs, window, shares))
-        activations, messages, scratch = peak
-        ranges = {}
-        counts = []
-        tables = 0.0
-        drawing = 0.0
+    for rank, (tables, activations, scratch) in enumerate(peaks):
+        ranges = plan.ranges_of(rank)
+        counts = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
+        receives = 0.0
+        largest = 0.0
         for stage in schedule.stages_of(rank):
-            start, stop = plan.layer_ranges[stage]
-            ranges[stage] = start, stop
-            counts.append(parameters_of(problem.layers[start:stop]))
-            tables += stages[stage].tables
-            drawing = max(drawing, stages[stage].drawing)
+            receives += schedule.units * (away[stage] + away[stage + 1])
+            for end in stages[max(stage, 1) : stage + 2]:
+                largest = max(largest, end.input)
+        buffers = min(leased[rank] + receive_window(timeline, rank), receives)
         count = sum(counts)
-        gradients = sum(problem.gradient_bytes([*ranges.values()]))
+        gradients = sum(problem.gradient_bytes(ranges))
         trained = gradients // wide
         parameters = problem.parameter_bytes(count, trained)
         elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
-        buffers = []
+        copies = []
         if copied:
             for size in counts:
-                buffers += [size * wide] * 2
+                copies += [size * wide] * 2
         if elsewhere:
-            buffers.append(gradients)
+            copies.append(gradients)
         sums = 0
         if problem.replicas * problem.seq > 1:
             # MPI sums with a buffer as large, where a step has been.
@@ -463,19 +382,19 @@ def rank_bytes(
         ranks.append(
             RankBytes(
                 rank=rank,
-                stages=ranges,
-                inputs={stage: stages[stage].input for stage in ranges},
+                layers=ranges,
+                inputs=inputs,
                 count=count,
                 parameters=parameters,
                 gradients=gradients,
                 moments=problem.moment_bytes(trained),
                 tables=round(tables),
-                activations=activations,
-                messages=messages,
-                scratch=scratch,
+                activations=round(activations),
+                messages=round(buffers * largest * max(shares)),
+                scratch=round(scratch),
                 batch=[schedule.placement[0], schedule.placement[-1]].count(rank) * row,
-                start=round(drawing) + elsewhere,
-                buffers=buffers,
+                start=elsewhere,
+                buffers=copies,
                 sums=sums,
                 process=process,
             )
@@ -483,146 +402,24 @@ def rank_bytes(
     return ranks
 
 
-# -- The memory of one rank in a training step, action by action -----------------------------------
-#
-# F  leaves `saved` until B, or until I, which leaves `pending` until W
-# R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
+def _in_ring(measured: Sizes, counts: Sequence[int], problem: PlanningProblem) -> Sizes:
+    """Return the bytes of a layer that was measured on one rank, in a ring of ranks.
 
-
-def peak_of_step(
-    schedule: Schedule,
-    rank: int,
-    stages: Sequence[StageBytes],
-    inputs: Sequence[float],
-    window: int,
-    shares: Sequence[float] = (1.0,),
-) -> tuple[float, float, float]:
-    """Walk through the order of a rank; return bytes at the peak.
-
-    They are those of activations, messages and scratch.
-
-    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of
-    `receive_window`, and `shares` are those of the slices in a sequence.
+    `counts` are the keys and values of each attention of the layer on a rank, for a micro-batch. A
+    forward keeps the last block that has come by, and has another one on its way. In a backward two
+    messages are under way, each with a block and its gradients, which are sums in the wider dtype.
     """
-    slices = []
-    for share in shares:
-        slices.append([share_of(stage, share) for stage in stages])
-    placement = schedule.placement
-    last = schedule.stages - 1
-    final = schedule.slices - 1
-    # Whether the input comes from another rank, and the gradient of the output.
-    away = {}
-    largest = 0.0
-    for stage in schedule.stages_of(rank):
-        below = stage > 0 and placement[stage - 1] != rank
-        above = stage < last and placement[stage + 1] != rank
-        away[stage] = below, above
-        ends = inputs[max(stage, 1) : stage + 2]
-        largest = max([largest, *ends])
-    largest *= max(shares)
-    order = schedule.orders[rank]
-    receives = []
-    for stage, op, _ in order:
-        receives.append(op in "FBI" and away[stage][op != "F"])
-    waiting = sum(receives)
-    best = (0.0, 0.0, 0.0)
-    activations = 0.0
-    local = 0.0
-    leaving = 0.0
-    leased = 0
-    buffers = 0
-    for (stage, op, microbatch), receiving in zip(order, receives):
-        number = microbatch % schedule.slices
-        own = slices[number][stage]
-        input_size = shares[number] * inputs[stage]
-        trained = schedule.has_backward(stage)
-        from_away, to_away = away[stage]
-        local_input = 0.0
-        if stage and not from_away:
-            local_input = input_size
-        if receiving:
-            buffers = max(buffers, leased + min(window, waiting))
-            waiting -= 1
-            leased += 1
-        elif op == "F":
-            local += local_input
-        stays = op == "R"
-        if op == "F":
-            stays = trained and (stage, microbatch) not in schedule.recomputed
-        saved = 0.0
-        if stays:
-            saved = own.saved
-        scratch, more = {
-            "F": (own.forward - saved, saved),
-            "R": (own.forward - saved, saved),
-            "B": (own.backward, -own.saved),
-            "I": (own.input_grad, own.pending - own.saved),
-            "W": (own.weight_grad, -own.pending),
-        }[op]
-        if op == "F" and number == 0:
-            activations += own.keys
-        if op in "BI" and number == final:
-            activations += own.sums
-        peak = (activations + saved + local, buffers * largest, scratch + leaving)
-        best = max(best, peak, key=sum)
-        activations += more
-        # Keys and values go with the last action that needs them.
-        if trained and op in "BI" and number == 0:
-            activations -= own.keys + own.sums
-        if not trained and op == "F" and number == final:
-            activations -= own.keys
-        leaving = 0.0
-        if op == "F" and to_away:
-            leaving = own.output
-        elif op in "BI" and from_away:
-            leaving = input_size
-        # The input of the forward, and the gradient of the output.
-        if op in "BW" or (op == "F" and not trained):
-            local -= local_input
-            leased -= from_away + (op != "F" and to_away)
-    return best
-
-
-def share_of(whole: StageBytes, share: float) -> StageBytes:
-    """Return the bytes of a slice that has this share of a sequence."""
-    sizes = {}
-    for name, size in vars(whole).items():
-        if name not in ("keys", "sums"):
-            sizes[name] = share * size
-    return replace(whole, **sizes)
-
-
-# -- Attention over a ring takes messages with keys and values; slices have those of a sequence ----
-#
-# `counts` are the keys and values of each attention of a layer on this rank, for a micro-batch.
-
-
-def _spread(
-    measured: StageBytes, counts: Sequence[int], dtype: str, *, ring: bool, slices: bool
-) -> StageBytes:
-    """Return the bytes of a layer that was measured on one rank, for a ring, and for slices.
-
-    In a ring a forward keeps the last block that has come by, and has another one on its way. In a
-    backward two messages are under way, each with a block and its gradients, which are sums in the
-    wider dtype. In slices keys and values are apart.
-    """
-    kind = arrays.dtype(dtype)
-    wide = arrays.accumulator(kind).itemsize
-    keys = sum(counts) * kind.itemsize
-    largest = max(counts, default=0)
-    if ring:
-        under_way = 2 * largest * (kind.itemsize + wide)
-        measured = replace(
-            measured,
-            saved=measured.saved + keys,
-            forward=measured.forward + keys + largest * kind.itemsize,
-            backward=measured.backward + under_way,
-            input_grad=measured.input_grad + under_way,
-        )
-    if slices:
-        sums = sum(counts) * wide
-        measured = replace(measured, saved=measured.saved - keys, keys=keys, sums=sums)
-    return measured
+    itemsize = arrays.dtype(problem.dtype).itemsize
+    keys = sum(counts) * itemsize
+    largest = max(counts)
+    under_way = 2 * largest * (itemsize + problem.wide)
+    return replace(
+        measured,
+        saved=measured.saved + keys,
+        forward=measured.forward + keys + largest * itemsize,
+        backward=measured.backward + under_way,
+        input_grad=measured.input_grad + under_way,
+    )
 
 
 # -- Models and batches that do not fit into this machine are refused ------------------------------

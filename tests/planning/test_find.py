@@ -151,10 +151,10 @@ def test_bytes_of_activations_are_those_of_the_arrays_that_are_kept():
     profile = found.profile
     sizes = profile.sizes[2]
     one = 2 * 8 * 16 * 4  # two sequences of 8 positions, 16 wide, in float32
-    assert sizes.message == one
-    assert sizes.activation[profile.kinds[1]] == 3 * one
-    assert sizes.split[profile.kinds[1]] == 4 * one
-    assert sizes.loss == 2 * 8 * 256 * 4  # of logits
+    assert sizes[1].input == sizes[1].output == one
+    assert sizes[1].saved == 3 * one
+    assert sizes[1].pending == 4 * one
+    assert sizes[-1].loss == 2 * 8 * 256 * 4  # of logits
 
 
 def test_buffers_count_memory_once():

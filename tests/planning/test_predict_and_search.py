@@ -41,7 +41,8 @@ def profile(ranks=2, layers=(1.0,) * 6, speeds=None, links=None, **more):
         kinds=tuple(range(len(layers))),
         costs={size: tuple(costs(size, speed) for speed in speeds) for size in sizes},
         links={size: links or (Link(),) * ranks for size in sizes},
-        sizes={size: Sizes(tuple(size * each for each in kept), (0,) * len(layers), 10 * size, size) for size in sizes},
+        sizes={size: [*(Sizes(saved=size * each) for each in kept[:-1]), Sizes(saved=size * kept[-1], loss=size)]
+               for size in sizes},
         states=(1000,) * len(layers),
         trained=(10,) * len(layers),
         optimizer=(0.0,) * ranks,
@@ -101,9 +102,9 @@ def test_memory_is_states_and_what_the_schedule_holds():
     first, second = 100 + 101, 102 + 103 + 104 + 105 + 1  # of one sequence, with the gradient of the loss
     assert found.memory == (2 * 1000 + 2 * first, 4 * 1000 + second)
     again = predict(profile(), Choice("one_f_one_b", 1, 8, (2, 4), recompute=True), ROWS)
-    assert again.memory == (2000 + 10 + first, 4000 + second)
+    assert again.memory == (2000 + first, 4000 + second)
     split = profile()
-    split = replace(split, sizes={s: replace(each, split=(300,) * 6) for s, each in split.sizes.items()})
+    split = replace(split, sizes={s: [replace(e, pending=300) for e in each] for s, each in split.sizes.items()})
     assert predict(split, Choice("one_f_one_b", 1, 8, (2, 4)), ROWS).memory == found.memory
     assert predict(split, Choice("zero_bubble_h1", 1, 8, (2, 4)), ROWS).memory[1] >= 4000 + 4 * 300
 
@@ -244,7 +245,7 @@ def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first
 def test_slices_of_a_sequence_share_what_was_measured_of_it():
     """One micro-batch on two ranks, in n slices: (n + 1) / n forwards and backwards, which take 3 together."""
     rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
     profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros)
     for slices in (1, 2, 8):
         found = predict(profile, Choice("one_f_one_b", 1, 1, (1, 1), slices=slices), rows=1)
