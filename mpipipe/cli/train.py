@@ -346,8 +346,8 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
 
 def _sizes(memory: RankBytes) -> list[str]:
     sizes = vars(memory) | {
-        "scratch": memory.scratch + memory.tables + memory.batch,
-        "later": max(0, memory.sample - memory.step, memory.sums - memory.step),
+        "scratch": memory.scratch + memory.batch,
+        "later": memory.later,
         "total": memory.total,
     }
     return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]

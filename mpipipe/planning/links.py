@@ -107,27 +107,17 @@ def _link(pair: Communicator, array: np.ndarray, action: float) -> Link:
     return Link(message, max(0.0, (twice - one - 4 * action - 8 * message) / 4))
 
 
-def step_seconds(
-    comm: Communicator,
-    schedule: Schedule,
-    array: np.ndarray,
-    gradients: object = None,
-    replicas: Communicator | None = None,
-) -> float:
-    """Return the median seconds of a step of empty stages; collective, also over `replicas`."""
+def step_seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float:
+    """Return the median seconds of a step of empty stages; collective."""
 
     def loss(output: object, target: object, factor: float = 1.0) -> tuple[float, np.ndarray]:
         return 0.0, array
 
-    # The number of steps follows from measured seconds: all ranks that sum gradients must make the
-    # same number.
     group = group_of(comm)
-    if replicas is not None:
-        group = group_of(replicas)
     stages = []
     for _ in schedule.stages_of(comm.rank):
         stage = SimpleNamespace(
-            forward=lambda x: (array, None), backward=lambda dy, saved: array, gradients=gradients
+            forward=lambda x: (array, None), backward=lambda dy, saved: array, gradients=None
         )
         stages.append(stage)
     batch = [array] * schedule.microbatches
@@ -136,7 +126,7 @@ def step_seconds(
         inputs = batch
     if schedule.placement[-1] == comm.rank:
         targets = batch
-    with Pipeline(stages, schedule, comm, loss=loss, replicas=replicas) as pipeline:
+    with Pipeline(stages, schedule, comm, loss=loss) as pipeline:
         for _ in range(REPEATS[0]):
             pipeline.step(inputs, targets)
         seconds = max(group.gather("plan: the seconds of a message", pipeline.elapsed))

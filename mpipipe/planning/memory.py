@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import socket
 import sys
 import threading
@@ -81,6 +82,9 @@ def peak() -> int:
 UNTRACED = {"torch", "jax"}  # libraries that allocate by themselves
 
 
+OWN_THREAD = re.compile("MainThread$|mpipipe ")
+
+
 class _Tracer:
     """Python's trace of what is allocated, for all ranks of this process that are threads.
 
@@ -94,12 +98,10 @@ class _Tracer:
         self.lock = threading.Lock()
         self.users = 0
         self.was_on = False
-        self.ranks: set[int] = set()  # the threads that measure
 
     def __enter__(self) -> None:
         with self.lock:
             self.users += 1
-            self.ranks.add(threading.get_ident())
             if self.users == 1:
                 self.was_on = tracemalloc.is_tracing()
                 gc.freeze()
@@ -110,13 +112,8 @@ class _Tracer:
             self.users -= 1
             if self.users == 0:
                 gc.unfreeze()
-                ranks = {*self.ranks, threading.main_thread().ident}
-                self.ranks = set()
-                stops = not self.was_on
-                for thread in threading.enumerate():
-                    if thread.ident not in ranks and not thread.name.startswith("mpipipe "):
-                        stops = False
-                if stops:
+                names = [thread.name for thread in threading.enumerate()]
+                if not self.was_on and all(map(OWN_THREAD.match, names)):
                     tracemalloc.stop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from operator import add
 
 from mpipipe import schedules
 from mpipipe.planning.layer_ranges import LayerRanges
@@ -176,8 +177,8 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
 
 def step_peaks(
     schedule: Schedule, stages: Sequence[Sizes], shares: Sequence[float] = ()
-) -> list[tuple[float, float, float]]:
-    """Return for each rank bytes of tables, of activations at their peak, and of an action on top.
+) -> list[tuple[float, float]]:
+    """Return for each rank bytes of activations at their peak, and of tables and an action on top.
 
     `shares` are those of the slices in a sequence, by default all alike. Buffers of messages from
     other ranks are not counted.
@@ -210,7 +211,7 @@ def step_peaks(
         tables[rank] += sizes.tables
         scratch[rank] = max(scratch[rank], max(shares) * (most - kept + leaving))
     peaks = schedules.peak_memory(schedule, activations, inputs, shares)
-    return [*zip(tables, peaks, scratch)]
+    return [*zip(peaks, map(add, tables, scratch))]
 
 
 def crosses(schedule: Schedule, edge: int) -> bool:

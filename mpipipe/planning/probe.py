@@ -7,27 +7,26 @@ saved is not in the cache any more.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
 from time import perf_counter
-from types import SimpleNamespace
 from typing import TypeAlias
 
 import numpy as np
 
-from mpipipe import nn, optim, schedules
-from mpipipe.arrays import Tree
+from mpipipe import nn, optim
 from mpipipe.arrays import dtype as dtype_of
+from mpipipe.comm import AllReduce
 from mpipipe.job import group_of
-from mpipipe.planning.links import repeats_in, step_seconds
+from mpipipe.planning.links import repeats_in, timed_steps
 from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
-from mpipipe.planning.step_memory import LoneLayer, Result, layer_bytes, lone_layers
+from mpipipe.planning.step_memory import LoneLayer, layer_bytes, lone_layers
 
 SECONDS = 0.6  # length of a round
 REPEATS = (3, 25)  # fewest and most repeats of a turn in a round
@@ -100,33 +99,13 @@ def _costs(times: Times, kinds: Sequence[int], action: float) -> RankCosts:
     return RankCosts(layers, middle["loss"], action)
 
 
-@dataclass(eq=False)
-class Timer(LoneLayer):
-    """Times the actions of a layer. `kept` is what forwards left for backwards."""
-
-    actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
-
-    def run(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
-        start = perf_counter()
-        result = call(*arguments)
-        self.actions[name].append(perf_counter() - start)
-        return result
-
-    def forward(self, name: str = "F") -> tuple[Tree, nn.Saved]:
-        y, saved = super().forward(name)
-        if self.trained:
-            self.kept.append((self.gradient, saved))
-        return y, saved
-
-    def backward(self, name: str) -> None:
-        self.run(name, self.stage.backward, *self.kept.popleft())
-
-    def split(self) -> nn.Pending:
-        return self.run("I", self.stage.backward_input, *self.kept.popleft())[1]
+def _clock() -> Callable[[], float]:
+    """Return a function that returns the seconds since now."""
+    start = perf_counter()
+    return lambda: perf_counter() - start
 
 
-def _turn(timers: Sequence[Timer]) -> None:
+def _turn(timers: Sequence[LoneLayer]) -> None:
     """Go backwards in one go, in one go after the forward was run again, and in two."""
     trained = [*filter(attrgetter("trained"), reversed(timers))]
     for _ in range(UNDER_WAY):
@@ -146,31 +125,28 @@ def _turn(timers: Sequence[Timer]) -> None:
     for _ in range(UNDER_WAY):
         pending = [timer.split() for timer in trained]
         for timer, products in zip(trained, pending):
-            timer.run("W", timer.stage.backward_weight, products)
+            timer.finish(products)
 
 
 def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
     """Time the layers; return the seconds of clipping and optimizer for a parameter; collective."""
     example = measured.example(size, 1)
-    timers: list[Timer] = []
+    timers: list[LoneLayer] = []
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
-
-        for timer in lone_layers(measured, example, size, {}, Timer):
+        for timer in lone_layers(measured, example, size, {}, _clock):
             if timer.shapes is None:
-                stack.enter_context(timer.taking_head())
+                stack.enter_context(timer.head)
                 timers.append(timer)
                 timer.forward()
                 timer.kept.clear()
-        start = perf_counter()
+        seconds = _clock()
         _turn(timers)
         # A ring has messages in each turn: all ranks must make the same number of turns.
-        seconds = group_of(measured.mesh.comm).gather(
-            "plan: the seconds of a turn", perf_counter() - start
-        )
+        everyone = group_of(measured.mesh.comm).gather("plan: the seconds of a turn", seconds())
         for timer in timers:
             timer.actions = times.setdefault(timer.stage.first, defaultdict(list))
-        for _ in range(repeats_in(SECONDS, max(seconds), REPEATS)):
+        for _ in range(repeats_in(SECONDS, max(everyone), REPEATS)):
             _turn(timers)
     return _optimizer(measured, [timer.stage for timer in timers])
 
@@ -182,9 +158,9 @@ def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
     for _ in range(1 + REPEATS[0]):
         for stage in stages:
             stage.gradients.flat[:] = 1
-        start = perf_counter()
+        elapsed = _clock()
         optim.scaled_step(optimizer, scaler, measured.clip, lr=optimizer.lr)
-        seconds.append(perf_counter() - start)
+        seconds.append(elapsed())
     count = sum(stage.gradients.flat.size for stage in stages)
     return median(seconds[1:]) / max(1, count)
 
@@ -196,13 +172,10 @@ def _sums(measured: MeasuredRanks) -> float:
     if replicas.size == 1:
         return 0.0
     count = max(1, *problem.trained_counts)
-    gradients = SimpleNamespace(flat=np.zeros(count, dtype_of(problem.dtype)))
-    group = group_of(measured.mesh.comm)
-    solo = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
-    schedule = schedules.gpipe(1, 1)
-    array = np.zeros(1)
-    alone = step_seconds(solo, schedule, array, gradients)
-    summed = step_seconds(solo, schedule, array, gradients, replicas)
-    group.agree("plan: all ranks have measured sums")
-    solo.Free()
-    return max(0.0, summed - alone) / count
+    gradients = np.zeros(count, dtype_of(problem.dtype))
+    group = group_of(replicas)
+
+    def step() -> None:
+        group.wait(AllReduce(replicas, gradients), "plan: the sum over the replicas")
+
+    return median(timed_steps(group_of(measured.mesh.comm), step, 1 + REPEATS[0])) / count

@@ -6,9 +6,10 @@ once meanwhile.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -45,9 +46,9 @@ def layer_bytes(
     values: dict[str, Tree] = {}
     results = []
     with tracing():
-        for lone in lone_layers(measured, example, rows, values, LoneLayer):
+        for lone in lone_layers(measured, example, rows, values, taking):
             if lone.sizes is None:
-                with np.errstate(all="ignore"), counting(), lone.taking_head():
+                with np.errstate(all="ignore"), counting(), lone.head:
                     lone.sizes = _micro_batch(lone)
                 # Layers may be large, and one at a time is in memory.
                 del lone.stage, lone.x, lone.loss, lone.gradient
@@ -59,31 +60,36 @@ def layer_bytes(
 class LoneLayer:
     """A layer in a stage by itself, with an input, and the loss after it if it is last.
 
-    `gradient` is that of the output, whose shapes are `shapes`, from the first forward on. `sizes`
-    are its bytes, once they are counted.
+    meter : begins to measure an action; returns a function that ends that
+    head : lets the loss compute the product of the head, if it does in a pipeline
+    gradient, shapes : gradient of the output, and shapes of that, from the first forward on
+    sizes : its bytes, once they are counted
+    actions : what was measured of actions and the loss, by their names
+    kept : what forwards left for backwards
     """
 
     stage: nn.Stage
     x: Tree
     targets: Tree
     trained: bool
-    loss: Loss | None
+    meter: Callable[[], Callable[[], float]]
+    loss: Loss | None = None
+    head: AbstractContextManager[None] = field(default_factory=nullcontext)
     gradient: Tree = None
     shapes: Shapes | None = None
     sizes: Sizes | None = None
-
-    def taking_head(self) -> AbstractContextManager[None]:
-        """Let the loss compute the product of the head in a block, if it does in a pipeline."""
-        if self.loss is None:
-            return nullcontext()
-        return self.loss.taking_head()
+    actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
 
     def run(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
-        """Run an action, or the loss."""
-        return call(*arguments)
+        """Run an action, or the loss, and measure it."""
+        end = self.meter()
+        result = call(*arguments)
+        self.actions[name].append(end())
+        return result
 
-    def forward(self, name: str = "F") -> tuple[Tree, nn.Saved]:
-        """Run one forward, and the loss after it."""
+    def forward(self, name: str = "F") -> Tree:
+        """Run one forward, and the loss after it; return its output."""
         y, saved = self.run(name, self.stage.forward, self.x)
         self.shapes = shapes_of(y)
         if self.loss is not None:
@@ -91,10 +97,23 @@ class LoneLayer:
             self.gradient = self.loss.scaled(self.loss.checked(result)[1], 1.0, y)
         elif self.gradient is None:
             self.gradient = zeros_of(self.shapes, gradient=True)
-        return y, saved
+        if self.trained:
+            self.kept.append((self.gradient, saved))
+        return y
+
+    def backward(self, name: str = "B") -> None:
+        """Run the backward of the oldest forward."""
+        self.run(name, self.stage.backward, *self.kept.popleft())
+
+    def split(self) -> nn.Pending:
+        """Run the input gradient of the oldest forward."""
+        return self.run("I", self.stage.backward_input, *self.kept.popleft())[1]
+
+    def finish(self, pending: nn.Pending) -> None:
+        """Run the weight gradient."""
+        self.run("W", self.stage.backward_weight, pending)
 
 
-Lone = TypeVar("Lone", bound=LoneLayer)
 Result = TypeVar("Result")
 
 
@@ -103,8 +122,8 @@ def lone_layers(
     example: tuple[Tree, Tree],
     rows: int,
     values: dict[str, Tree],
-    make: type[Lone],
-) -> Iterator[Lone]:
+    meter: Callable[[], Callable[[], float]],
+) -> Iterator[LoneLayer]:
     """Yield each layer, to be run; again the same for one of its kind with inputs of its shapes.
 
     `example` are inputs and targets of a micro-batch with this number of rows. What layers give and
@@ -112,7 +131,7 @@ def lone_layers(
     """
     problem = measured.problem
     layers = measured.layers()
-    known: dict[tuple, Lone] = {}
+    known: dict[tuple, LoneLayer] = {}
     place = 0
     x, targets = example
     # below all that is trained
@@ -131,10 +150,10 @@ def lone_layers(
             trained = not (below and layer.frozen)
             stage.end_backward(below and trained)
             stage.hand_on(stage.gives)
-            loss = None
+            known[key] = lone = LoneLayer(stage, x, targets, trained, meter)
             if not layers:
-                loss = Loss(measured.loss_for(stage, rows))
-            known[key] = make(stage, x, targets, trained, loss)
+                lone.loss = Loss(measured.loss_for(stage, rows))
+                lone.head = lone.loss.taking_head()
         lone = known[key]
         yield lone
         assert lone.shapes is not None
@@ -149,56 +168,54 @@ def _micro_batch(lone: LoneLayer) -> Sizes:
     shared = {*array_bytes((stage.buffers, lone.x, lone.targets))}
     before = getattr(lone.x, "main", lone.x)
     for _ in range(2):
-        taken = taking()
-        y, saved = lone.forward()
+        y = lone.forward()
         after = getattr(y, "main", y)
-        if not lone.trained:
-            saved = None
+        saved = None
+        if lone.trained:
+            saved = lone.kept[0][1]
         saved_size, loss_size = new_bytes([saved, lone.gradient], shared)
-        if lone.loss is None:
-            loss_size = 0
         sizes = Sizes(
             input=bytes_of(before),
             output=bytes_of(after),
             saved=saved_size,
             keeps_output=_within(after, saved),
             keeps_input=_within(before, saved),
-            loss=loss_size,
         )
-        least = saved_size + loss_size + sizes.output - sizes.keeps_output
-        sizes = replace(sizes, forward=max(least, taken()))
         del y, after
-        if not lone.trained:
-            continue
-        taken = taking()
-        stage.backward(lone.gradient, saved)
-        backward = taken()
-        del saved
-        _, saved = lone.forward()
-        taken = taking()
-        pending = stage.backward_input(lone.gradient, saved)[1]
-        input_grad = taken()
-        (waiting,) = new_bytes([pending], shared)
-        _, added = new_bytes([saved, pending], shared)
-        del saved
-        taken = taking()
-        stage.backward_weight(pending)
-        sizes = replace(
-            sizes,
-            pending=waiting,
-            added=added,
-            pends_input=_within(before, pending),
-            backward=backward,
-            input_grad=max(added, input_grad),
-            weight_grad=taken(),
-        )
-        del pending
+        if lone.trained:
+            lone.backward()
+            lone.forward()
+            saved = lone.kept[0][1]
+            pending = lone.split()
+            _, added = new_bytes([saved, pending], shared)
+            del saved
+            sizes = replace(
+                sizes,
+                pending=sum(new_bytes([pending], shared)),
+                added=added,
+                pends_input=_within(before, pending),
+            )
+            lone.finish(pending)
+            del pending
+    if lone.loss is None:
+        loss_size = 0
     parts = []
     for _, part in stage.layers[0].walk(""):
         if not isinstance(part, ForeignLayer):
             parts.append(vars(part))
     common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
-    return replace(sizes, tables=tables, shared=common)
+    most = {name: action[-1] for name, action in lone.actions.items()}
+    held = sizes.saved + sizes.output - sizes.keeps_output
+    return replace(
+        sizes,
+        tables=tables,
+        shared=common,
+        loss=loss_size,
+        forward=max(most["F"], held + max(loss_size, most.get("loss", 0))),
+        backward=most.get("B", 0),
+        input_grad=max(sizes.added, most.get("I", 0)),
+        weight_grad=most.get("W", 0),
+    )
 
 
 def _within(tree: Tree, kept: object) -> int:
@@ -252,13 +269,11 @@ class RankBytes:
     count : elements of its parameters
     parameters : with the copy in a narrower dtype, whose originals replicas may keep shares of
     gradients, moments : those of what is trained
-    tables : made once, such as rotary tables
-    activations, messages, scratch : at the peak of a step
+    activations, messages, scratch : at the peak of a step, with tables that are made once
     batch : inputs and targets, also those of the next step
     start : parameters that replicas have shares of, made whole when initial values are drawn
-    buffers : needed at the end: parameters that replicas have shares of, made whole, and the
-        decoder that writes the sample
-    sums : memory of MPI for sums over replicas; 0 without replicas
+    after : needed after a step: of MPI for sums over replicas, or at the end by parameters that
+        replicas have shares of, made whole, and by the decoder that writes the sample
     process : Python with its libraries and MPI, and what they keep once a training runs
     """
 
@@ -269,21 +284,19 @@ class RankBytes:
     parameters: int
     gradients: int
     moments: int
-    tables: int
     activations: int
     messages: int
     scratch: int
     batch: int
     start: int
-    buffers: list[int]
-    sums: int
+    after: int
     process: int
 
     @property
     def total(self) -> int:
         """Most that the rank holds at once: at the start, in a step, or after it."""
-        training = self.moments + self.tables + max(self.step, self.sample, self.sums)
-        return self.process + self.parameters + self.gradients + max(self.start, training)
+        training = max(self.start, self.moments + self.step + self.later)
+        return self.process + self.parameters + self.gradients + training
 
     @property
     def step(self) -> int:
@@ -291,20 +304,9 @@ class RankBytes:
         return self.activations + self.messages + self.scratch + self.batch
 
     @property
-    def sample(self) -> int:
-        """What a step has taken, and what the buffers take after it.
-
-        Memory that a step has taken stays with the process. A buffer that fits into it takes no
-        more.
-        """
-        room = self.step
-        more = 0
-        for size in sorted(self.buffers, reverse=True):
-            if size <= room:
-                room -= size
-            else:
-                more += size
-        return self.step + more
+    def later(self) -> int:
+        """What is needed after a step beyond the memory that it has taken and that stays."""
+        return max(0, self.after - self.step)
 
 
 def rank_bytes(
@@ -354,9 +356,9 @@ def rank_bytes(
     # Inputs stay in buffers of messages until their backwards.
     leased = peak_memory(schedule, away[:-1], away[:-1])
     ranks = []
-    for rank, (tables, activations, scratch) in enumerate(peaks):
+    for rank, (activations, scratch) in enumerate(peaks):
         ranges = plan.ranges_of(rank)
-        counts = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
+        count = sum(parameters_of(problem.layers[start:stop]) for start, stop in ranges)
         receives = 0.0
         largest = 0.0
         for stage in schedule.stages_of(rank):
@@ -364,21 +366,18 @@ def rank_bytes(
             for end in stages[max(stage, 1) : stage + 2]:
                 largest = max(largest, end.input)
         buffers = min(leased[rank] + receive_window(timeline, rank), receives)
-        count = sum(counts)
         gradients = sum(problem.gradient_bytes(ranges))
         trained = gradients // wide
         parameters = problem.parameter_bytes(count, trained)
         elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
-        copies = []
+        after = 0
         if copied:
-            for size in counts:
-                copies += [size * wide] * 2
+            after = 2 * count * wide
         if elsewhere:
-            copies.append(gradients)
-        sums = 0
+            after += gradients
         if problem.replicas * problem.seq > 1:
             # MPI sums with a buffer as large, where a step has been.
-            sums = gradients
+            after = max(after, gradients)
         ranks.append(
             RankBytes(
                 rank=rank,
@@ -388,14 +387,12 @@ def rank_bytes(
                 parameters=parameters,
                 gradients=gradients,
                 moments=problem.moment_bytes(trained),
-                tables=round(tables),
                 activations=round(activations),
                 messages=round(buffers * largest * max(shares)),
                 scratch=round(scratch),
                 batch=[schedule.placement[0], schedule.placement[-1]].count(rank) * row,
                 start=elsewhere,
-                buffers=copies,
-                sums=sums,
+                after=after,
                 process=process,
             )
         )
