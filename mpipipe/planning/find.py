@@ -14,11 +14,11 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
 from mpipipe.planning.network import NOTABLE, ORDERS, ranked, read_links
-from mpipipe.planning.predict import Choice, predict
+from mpipipe.planning.predict import Choice, Plan, predict
 from mpipipe.planning.probe import measure_layers
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
-from mpipipe.planning.search import Plan, find_plans
+from mpipipe.planning.search import find_plans
 from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
 
@@ -150,9 +150,8 @@ def _different(plans: Sequence[Plan]) -> list[Choice]:
 
 
 def _scaled(plan: Plan, profile: Profile) -> Plan:
-    prediction = plan.prediction
-    seconds = profile.step + profile.scale * (prediction.seconds - profile.step)
-    return replace(plan, prediction=replace(prediction, seconds=seconds))
+    seconds = profile.step + profile.scale * (plan.seconds - profile.step)
+    return replace(plan, seconds=seconds)
 
 
 # -- Plans as a table ------------------------------------------------------------------------------
@@ -165,12 +164,12 @@ WIDEST = 32  # characters of a partition
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
     best = plans[:SHOWN]
-    share = any(plan.seconds > (1 + NOTABLE) * plan.prediction.seconds for plan in best)
+    share = any(plan.contended > (1 + NOTABLE) * plan.seconds for plan in best)
     rows = []
     for plan in best:
         row = _row(plan, plans[0])
         if share:
-            row["sharing NICs"] = shown_seconds(plan.seconds)
+            row["sharing NICs"] = shown_seconds(plan.contended)
         rows.append(row)
     cells = [[*row.values()] for row in rows]
     yield from text_table([*rows[0]], cells, left=(0, 3, 4))
@@ -179,15 +178,14 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
 def in_words(plan: Plan) -> str:
     """Return a plan in one line."""
     choice = plan.choice
-    prediction = plan.prediction
     again = ""
     if choice.recomputation != "-":
         again = f", forwards run again: {choice.recomputation}"
     return (
         f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, "
         f"{counted(choice.microbatches, 'micro-batch')}, layers "
-        f"{','.join(map(str, choice.partition))}{again}: {shown_seconds(prediction.seconds)} a "
-        f"step, bubble {prediction.bubble:.1%}, {shown_bytes(prediction.peak)} on a rank"
+        f"{','.join(map(str, choice.partition))}{again}: {shown_seconds(plan.seconds)} a "
+        f"step, bubble {plan.bubble:.1%}, {shown_bytes(plan.peak)} on a rank"
     )
 
 
@@ -200,7 +198,6 @@ def shown_seconds(seconds: float) -> str:
 
 def _row(plan: Plan, best: Plan) -> dict[str, str]:
     choice = plan.choice
-    prediction = plan.prediction
     partition = ",".join(map(str, choice.partition))
     if len(partition) > WIDEST:
         partition = f"{partition[: WIDEST - 3]}..."
@@ -210,8 +207,8 @@ def _row(plan: Plan, best: Plan) -> dict[str, str]:
         "micro-batches": str(choice.microbatches),
         "layers of stages": partition,
         "run again": choice.recomputation,
-        "step": shown_seconds(prediction.seconds),
-        "bubble": f"{prediction.bubble:.1%}",
-        "memory": shown_bytes(prediction.peak),
-        "slower": f"{plan.seconds / best.seconds - 1:.1%}",
+        "step": shown_seconds(plan.seconds),
+        "bubble": f"{plan.bubble:.1%}",
+        "memory": shown_bytes(plan.peak),
+        "slower": f"{plan.contended / best.contended - 1:.1%}",
     }

@@ -172,13 +172,7 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
         loss = measured.loss_for(stages[-1], plan.microbatch_rows)
     with (
         Pipeline(
-            stages,
-            plan.schedule,
-            mesh.pipe,
-            loss,
-            choice.recompute,
-            mesh.replicas,
-            input_grads=False,
+            stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, input_grads=False
         ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as over,
     ):

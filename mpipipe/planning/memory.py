@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
@@ -150,12 +150,14 @@ def taking() -> Callable[[], int]:
 # -- How many bytes objects hold in arrays ---------------------------------------------------------
 
 
+# These hold no arrays of a micro-batch.
+OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)
+
+
 def array_bytes(thing: object) -> dict[int, int]:
     """Return the bytes of each memory of arrays in `thing`, by address.
 
     Layers and stages are left out.
-
-    Arrays are looked for in tuples, lists, mappings, and attributes of objects.
     """
     sizes: dict[int, int] = {}
     seen: set[int] = set()
@@ -168,27 +170,10 @@ def array_bytes(thing: object) -> dict[int, int]:
             while isinstance(part.base, np.ndarray):
                 part = part.base
             sizes[arrays.address(part)] = part.nbytes
-        elif id(part) not in seen:
+        elif id(part) not in seen and not isinstance(part, OPAQUE) and not callable(part):
             seen.add(id(part))
-            waiting.extend(_parts(part))
+            waiting += gc.get_referents(part)
     return sizes
-
-
-# These hold no arrays of a micro-batch.
-OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)
-
-
-def _parts(thing: object) -> Iterator[object]:
-    if isinstance(thing, Mapping):
-        yield from thing.values()
-    elif isinstance(thing, (tuple, list, set)):
-        yield from thing
-    elif not isinstance(thing, OPAQUE) and not callable(thing):
-        yield from getattr(thing, "__dict__", {}).values()
-        for base in type(thing).__mro__:
-            for name in getattr(base, "__slots__", ()):
-                if hasattr(thing, name):
-                    yield getattr(thing, name)
 
 
 def new_bytes(things: Sequence[object], shared: set[int]) -> list[int]:

@@ -8,17 +8,18 @@ from itertools import accumulate, chain, pairwise
 from operator import add
 
 from mpipipe import schedules
-from mpipipe.planning.layer_ranges import LayerRanges
 from mpipipe.planning.profile import Link, Profile, Sizes, joined
 from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What is predicted for a plan.
+class Plan:
+    """A choice, and what is predicted for it.
 
     Parameters
     ----------
+    choice : Choice
+        What is decided.
     seconds : float
         Of a step of the training.
     bubble : float
@@ -31,24 +32,36 @@ class Prediction:
         Of its stages.
     summed : float
         Seconds until the sums over replicas are there, without `Profile.scale`.
+    order : str, optional
+        Axes of the mesh, as `Mesh` takes them, where ranks share network cards.
+    waits : float
+        Seconds that this adds to a step.
     """
 
+    choice: Choice
     seconds: float
     bubble: float
     memory: tuple[int, ...]
     schedule: Schedule
     costs: Costs
     summed: float
+    order: str | None = None
+    waits: float = 0.0
 
     @property
     def peak(self) -> int:
         """Bytes of the rank that needs the most."""
         return max(self.memory)
 
+    @property
+    def contended(self) -> float:
+        """Seconds of a step by all that is known."""
+        return self.seconds + self.waits
+
 
 def predict(
     profile: Profile, choice: Choice, rows: int, trained: Collection[int] | None = None
-) -> Prediction:
+) -> Plan:
     """Predict the time and memory of a step.
 
     Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
@@ -103,7 +116,8 @@ def predict(
         summed = max(summed, timeline.ends[rank] + count * profile.sums[rank])
         updated = max(updated, count * profile.optimizer[rank])
         memory.append(profile.process + state + round(sum(peaks[rank])))
-    return Prediction(
+    return Plan(
+        choice,
         seconds=profile.step + profile.scale * (summed + updated),
         bubble=timeline.bubble_fraction,
         memory=tuple(memory),
@@ -278,18 +292,6 @@ class Choice:
         trained : collection of int, optional
             Layers with something to train; by default all.
         """
-        schedule = self.schedule_of(ranks, trained)
-        if self.recompute:
-            return before_backwards(schedule)
-        return schedule
-
-    def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
-        """Build the schedule without the forwards that `recompute` runs again.
-
-        Parameters
-        ----------
-        ranks, trained : as for `build`
-        """
         schedule = schedules.by_name(
             self.schedule,
             ranks=ranks,
@@ -297,7 +299,10 @@ class Choice:
             microbatches=self.microbatches,
             slices=self.slices,
         )
-        return completed(schedule, self.ranges, trained, self.recompute_limit)
+        schedule = completed(schedule, self.ranges, trained, self.recompute_limit)
+        if self.recompute:
+            return before_backwards(schedule)
+        return schedule
 
     @property
     def recomputation(self) -> str:
@@ -307,6 +312,31 @@ class Choice:
         if self.recompute_limit is None:
             return "-"
         return f"to hold {self.recompute_limit}"
+
+
+@dataclass(frozen=True)
+class LayerRanges:
+    """The schedule, (start, stop) of the layers of each stage, and the samples of a replica."""
+
+    schedule: Schedule
+    layer_ranges: list[tuple[int, int]]
+    rows: int
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Number of samples of the largest micro-batch."""
+        return -(-self.rows // self.schedule.microbatches)
+
+    def ranges_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the layers of each stage of one rank of a pipeline."""
+        return [self.layer_ranges[stage] for stage in self.schedule.stages_of(rank)]
+
+    def layers_of(self, rank: int) -> list[int]:
+        """Return the places in the model of all layers of one rank of a pipeline."""
+        layers: list[int] = []
+        for start, stop in self.ranges_of(rank):
+            layers += range(start, stop)
+        return layers
 
 
 def completed(

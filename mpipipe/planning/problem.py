@@ -92,7 +92,7 @@ class PlanningProblem:
 
     def plan(self, choice: Choice) -> LayerPlan:
         """Return the plan of layers that a choice makes."""
-        schedule = choice.schedule_of(self.ranks, self.trained_layers)
+        schedule = choice.build(self.ranks, self.trained_layers)
         return LayerPlan(schedule, choice.ranges, self.rows).with_names(self.layers)
 
     @cached_property

@@ -53,7 +53,7 @@ def test_a_plan_is_made_on_any_mesh(ranks, keys):
     pipe = keys.get("pipe", ranks // keys.get("seq", 1))
     assert first.profile.ranks == pipe and sum(first.choice.partition) == 6
     assert len(first.choice.partition) == pipe * first.choice.chunks
-    seconds = [plan.prediction.seconds for plan in first.plans]
+    seconds = [plan.seconds for plan in first.plans]
     assert seconds == sorted(seconds) and seconds[0] > 0
     assert not any(each.plans for each in found[1:])
 
@@ -76,8 +76,8 @@ def test_plans_are_ranked_by_what_they_take_where_ranks_share_network_cards(seq_
     first, *others = inprocess.run(4, on_each_rank)
     assert first.links.nic_ranks == 2 and {each.choice for each in others} == {first.plans[0].choice}
     assert first.order == order == first.plans[0].order
-    seconds = [plan.seconds for plan in first.plans[:20]]
-    assert seconds == sorted(seconds) and all(plan.contended > 2 * plan.prediction.seconds for plan in first.plans[:20])
+    seconds = [plan.contended for plan in first.plans[:20]]
+    assert seconds == sorted(seconds) and all(plan.contended > 2 * plan.seconds for plan in first.plans[:20])
     show(first)
     shown = capsys.readouterr().out
     assert "sharing NICs" in shown.splitlines()[0] and f"--mesh-order {order}" in shown
