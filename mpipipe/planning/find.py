@@ -110,7 +110,6 @@ def _places(group: RankGroup) -> tuple[int, int, str]:
 
 def measure(measured: MeasuredRanks) -> Profile:
     """Measure layers, messages and steps; collective over all ranks."""
-    problem = measured.problem
     mesh = measured.mesh
     action = measure_action(measured)
     links = measure_links(measured, action)
@@ -119,24 +118,21 @@ def measure(measured: MeasuredRanks) -> Profile:
         "plan: what all ranks have measured",
         (mesh.pipe.rank, measure_layers(measured, action), step),
     )
-    ranks, layers, steps = zip(*everyone)
+    ranks, profiles, steps = zip(*everyone)
     # Replicas wait for the slowest of them.
-    slowest = dict(sorted(zip(ranks, layers), key=lambda entry: entry[1].seconds))
-    pipe = [*map(slowest.__getitem__, range(mesh.pipe.size))]
+    slowest = dict(sorted(zip(ranks, profiles), key=lambda entry: entry[1].computing))
+    pipe = [slowest[rank] for rank in range(mesh.pipe.size)]
     costs = {}
-    for size in pipe[0].costs:
-        costs[size] = tuple([rank.costs[size] for rank in pipe])
-    return Profile(
-        kinds=problem.kinds,
+    for size in links:
+        costs[size] = tuple([rank.costs[size][0] for rank in pipe])
+    return replace(
+        pipe[0],
         costs=costs,
         links=links,
-        sizes=pipe[0].sizes,
-        states=problem.states,
-        trained=problem.trained_counts,
-        optimizer=tuple(map(attrgetter("optimizer"), pipe)),
-        sums=tuple(map(attrgetter("sums"), pipe)),
+        optimizer=tuple([rank.optimizer[0] for rank in pipe]),
+        sums=tuple([rank.sums[0] for rank in pipe]),
         step=max(steps),
-        process=max(map(attrgetter("process"), layers)),
+        process=max(map(attrgetter("process"), profiles)),
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
 from time import perf_counter
@@ -25,43 +24,26 @@ from mpipipe.job import group_of
 from mpipipe.planning.links import repeats_in, timed_steps
 from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks
-from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
+from mpipipe.planning.profile import LayerCosts, Profile, RankCosts
 from mpipipe.planning.step_memory import LoneLayer, layer_bytes, lone_layers
 
 SECONDS = 0.6  # length of a round
 REPEATS = (3, 25)  # fewest and most repeats of a turn in a round
 # All sizes of micro-batches take turns in them, so that all see the same machine.
 ROUNDS = 3
-UNDER_WAY = 2  # micro-batches
+# Two micro-batches are under way.
+AGAIN = ("R", "B after R")
+TURN = ("FF", "BB", AGAIN, AGAIN, "FF", "IW", "IW")
 
 
-@dataclass
-class MeasuredLayers:
-    """Costs and sizes of one rank for each size of micro-batch, and seconds for a parameter.
+def measure_layers(measured: MeasuredRanks, action: float = 0.0) -> Profile:
+    """Measure all kinds of layers on this rank, whose actions need `action`; collective.
 
-    `process` are the bytes of a process that trains, without arrays.
+    It is the only rank of the profile, which has no links.
     """
-
-    costs: dict[int, RankCosts]
-    sizes: dict[int, list[Sizes]]
-    process: int
-    optimizer: float
-    sums: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of forwards and backwards of all kinds of layers and sizes."""
-        total = 0.0
-        for rank in self.costs.values():
-            for layer in rank.layers:
-                total += layer.forward + layer.backward
-        return total
-
-
-def measure_layers(measured: MeasuredRanks, action: float = 0.0) -> MeasuredLayers:
-    """Measure all kinds of layers on this rank, whose actions need `action`; collective."""
+    problem = measured.problem
     group = group_of(measured.mesh.comm)
-    times: dict[int, Times] = {size: {} for size in measured.problem.space.sizes}
+    times: dict[int, Times] = {size: {} for size in problem.space.sizes}
     sizes = {}
     process = 0
     for size in times:
@@ -75,8 +57,18 @@ def measure_layers(measured: MeasuredRanks, action: float = 0.0) -> MeasuredLaye
             optimizers.append(_round(measured, size, size_times))
     costs = {}
     for size, size_times in times.items():
-        costs[size] = _costs(size_times, measured.problem.kinds, action)
-    return MeasuredLayers(costs, sizes, process, median(optimizers), _sums(measured))
+        costs[size] = (_costs(size_times, problem.kinds, action),)
+    return Profile(
+        problem.kinds,
+        costs,
+        links={},
+        sizes=sizes,
+        states=problem.states,
+        trained=problem.trained_counts,
+        optimizer=(median(optimizers),),
+        sums=(_sums(measured),),
+        process=process,
+    )
 
 
 # Seconds of a rank's layers, by place and action.
@@ -108,24 +100,10 @@ def _clock() -> Callable[[], float]:
 def _turn(timers: Sequence[LoneLayer]) -> None:
     """Go backwards in one go, in one go after the forward was run again, and in two."""
     trained = [*filter(attrgetter("trained"), reversed(timers))]
-    for _ in range(UNDER_WAY):
-        for timer in timers:
-            timer.forward("F")
-    for _ in range(UNDER_WAY):
-        for timer in trained:
-            timer.backward("B")
-    for _ in range(UNDER_WAY):
-        for timer in timers:
-            timer.forward("R")
-        for timer in trained:
-            timer.backward("B after R")
-    for _ in range(UNDER_WAY):
-        for timer in timers:
-            timer.forward("F")
-    for _ in range(UNDER_WAY):
-        pending = [timer.split() for timer in trained]
-        for timer, products in zip(trained, pending):
-            timer.finish(products)
+    for actions in TURN:
+        for name in actions:
+            for timer in timers if name in ("F", "R") else trained:
+                timer.act(name)
 
 
 def _round(measured: MeasuredRanks, size: int, times: Times) -> float:

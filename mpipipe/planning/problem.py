@@ -138,19 +138,25 @@ class PlanningProblem:
         return [self.wide * sum(self.trained_counts[start:stop]) for start, stop in ranges]
 
     def parameter_bytes(self, count: int, trained: int) -> int:
-        """Return the bytes of parameters in a training, with copies in a half dtype.
+        """Return the bytes of parameters in a training, with copies in a half dtype."""
+        size = count * self.wide - self.elsewhere_bytes(trained)
+        narrow = arrays.dtype(self.dtype).itemsize
+        if narrow != self.wide:
+            size += count * narrow
+        return size
+
+    def elsewhere_bytes(self, trained: int) -> int:
+        """Return the bytes of originals, besides copies in a half dtype, that other replicas keep.
 
         Replicas keep a share of the originals each, but for adapters (optim/shards.py).
         """
-        narrow = arrays.dtype(self.dtype).itemsize
-        if narrow == self.wide:
-            return count * self.wide
-        elsewhere = trained - self._share(trained)
+        if arrays.dtype(self.dtype).itemsize == self.wide:
+            return 0
         for layer in self.layers:
             for _, part in layer.walk(""):
                 if part.adapters:
-                    elsewhere = 0
-        return (count - elsewhere) * self.wide + count * narrow
+                    return 0
+        return (trained - self._share(trained)) * self.wide
 
     def moment_bytes(self, trained: int) -> int:
         """Bytes of the optimizer's state of this number of parameters, on one rank."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from mpipipe.errors import ArgumentError
 
@@ -190,6 +191,15 @@ class Profile:
     def ranks(self) -> int:
         """Number of ranks of the pipeline."""
         return len(self.optimizer)
+
+    @property
+    def computing(self) -> float:
+        """Seconds of forwards and backwards of all kinds of layers and sizes."""
+        total = 0.0
+        for rank in chain(*self.costs.values()):
+            for layer in rank.layers:
+                total += layer.forward + layer.backward
+        return total
 
 
 # -- Numbers of bytes as text: 8G is 8 * 2^30 ------------------------------------------------------

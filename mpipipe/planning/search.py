@@ -76,9 +76,7 @@ class Space:
                 expected=f"at most {self.rows}, the sequences in each replica",
                 remedy="raise batch, or lower microbatches",
             )
-        known: set[str] = set()
-        for chunks in range(1, CHUNKS + 1):
-            known |= set(names(chunks))
+        known = {*names(1), *names(2)}
         if self.fixed.get("schedule", "gpipe") not in known:
             raise ConfigError(
                 "unknown schedule",
@@ -113,19 +111,14 @@ class Space:
     @property
     def forms(self) -> list[tuple[str, int]]:
         """(schedule, chunks) to try."""
-        most = min(CHUNKS, self.layers // self.ranks)
-        tried = [*range(1, most + 1)]
-        if "chunks" in self.fixed:
-            tried = [self.fixed["chunks"]]
         partition = self.fixed.get("partition")
-        if partition is not None:
-            chunks, rest = divmod(len(partition), self.ranks)
-            if rest or chunks != self.fixed.get("chunks", chunks):
-                return []
-            tried = [chunks]
         forms = []
-        for chunks in tried:
-            if chunks * self.ranks > self.layers:
+        for chunks in range(1, self.layers // self.ranks + 1):
+            if chunks > CHUNKS and not self.fixed.keys() & {"chunks", "partition"}:
+                break
+            if chunks != self.fixed.get("chunks", chunks):
+                continue
+            if partition is not None and len(partition) != chunks * self.ranks:
                 continue
             for name in names(chunks):
                 if name == self.fixed.get("schedule", name):

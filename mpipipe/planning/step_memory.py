@@ -65,7 +65,7 @@ class LoneLayer:
     gradient, shapes : gradient of the output, and shapes of that, from the first forward on
     sizes : its bytes, once they are counted
     actions : what was measured of actions and the loss, by their names
-    kept : what forwards left for backwards
+    kept, pending : what forwards left for backwards, and input gradients for weight gradients
     """
 
     stage: nn.Stage
@@ -80,6 +80,7 @@ class LoneLayer:
     sizes: Sizes | None = None
     actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
+    pending: deque[nn.Pending] = field(default_factory=deque)
 
     def run(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
         """Run an action, or the loss, and measure it."""
@@ -89,7 +90,7 @@ class LoneLayer:
         return result
 
     def forward(self, name: str = "F") -> Tree:
-        """Run one forward, and the loss after it; return its output."""
+        """Run one forward, and the loss after it; return the output."""
         y, saved = self.run(name, self.stage.forward, self.x)
         self.shapes = shapes_of(y)
         if self.loss is not None:
@@ -101,17 +102,17 @@ class LoneLayer:
             self.kept.append((self.gradient, saved))
         return y
 
-    def backward(self, name: str = "B") -> None:
-        """Run the backward of the oldest forward."""
-        self.run(name, self.stage.backward, *self.kept.popleft())
-
-    def split(self) -> nn.Pending:
-        """Run the input gradient of the oldest forward."""
-        return self.run("I", self.stage.backward_input, *self.kept.popleft())[1]
-
-    def finish(self, pending: nn.Pending) -> None:
-        """Run the weight gradient."""
-        self.run("W", self.stage.backward_weight, pending)
+    def act(self, name: str) -> None:
+        """Run an action by its name, those of backwards for the oldest forward."""
+        if name in ("F", "R"):
+            self.forward(name)
+        elif name == "I":
+            gradients = self.run(name, self.stage.backward_input, *self.kept.popleft())
+            self.pending.append(gradients[1])
+        elif name == "W":
+            self.run(name, self.stage.backward_weight, self.pending.popleft())
+        else:
+            self.run(name, self.stage.backward, *self.kept.popleft())
 
 
 Result = TypeVar("Result")
@@ -183,20 +184,19 @@ def _micro_batch(lone: LoneLayer) -> Sizes:
         )
         del y, after
         if lone.trained:
-            lone.backward()
+            lone.act("B")
             lone.forward()
             saved = lone.kept[0][1]
-            pending = lone.split()
-            _, added = new_bytes([saved, pending], shared)
+            lone.act("I")
+            _, added = new_bytes([saved, lone.pending], shared)
             del saved
             sizes = replace(
                 sizes,
-                pending=sum(new_bytes([pending], shared)),
+                pending=sum(new_bytes([lone.pending], shared)),
                 added=added,
-                pends_input=_within(before, pending),
+                pends_input=_within(before, lone.pending),
             )
-            lone.finish(pending)
-            del pending
+            lone.act("W")
     if lone.loss is None:
         loss_size = 0
     parts = []
@@ -368,8 +368,7 @@ def rank_bytes(
         buffers = min(leased[rank] + receive_window(timeline, rank), receives)
         gradients = sum(problem.gradient_bytes(ranges))
         trained = gradients // wide
-        parameters = problem.parameter_bytes(count, trained)
-        elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
+        elsewhere = problem.elsewhere_bytes(trained)
         after = 0
         if copied:
             after = 2 * count * wide
@@ -384,7 +383,7 @@ def rank_bytes(
                 layers=ranges,
                 inputs=inputs,
                 count=count,
-                parameters=parameters,
+                parameters=problem.parameter_bytes(count, trained),
                 gradients=gradients,
                 moments=problem.moment_bytes(trained),
                 activations=round(activations),
