@@ -24,14 +24,22 @@ def clip_by_global_norm(
 ) -> float:
     """Scale the gradients in place to a norm of at most `max_norm`; return the norm before that.
 
+    The squares of each parameter are summed in float64, and the sums of all parameters are added
+    exactly. So the norm does not depend on how the model is cut into stages and ranks, and is the
+    same on all of them.
+
     Parameters
     ----------
     stages : sequence of stages
         The stages of this rank, as for an optimizer.
     max_norm : float
         Above 0; infinity only measures.
-    comm, skip : communicator or None, collection of str
-        As for `gradient_norm`, whose norm this is.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are
+        here.
+    skip : collection of str
+        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never
+        count twice.
     scale : float
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients /
         scale.
