@@ -113,7 +113,7 @@ def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
         for timer in lone_layers(measured, example, size, {}, _clock):
-            if timer.shapes is None:
+            if timer.output is None:
                 stack.enter_context(timer.head)
                 timers.append(timer)
                 timer.forward()

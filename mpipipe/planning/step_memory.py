@@ -19,14 +19,7 @@ from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Structure, Tree
 from mpipipe.pipeline import Loss, receive_window
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import (
-    array_bytes,
-    check_memory,
-    new_bytes,
-    process_bytes,
-    taking,
-    tracing,
-)
+from mpipipe.planning.memory import array_bytes, check_memory, process_bytes, taking, tracing
 from mpipipe.planning.predict import crosses, step_peaks
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
 from mpipipe.planning.profile import Sizes, joined
@@ -42,7 +35,7 @@ def layer_bytes(
     """
     # A loss may divide by what is in its targets.
     x, targets = example
-    example = zeros_of(shapes_of(x)), targets
+    example = zeros_like(x), targets
     values: dict[str, Tree] = {}
     results = []
     with tracing():
@@ -62,7 +55,7 @@ class LoneLayer:
 
     meter : begins to measure an action; returns a function that ends that
     head : lets the loss compute the product of the head, if it does in a pipeline
-    gradient, shapes : gradient of the output, and shapes of that, from the first forward on
+    gradient, output : gradient of the output, and zeros like the output, once it has run
     sizes : its bytes, once they are counted
     actions : what was measured of actions and the loss, by their names
     kept, pending : what forwards left for backwards, and input gradients for weight gradients
@@ -76,7 +69,7 @@ class LoneLayer:
     loss: Loss | None = None
     head: AbstractContextManager[None] = field(default_factory=nullcontext)
     gradient: Tree = None
-    shapes: Shapes | None = None
+    output: Tree = None
     sizes: Sizes | None = None
     actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
@@ -92,12 +85,13 @@ class LoneLayer:
     def forward(self, name: str = "F") -> Tree:
         """Run one forward, and the loss after it; return the output."""
         y, saved = self.run(name, self.stage.forward, self.x)
-        self.shapes = shapes_of(y)
+        if self.output is None:
+            self.output = zeros_like(y)
         if self.loss is not None:
             result = self.run("loss", self.loss.call, y, self.targets, 1.0)
             self.gradient = self.loss.scaled(self.loss.checked(result)[1], 1.0, y)
         elif self.gradient is None:
-            self.gradient = zeros_of(self.shapes, gradient=True)
+            self.gradient = zeros_like(y, gradient=True)
         if self.trained:
             self.kept.append((self.gradient, saved))
         return y
@@ -157,9 +151,8 @@ def lone_layers(
                 lone.head = lone.loss.taking_head()
         lone = known[key]
         yield lone
-        assert lone.shapes is not None
         below = below and not lone.trained
-        x = zeros_of(lone.shapes)
+        x = lone.output
         place += 1
 
 
@@ -233,22 +226,21 @@ Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, np.dtype], ...]]
 
 
 def shapes_of(tree: Tree) -> Shapes:
-    """Return what a tree of zeros is made of."""
+    """Return structure, shapes and dtypes of a tree."""
     leaves, structure = arrays.flatten(tree)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def zeros_of(shapes: Shapes, gradient: bool = False) -> Tree:
+def zeros_like(tree: Tree, gradient: bool = False) -> Tree:
     """Return a tree of zeros; of a gradient, integers have none."""
-    structure, leaves = shapes
-    zeros: list[np.ndarray | None] = []
-    for shape, dtype in leaves:
-        if gradient and not arrays.is_floating(dtype):
-            zeros.append(None)
-        else:
-            # In memory that the system has given.
-            zeros.append(np.full(shape, 0, dtype))
-    return arrays.unflatten(zeros, structure)
+
+    def zeros(leaf: np.ndarray) -> np.ndarray | None:
+        if gradient and not arrays.is_floating(leaf.dtype):
+            return None
+        # In memory that the system has given.
+        return np.full(leaf.shape, 0, leaf.dtype)
+
+    return arrays.mapped(zeros, tree)
 
 
 def bytes_of(tree: Tree) -> int:
