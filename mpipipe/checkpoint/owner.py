@@ -210,19 +210,18 @@ def _dead_owner(path: Path, record: OwnerRecord) -> OwnerRecord | None:
 
 def _create(path: Path, record: OwnerRecord) -> bool:
     """Create a file with a record; return False where there is one. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o644)
+        file = open(path, "x")
     except FileExistsError:
         return False
-    try:
-        os.write(descriptor, f"{json.dumps(asdict(record))}\n".encode())
-        os.fsync(descriptor)
-    except OSError:
-        path.unlink()
-        raise
-    finally:
-        os.close(descriptor)
+    with file:
+        try:
+            file.write(f"{json.dumps(asdict(record))}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink()
+            raise
     return True
 
 

@@ -235,20 +235,21 @@ class _Search:
         """Return the plan with as many forwards run again as the limit asks for."""
         held = max(schedules.simulate(plan.schedule).peak_activations)
         limits = {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)}
+        choices = []
         for limit in sorted(limits - {0, held}, reverse=True):
-            tried = self.predicted(replace(plan.choice, recompute_limit=limit))
-            if tried is not None and tried.peak <= self.limit:
-                return tried
-        return self.predict(replace(plan.choice, recompute=True))
-
-    def predict(self, choice: Choice) -> Plan:
-        """Return a plan."""
-        return predict(self.profile, choice, self.space.rows, self.space.trained)
+            choices.append(replace(plan.choice, recompute_limit=limit))
+        for choice in [*choices, replace(plan.choice, recompute=True)]:
+            tried = self.predicted(choice)
+            if tried is not None:
+                plan = tried
+                if plan.peak <= self.limit:
+                    break
+        return plan
 
     def predicted(self, choice: Choice) -> Plan | None:
         """Return a plan; None where no recomputation keeps the limit of activations."""
         try:
-            return self.predict(choice)
+            return predict(self.profile, choice, self.space.rows, self.space.trained)
         except ArgumentError:
             if choice.recompute_limit is None:
                 raise

@@ -19,7 +19,14 @@ from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Structure, Tree
 from mpipipe.pipeline import Loss, receive_window
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import array_bytes, check_memory, process_bytes, taking, tracing
+from mpipipe.planning.memory import (
+    array_bytes,
+    check_memory,
+    new_bytes,
+    process_bytes,
+    taking,
+    tracing,
+)
 from mpipipe.planning.predict import crosses, step_peaks
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
 from mpipipe.planning.profile import Sizes, joined
