@@ -62,7 +62,10 @@ def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Lin
         pipe.agree("plan: these neighbours are measured")
         pair.Free()
     everyone = pipe.gather("plan: the links", own_links)
-    return {size: tuple([links[size] for links in everyone]) for size in own_links}
+    merged = {}
+    for size in own_links:
+        merged[size] = tuple([links[size] for links in everyone])
+    return merged
 
 
 def measure_step(
