@@ -361,12 +361,15 @@ class NormOnDevice:
 
 
 def norm_of(
+    max_norm: float,
     stages: Sequence[object],
     comm: Communicator | None,
     skip: Collection[str],
     over: GlobalNorm | None,
 ) -> Norm:
     """Return the norm for a function with these arguments: `over`, or one of the others."""
+    if not max_norm > 0:
+        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
     if over is None:
         return Norm(stages, comm, skip)
     if comm is not None or skip:

@@ -63,8 +63,7 @@ def clip_by_global_norm(
     >>> stage.gradients["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    check_max_norm(max_norm)
-    norm = norm_of(stages, comm, skip, over)
+    norm = norm_of(max_norm, stages, comm, skip, over)
     adapters = as_stages(stages)
     if norm.on_device:
         begun = NormOnDevice(norm, max_norm, scale)
@@ -186,12 +185,6 @@ class LossScaler:
 # -- A step with clipping and scaling --------------------------------------------------------------
 
 
-def check_max_norm(max_norm: float) -> None:
-    """Raise ArgumentError unless it is above 0."""
-    if not max_norm > 0:
-        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
-
-
 def scaled_step(
     optimizer: FlatOptimizer,
     scaler: LossScaler,
@@ -238,8 +231,7 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    check_max_norm(max_norm)
-    norm = norm_of(optimizer.stages, comm, skip, over)
+    norm = norm_of(max_norm, optimizer.stages, comm, skip, over)
     if norm.on_device:
         return _step_on_device(optimizer, scaler, max_norm, lr, norm)
     measured = norm.measure(scaler.scale)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from operator import attrgetter
 from statistics import median
 from time import perf_counter
@@ -79,7 +78,7 @@ def _costs(times: Times, kinds: Sequence[int], action: float) -> RankCosts:
     """Return the medians, for each kind of layer."""
     by_kind: dict[int, LayerCosts] = {}
     for place, actions in times.items():
-        middle = dict.fromkeys(("F", "B", "I", "W", "R", "B after R"), 0.0)
+        middle: dict[str, float] = defaultdict(float)
         for name, seconds in actions.items():
             middle[name] = median(seconds)
         again = max(0.0, middle["R"] + middle["B after R"] - middle["B"])
@@ -110,22 +109,23 @@ def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
     """Time the layers; return the seconds of clipping and optimizer for a parameter; collective."""
     example = measured.example(size, 1)
     timers: list[LoneLayer] = []
-    with ExitStack() as stack:
-        stack.enter_context(np.errstate(all="ignore"))
+    with np.errstate(all="ignore"):
         for timer in lone_layers(measured, example, size, {}, _clock):
-            if timer.output is None:
-                stack.enter_context(timer.head)
+            if timer not in timers:
                 timers.append(timer)
-                timer.forward()
+                with timer.head():
+                    timer.forward()
                 timer.kept.clear()
-        seconds = _clock()
-        _turn(timers)
-        # A ring has messages in each turn: all ranks must make the same number of turns.
-        everyone = group_of(measured.mesh.comm).gather("plan: the seconds of a turn", seconds())
-        for timer in timers:
-            timer.actions = times.setdefault(timer.stage.first, defaultdict(list))
-        for _ in range(repeats_in(SECONDS, max(everyone), REPEATS)):
+        # The last layer has the loss.
+        with timers[-1].head():
+            seconds = _clock()
             _turn(timers)
+            # A ring has messages in each turn: all ranks must make the same number of turns.
+            everyone = group_of(measured.mesh.comm).gather("plan: the seconds of a turn", seconds())
+            for timer in timers:
+                timer.actions = times.setdefault(timer.stage.first, defaultdict(list))
+            for _ in range(repeats_in(SECONDS, max(everyone), REPEATS)):
+                _turn(timers)
     return _optimizer(measured, [timer.stage for timer in timers])
 
 

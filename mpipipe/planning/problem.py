@@ -122,15 +122,18 @@ class PlanningProblem:
     @cached_property
     def trained_counts(self) -> tuple[int, ...]:
         """Number of trained parameters of each layer."""
-        return self._per_layer(self.trained)
+        counts = [0] * len(self.layers)
+        for name, entry in self.trained.items():
+            counts[int(name.partition(".")[0])] += entry.size
+        return tuple(counts)
 
     @cached_property
     def states(self) -> tuple[int, ...]:
         """Bytes of parameters, gradients and the optimizer's state of each layer."""
         sizes = []
-        for count, trained in zip(self._per_layer(declared(self.layers)), self.trained_counts):
+        for layer, trained in zip(self.layers, self.trained_counts):
             more = trained * self.wide + self.moment_bytes(trained)
-            sizes.append(self.parameter_bytes(count, trained) + more)
+            sizes.append(self.parameter_bytes(parameters_of([layer]), trained) + more)
         return tuple(sizes)
 
     def gradient_bytes(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
@@ -165,12 +168,6 @@ class PlanningProblem:
     def _share(self, count: int) -> int:
         """Return how many of these numbers one of the replicas that share them keeps."""
         return -(-count // self.shards)
-
-    def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
-        counts = [0] * len(self.layers)
-        for name, entry in parameters.items():
-            counts[int(name.partition(".")[0])] += entry.size
-        return tuple(counts)
 
 
 @dataclass(frozen=True)

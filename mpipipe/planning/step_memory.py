@@ -48,7 +48,7 @@ def layer_bytes(
     with tracing():
         for lone in lone_layers(measured, example, rows, values, taking):
             if lone.sizes is None:
-                with np.errstate(all="ignore"), counting(), lone.head:
+                with np.errstate(all="ignore"), counting(), lone.head():
                     lone.sizes = _micro_batch(lone)
                 # Layers may be large, and one at a time is in memory.
                 del lone.stage, lone.x, lone.loss, lone.gradient
@@ -61,7 +61,7 @@ class LoneLayer:
     """A layer in a stage by itself, with an input, and the loss after it if it is last.
 
     meter : begins to measure an action; returns a function that ends that
-    head : lets the loss compute the product of the head, if it does in a pipeline
+    head : lets the loss compute the product of the head in a block, if it does in a pipeline
     gradient, output : gradient of the output, and zeros like the output, once it has run
     sizes : its bytes, once they are counted
     actions : what was measured of actions and the loss, by their names
@@ -74,7 +74,7 @@ class LoneLayer:
     trained: bool
     meter: Callable[[], Callable[[], float]]
     loss: Loss | None = None
-    head: AbstractContextManager[None] = field(default_factory=nullcontext)
+    head: Callable[[], AbstractContextManager[None]] = nullcontext
     gradient: Tree = None
     output: Tree = None
     sizes: Sizes | None = None
@@ -155,7 +155,7 @@ def lone_layers(
             known[key] = lone = LoneLayer(stage, x, targets, trained, meter)
             if not layers:
                 lone.loss = Loss(measured.loss_for(stage, rows))
-                lone.head = lone.loss.taking_head()
+                lone.head = lone.loss.taking_head
         lone = known[key]
         yield lone
         below = below and not lone.trained
