@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -168,7 +168,7 @@ DEPTH = 2
 Copies: TypeAlias = "deque[tuple[int, np.ndarray, np.ndarray, Event]]"
 
 
-def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+def host_pieces(several: Iterable[Array], nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (number of the array, bytes) in order, in pieces of at most `nbytes` in host memory.
 
     From a GPU each piece passes through one of two pinned buffers, in the order of the current
@@ -194,7 +194,7 @@ def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np
             arrived.synchronize()
 
 
-def _cut(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, Array]]:
+def _cut(several: Iterable[Array], nbytes: int) -> Iterator[tuple[int, Array]]:
     for which, array in enumerate(several):
         if array.size:  # numpy has no bytes of an array without elements
             content = array.reshape(-1).view(np.uint8)

@@ -140,41 +140,31 @@ def is_owner_file(name: str) -> bool:
     return name.startswith(NAME)
 
 
-def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
-    """Share this job's ownership of a folder, or take the folder (`take_folder`); collective."""
-    place: tuple[Path, str | None] | None = None
-    if group.rank == 0:
-        place = folder.absolute(), None
-        known = owner_of(folder.absolute())
-        if known is not None:
-            place = known.folder, known.token
-    folder, token = group.broadcast("the owner of a folder", place)
-    if token is None:
-        return take_folder(folder, group, explained)
-    owner = owner_of(folder)
-    if owner is None:
-        return Owner(folder, token)
-    owner.users += 1
-    return owner
-
-
 def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     """Make the folder that rank 0 names this job's, and make it where it is missing; collective.
 
-    Raises, on every rank, OwnerError where another job has it, and what `explained` makes of an
-    OSError.
+    Where the job has it already, or one above it, that ownership is shared. Raises, on every rank,
+    OwnerError where another job has it, and what `explained` makes of an OSError.
     """
 
-    def take_it() -> tuple[Path, str, bool]:
+    def take_it() -> tuple[Path, str, bool, bool]:
+        path = folder.absolute()
+        known = owner_of(path)
+        if known is not None:
+            return known.folder, known.token, False, True
         record = OwnerRecord.of_this_job()
-        with explained(folder):
-            made = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
-            take(folder / NAME, record)
-        return folder, record.token, made
+        with explained(path):
+            made = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+            take(path / NAME, record)
+        return path, record.token, made, False
 
-    folder, token, made = group.from_one("the owner of a folder", take_it)
-    return Owner(folder, token, made, holds=group.rank == 0)
+    path, token, made, is_shared = group.from_one("the owner of a folder", take_it)
+    known = owner_of(path)
+    if is_shared and known is not None:
+        known.users += 1
+        return known
+    return Owner(path, token, made, holds=group.rank == 0 and not is_shared)
 
 
 def take(path: Path, record: OwnerRecord) -> None:
@@ -220,19 +210,18 @@ def _dead_owner(path: Path, record: OwnerRecord) -> OwnerRecord | None:
 
 def _create(path: Path, record: OwnerRecord) -> bool:
     """Create a file with a record; return False where there is one. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o644)
+        file = open(path, "x")
     except FileExistsError:
         return False
-    try:
-        os.write(descriptor, f"{json.dumps(asdict(record))}\n".encode())
-        os.fsync(descriptor)
-    except OSError:
-        path.unlink()
-        raise
-    finally:
-        os.close(descriptor)
+    with file:
+        try:
+            file.write(f"{json.dumps(asdict(record))}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink()
+            raise
     return True
 
 

@@ -90,19 +90,11 @@ def check_replicas(
         steps = optimizer.steps
     number = digest(WHAT, tuple(sorted(local.hashes.items())))
     table = group.agree(WHAT, (("steps of the optimizer", steps),), [number, bool(local.ties)])
-    numbers: dict[int, set[int]] = {}
+    numbers = set()
     for rank, (number, _) in enumerate(table.tolist()):
-        numbers.setdefault(mesh.coords_of(rank).pipe, set()).add(number)
-    differ = set()
-    for pipe, several in numbers.items():
-        if len(several) > 1:
-            differ.add(pipe)
-    if not differ and not table[:, 1].any():
+        numbers.add((mesh.coords_of(rank).pipe, number))
+    if len(numbers) == mesh.shape.pipe and not table[:, 1].any():
         return
-    if local.pipe not in differ:
-        tied: set[str] = set().union(*local.ties.values())
-        hashes = {name: local.hashes[name] for name in tied}
-        local = local._replace(hashes=hashes)
     everyone = group.gather(f"{WHAT}: the names", local)
     differences = compare(everyone)
     if differences:

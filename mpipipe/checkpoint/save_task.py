@@ -22,7 +22,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders, tensor_files
 from mpipipe.checkpoint.folders import Checkpoint
-from mpipipe.checkpoint.owner import owner_of
+from mpipipe.checkpoint.owner import Owner
 from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
 from mpipipe.job import Snapshot, ThreadTask, current_rank, is_rank, wait_locally
@@ -50,6 +50,7 @@ class SaveTask:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        owner: Owner,
         rank: int,
         share: Mapping[str, Array],
         keep: int | None,
@@ -62,10 +63,7 @@ class SaveTask:
         # the file that this rank writes
         self.folder = checkpoint.path
         self.part = f"part-{rank}.safetensors"
-        self._owner = owner_of(self.folder)  # asked here: threads are no ranks
-        self._check_owner = None
-        if self._owner is not None:
-            self._check_owner = self._owner.check
+        self._owner = owner
         self.read = threading.Event()
         self.sealed = False
         self._given_up = False
@@ -90,7 +88,7 @@ class SaveTask:
                 return {}
             with folders.explained(self.folder), self._in_order():
                 path = self.folder / self.part
-                return {self.part: tensor_files.write_tensors(path, share, self, self._check_owner)}
+                return {self.part: tensor_files.write_tensors(path, share, self, self._owner.check)}
         finally:
             self.read.set()
 
@@ -146,7 +144,7 @@ class SaveTask:
         with folders.explained(folder):
             sync_folder(folder.parent)
             try:
-                folders.write(replace(self.checkpoint, files=written), self._check_owner)
+                folders.write(replace(self.checkpoint, files=written), self._owner.check)
             except OwnerError:  # a file of that name is another job's
                 raise
             except BaseException:  # it may have its name already
@@ -171,7 +169,7 @@ class SaveTask:
         ended = self.work.wait(PATIENCE)
         if not ended:
             _stuck.append(self)
-        if self._owner is not None and self._owner.is_taken():
+        if self._owner.is_taken():
             return  # files of these names may be another job's
         if not self.sealed:
             folders.drop(self.folder, self.part)

@@ -118,7 +118,7 @@ class Saver:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(content)
         if not self._owners:
-            self._owners.append(owner.share_folder(self.root, group, folders.explained))
+            self._owners.append(owner.take_folder(self.root, group, folders.explained))
         path = group.from_one(
             "checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step)
         )
@@ -126,7 +126,7 @@ class Saver:
         # The package itself is above this room, so no import.
         version = str(sys.modules["mpipipe"].__version__)
         saved = folders.Checkpoint(path, step, plain, steps, version, {})
-        self._task = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
+        self._task = SaveTask(saved, self._owners[0], self.mesh.rank, share, self.keep, beforehand)
         if not self._announced:
             self.wait_until_read()
         return path

@@ -117,7 +117,7 @@ class Listener(Protocol):
 
 
 def header_of(
-    content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
+    content: Mapping[str, Array | Planned], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the header of a file with these arrays, and where each of them lies."""
     facts: Values = {}
@@ -143,7 +143,7 @@ def header_of(
 
 def write_tensors(
     path: Path,
-    content: Mapping[str, Array] | Mapping[str, Planned],
+    content: Mapping[str, Array | Planned],
     listener: Listener | None = None,
     before_naming: Callable[[], object] | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -169,21 +169,12 @@ def write_tensors(
     return Content(position, len(header), f"{crc32(header):08x}", summed)
 
 
-def _pieces(content: Mapping[str, object]) -> Iterator[tuple[str, np.ndarray]]:
+def _pieces(content: Mapping[str, Array | Planned]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and pieces of all arrays; planned ones are made one at a time."""
-    planned = {}
-    for name, item in content.items():
-        if isinstance(item, Planned):
-            planned[name] = item
-    names = []
-    for name in content:
-        if name not in planned:
-            names.append(name)
-    for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
+    made = (item.make() if isinstance(item, Planned) else item for item in content.values())
+    names = [*content]
+    for number, piece in arrays.host_pieces(made, PIECE_BYTES):
         yield names[number], piece
-    for name, item in planned.items():
-        for _, piece in arrays.host_pieces([item.make()], PIECE_BYTES):
-            yield name, piece
 
 
 class TensorFile:

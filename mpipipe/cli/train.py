@@ -298,7 +298,7 @@ def described(
     lines += ["", "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory"]
     cells = []
     for memory in estimate.ranks:
-        cuts = [f"{start}-{stop - 1}" for start, stop in memory.stages.values()]
+        cuts = [f"{start}-{stop - 1}" for start, stop in memory.layers]
         cells.append([str(memory.rank), " ".join(cuts), *_sizes(memory)])
     lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
     worst = max(estimate.ranks, key=lambda memory: memory.total)
@@ -346,8 +346,8 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
 
 def _sizes(memory: RankBytes) -> list[str]:
     sizes = vars(memory) | {
-        "scratch": memory.scratch + memory.tables + memory.batch,
-        "later": max(0, memory.sample - memory.step, memory.sums - memory.step),
+        "scratch": memory.scratch + memory.batch,
+        "later": memory.later,
         "total": memory.total,
     }
     return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]

@@ -89,7 +89,8 @@ def run(
 
     threads = []
     for rank in range(ranks):
-        thread = threading.Thread(target=body, args=(rank,), daemon=True)
+        name = f"mpipipe rank {rank}"
+        thread = threading.Thread(target=body, args=(rank,), name=name, daemon=True)
         threads.append(thread)
         thread.start()
     watch = ThreadWatch(world)

@@ -8,7 +8,7 @@ step         clipping, the scale of the loss, and steps with a norm and a scale
 
 from __future__ import annotations
 
-from mpipipe.optim.norm import GlobalNorm, gradient_norm
+from mpipipe.optim.norm import GlobalNorm
 from mpipipe.optim.optimizers import (
     SGD,
     AdamW,

@@ -225,7 +225,7 @@ class GlobalNorm(Norm):
         The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must
         have been built.
     comm, skip : communicator or None, collection of str
-        As for `gradient_norm`.
+        As for `clip_by_global_norm`.
     replicas : communicator, optional
         The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can
         be used.
@@ -361,12 +361,15 @@ class NormOnDevice:
 
 
 def norm_of(
+    max_norm: float,
     stages: Sequence[object],
     comm: Communicator | None,
     skip: Collection[str],
     over: GlobalNorm | None,
 ) -> Norm:
     """Return the norm for a function with these arguments: `over`, or one of the others."""
+    if not max_norm > 0:
+        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
     if over is None:
         return Norm(stages, comm, skip)
     if comm is not None or skip:
@@ -377,39 +380,3 @@ def norm_of(
         )
     over._check(stages)
     return over
-
-
-def gradient_norm(
-    stages: Sequence[object],
-    comm: Communicator | None = None,
-    skip: Collection[str] = (),
-    scale: float = 1.0,
-) -> float:
-    """Return the norm of all gradients of the model: infinite or NaN where a gradient is.
-
-    The squares of each parameter are summed in float64, and the sums of all parameters are added
-    exactly. So the result does not depend on how the model is cut into stages and ranks, and is the
-    same on all of them.
-
-    Parameters
-    ----------
-    stages : sequence of stages
-        The stages of this rank, as for an optimizer.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are
-        here.
-    skip : collection of str
-        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never
-        count twice.
-    scale : float
-        Factor that the gradients carry; the result is without it.
-
-    Examples
-    --------
-    >>> from mpipipe import nn, optim
-    >>> stage = nn.Stage([nn.RMSNorm(4)])
-    >>> stage.gradients["0.gain"][...] = 3
-    >>> optim.gradient_norm([stage])
-    6.0
-    """
-    return Norm(stages, comm, skip).measure(scale).norm

@@ -15,7 +15,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.job import Communicator, runtime
+from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
 from mpipipe.optim.shards import Shards
@@ -53,27 +53,23 @@ class FlatOptimizer:
         self.lr = lr
         self.weight_decay = weight_decay
         self.groups = tuple(groups)
-        self._updated: list[PipelineStage] = []
         self._shards: Shards | None = None
-        error = None
-        try:
+        comm = None
+        together: AbstractContextManager[None] = nullcontext()
+        if replicas is not None and runtime.resolve(replicas).size > 1:
+            comm = runtime.resolve(replicas)
+            together = group_of(comm).raise_together("optim: the stages of an optimizer")
+        with together:
             self._updated = _checked_stages(self.stages)
-            strange: list[str] = []
-            for group in groups:
-                if not isinstance(group, Group):
-                    strange.append(type(group).__name__)
+            strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
             if strange:
                 raise ArgumentError(
                     "groups of an optimizer",
                     found=", ".join(strange),
                     expected="a list of optim.Group",
                 )
-        except Exception as caught:
-            error = caught
-        if replicas is not None and (comm := runtime.resolve(replicas)).size > 1:
-            self._shards = Shards(comm, self._updated, error)
-        elif error is not None:
-            raise error
+        if comm is not None:
+            self._shards = Shards(comm, self._updated)
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[State] = []

@@ -49,14 +49,9 @@ def shares_of(size: int, replicas: int) -> list[Range]:
 
 
 class Shards:
-    """The shares of the replicas in the flat parameters of stages; made collectively.
+    """The shares of the replicas in the flat parameters of stages; made collectively."""
 
-    `error` is why this rank has none: all replicas raise it.
-    """
-
-    def __init__(
-        self, replicas: Communicator, stages: Sequence[PipelineStage], error: Exception | None
-    ) -> None:
+    def __init__(self, replicas: Communicator, stages: Sequence[PipelineStage]) -> None:
         self.group = group_of(replicas)
         self.flats = _flats(stages)
         # Names belong to the facts, since two stages of one shape are no replicas.
@@ -69,7 +64,6 @@ class Shards:
         self.group.agree(
             "optim: the parameters that replicas share",
             (("parameters of the stages", str(facts)),),
-            error=error,
             message=DIFFER,
             remedy="give it the ranks with the same stages, such as mesh.replicas",
         )

@@ -24,14 +24,22 @@ def clip_by_global_norm(
 ) -> float:
     """Scale the gradients in place to a norm of at most `max_norm`; return the norm before that.
 
+    The squares of each parameter are summed in float64, and the sums of all parameters are added
+    exactly. So the norm does not depend on how the model is cut into stages and ranks, and is the
+    same on all of them.
+
     Parameters
     ----------
     stages : sequence of stages
         The stages of this rank, as for an optimizer.
     max_norm : float
         Above 0; infinity only measures.
-    comm, skip : communicator or None, collection of str
-        As for `gradient_norm`, whose norm this is.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are
+        here.
+    skip : collection of str
+        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never
+        count twice.
     scale : float
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients /
         scale.
@@ -55,8 +63,7 @@ def clip_by_global_norm(
     >>> stage.gradients["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    check_max_norm(max_norm)
-    norm = norm_of(stages, comm, skip, over)
+    norm = norm_of(max_norm, stages, comm, skip, over)
     adapters = as_stages(stages)
     if norm.on_device:
         begun = NormOnDevice(norm, max_norm, scale)
@@ -178,12 +185,6 @@ class LossScaler:
 # -- A step with clipping and scaling --------------------------------------------------------------
 
 
-def check_max_norm(max_norm: float) -> None:
-    """Raise ArgumentError unless it is above 0."""
-    if not max_norm > 0:
-        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
-
-
 def scaled_step(
     optimizer: FlatOptimizer,
     scaler: LossScaler,
@@ -230,8 +231,7 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    check_max_norm(max_norm)
-    norm = norm_of(optimizer.stages, comm, skip, over)
+    norm = norm_of(max_norm, optimizer.stages, comm, skip, over)
     if norm.on_device:
         return _step_on_device(optimizer, scaler, max_norm, lr, norm)
     measured = norm.measure(scaler.scale)

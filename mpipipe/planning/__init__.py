@@ -1,8 +1,7 @@
 """Which plan of a training is the fastest: predictions from measured costs, and a search."""
 
-from mpipipe.planning.cutting import Cut, CutStage, cut
 from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds, table
-from mpipipe.planning.layer_plan import LayerPlan, name_ends
+from mpipipe.planning.layer_plan import Cut, CutStage, LayerPlan, cut, name_ends
 from mpipipe.planning.memory import check_memory, peak, resident
 from mpipipe.planning.network import (
     NOTABLE,
@@ -12,7 +11,7 @@ from mpipipe.planning.network import (
     read_links,
     seconds_of_orders,
 )
-from mpipipe.planning.predict import Choice, Prediction, completed, predict
+from mpipipe.planning.predict import Choice, Plan, completed, predict
 from mpipipe.planning.problem import (
     MeasuredRanks,
     PlanningProblem,
@@ -23,7 +22,7 @@ from mpipipe.planning.problem import (
     parameters_of,
 )
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes, parse_bytes
-from mpipipe.planning.search import Plan, Space, find_plans
+from mpipipe.planning.search import Space, find_plans
 from mpipipe.planning.step_memory import RankBytes, check_training, rank_bytes
 
 __all__ = ["cut"]

@@ -14,11 +14,11 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
 from mpipipe.planning.network import NOTABLE, ORDERS, ranked, read_links
-from mpipipe.planning.predict import Choice, predict
+from mpipipe.planning.predict import Choice, Plan, predict
 from mpipipe.planning.probe import measure_layers
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
-from mpipipe.planning.search import Plan, find_plans
+from mpipipe.planning.search import find_plans
 from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
 
@@ -110,7 +110,6 @@ def _places(group: RankGroup) -> tuple[int, int, str]:
 
 def measure(measured: MeasuredRanks) -> Profile:
     """Measure layers, messages and steps; collective over all ranks."""
-    problem = measured.problem
     mesh = measured.mesh
     action = measure_action(measured)
     links = measure_links(measured, action)
@@ -119,24 +118,21 @@ def measure(measured: MeasuredRanks) -> Profile:
         "plan: what all ranks have measured",
         (mesh.pipe.rank, measure_layers(measured, action), step),
     )
-    ranks, layers, steps = zip(*everyone)
+    ranks, profiles, steps = zip(*everyone)
     # Replicas wait for the slowest of them.
-    slowest = dict(sorted(zip(ranks, layers), key=lambda entry: entry[1].seconds))
-    pipe = [*map(slowest.__getitem__, range(mesh.pipe.size))]
+    slowest = dict(sorted(zip(ranks, profiles), key=lambda entry: entry[1].computing))
+    pipe = [slowest[rank] for rank in range(mesh.pipe.size)]
     costs = {}
-    for size in pipe[0].costs:
-        costs[size] = tuple([rank.costs[size] for rank in pipe])
-    return Profile(
-        kinds=problem.kinds,
+    for size in links:
+        costs[size] = tuple([rank.costs[size][0] for rank in pipe])
+    return replace(
+        pipe[0],
         costs=costs,
         links=links,
-        sizes=pipe[0].sizes,
-        states=problem.states,
-        trained=problem.trained_counts,
-        optimizer=tuple(map(attrgetter("optimizer"), pipe)),
-        sums=tuple(map(attrgetter("sums"), pipe)),
+        optimizer=tuple([rank.optimizer[0] for rank in pipe]),
+        sums=tuple([rank.sums[0] for rank in pipe]),
         step=max(steps),
-        process=max(map(attrgetter("process"), layers)),
+        process=max(map(attrgetter("process"), profiles)),
     )
 
 
@@ -150,9 +146,8 @@ def _different(plans: Sequence[Plan]) -> list[Choice]:
 
 
 def _scaled(plan: Plan, profile: Profile) -> Plan:
-    prediction = plan.prediction
-    seconds = profile.step + profile.scale * (prediction.seconds - profile.step)
-    return replace(plan, prediction=replace(prediction, seconds=seconds))
+    seconds = profile.step + profile.scale * (plan.seconds - profile.step)
+    return replace(plan, seconds=seconds)
 
 
 # -- Plans as a table ------------------------------------------------------------------------------
@@ -165,12 +160,12 @@ WIDEST = 32  # characters of a partition
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
     best = plans[:SHOWN]
-    share = any(plan.seconds > (1 + NOTABLE) * plan.prediction.seconds for plan in best)
+    share = any(plan.contended > (1 + NOTABLE) * plan.seconds for plan in best)
     rows = []
     for plan in best:
         row = _row(plan, plans[0])
         if share:
-            row["sharing NICs"] = shown_seconds(plan.seconds)
+            row["sharing NICs"] = shown_seconds(plan.contended)
         rows.append(row)
     cells = [[*row.values()] for row in rows]
     yield from text_table([*rows[0]], cells, left=(0, 3, 4))
@@ -179,15 +174,14 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
 def in_words(plan: Plan) -> str:
     """Return a plan in one line."""
     choice = plan.choice
-    prediction = plan.prediction
     again = ""
     if choice.recomputation != "-":
         again = f", forwards run again: {choice.recomputation}"
     return (
         f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, "
         f"{counted(choice.microbatches, 'micro-batch')}, layers "
-        f"{','.join(map(str, choice.partition))}{again}: {shown_seconds(prediction.seconds)} a "
-        f"step, bubble {prediction.bubble:.1%}, {shown_bytes(prediction.peak)} on a rank"
+        f"{','.join(map(str, choice.partition))}{again}: {shown_seconds(plan.seconds)} a "
+        f"step, bubble {plan.bubble:.1%}, {shown_bytes(plan.peak)} on a rank"
     )
 
 
@@ -200,7 +194,6 @@ def shown_seconds(seconds: float) -> str:
 
 def _row(plan: Plan, best: Plan) -> dict[str, str]:
     choice = plan.choice
-    prediction = plan.prediction
     partition = ",".join(map(str, choice.partition))
     if len(partition) > WIDEST:
         partition = f"{partition[: WIDEST - 3]}..."
@@ -210,8 +203,8 @@ def _row(plan: Plan, best: Plan) -> dict[str, str]:
         "micro-batches": str(choice.microbatches),
         "layers of stages": partition,
         "run again": choice.recomputation,
-        "step": shown_seconds(prediction.seconds),
-        "bubble": f"{prediction.bubble:.1%}",
-        "memory": shown_bytes(prediction.peak),
-        "slower": f"{plan.seconds / best.seconds - 1:.1%}",
+        "step": shown_seconds(plan.seconds),
+        "bubble": f"{plan.bubble:.1%}",
+        "memory": shown_bytes(plan.peak),
+        "slower": f"{plan.contended / best.contended - 1:.1%}",
     }

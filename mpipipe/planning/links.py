@@ -46,28 +46,25 @@ def measure_action(measured: MeasuredRanks) -> float:
 def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Link, ...]]:
     """Return the links of this rank's pipeline by size of micro-batch; collective."""
     pipe = group_of(measured.mesh.pipe)
-    sizes = measured.problem.space.sizes
-    own_links = {}
-    for phase in _phases(pipe.size):
+    own_links = dict.fromkeys(measured.problem.space.sizes, Link())
+    for phase in range(2 + pipe.size % 2):
         # A rank without a neighbour in this phase is by itself.
         color = pipe.size + pipe.rank
-        for link in phase:
-            if pipe.rank in (link, (link + 1) % pipe.size):
+        for link in (pipe.rank, (pipe.rank - 1) % pipe.size):
+            if pipe.size > 1 and _phase(link, pipe.size) == phase:
                 color = link
         pair = pipe.split(color, int(pipe.rank != color), "plan: two neighbours")
         if color < pipe.size:
-            for size in sizes:
-                own_links[size, color] = _link(pair, _array(measured, size), action)
+            for size in own_links:
+                seconds = _link(pair, _array(measured, size), action)
+                if pipe.rank == color:
+                    own_links[size] = seconds
         pipe.agree("plan: these neighbours are measured")
         pair.Free()
-    links: dict[tuple[int, int], Link] = {}
-    for rank_links in pipe.gather("plan: the links", own_links):
-        links |= rank_links
+    everyone = pipe.gather("plan: the links", own_links)
     merged = {}
-    for size in sizes:
-        # The only rank has a link to itself; the last of two ranks has that of the first.
-        first = links.get((size, 0), Link())
-        merged[size] = tuple([links.get((size, link), first) for link in range(pipe.size)])
+    for size in own_links:
+        merged[size] = tuple([links[size] for links in everyone])
     return merged
 
 
@@ -84,15 +81,11 @@ def measure_step(
     return max(0.0, seconds - 2 * ranks * action - on_the_way)
 
 
-def _phases(ranks: int) -> list[range]:
-    """Return all links of a ring of ranks, in phases in which no rank has two of them."""
-    if ranks <= 2:
-        return [range(1)] * (ranks - 1)
-    last = ranks - 1
-    phases = [range(0, last, 2), range(1, ranks, 2)]
-    if ranks % 2:
-        phases.append(range(last, ranks))
-    return phases
+def _phase(link: int, ranks: int) -> int:
+    """Return when a link of a ring of ranks is measured: no rank has two of them at once."""
+    if ranks % 2 and link == ranks - 1:
+        return 2
+    return link % 2
 
 
 def _array(measured: MeasuredRanks, size: int) -> np.ndarray:
@@ -107,27 +100,16 @@ def _link(pair: Communicator, array: np.ndarray, action: float) -> Link:
     return Link(message, max(0.0, (twice - one - 4 * action - 8 * message) / 4))
 
 
-def step_seconds(
-    comm: Communicator,
-    schedule: Schedule,
-    array: np.ndarray,
-    gradients: object = None,
-    replicas: Communicator | None = None,
-) -> float:
-    """Return the median seconds of a step of empty stages; collective, also over `replicas`."""
+def step_seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float:
+    """Return the median seconds of a step of empty stages; collective."""
 
     def loss(output: object, target: object, factor: float = 1.0) -> tuple[float, np.ndarray]:
         return 0.0, array
 
-    # The number of steps follows from measured seconds: all ranks that sum gradients must make the
-    # same number.
-    group = group_of(comm)
-    if replicas is not None:
-        group = group_of(replicas)
     stages = []
     for _ in schedule.stages_of(comm.rank):
         stage = SimpleNamespace(
-            forward=lambda x: (array, None), backward=lambda dy, saved: array, gradients=gradients
+            forward=lambda x: (array, None), backward=lambda dy, saved: array, gradients=None
         )
         stages.append(stage)
     batch = [array] * schedule.microbatches
@@ -136,15 +118,8 @@ def step_seconds(
         inputs = batch
     if schedule.placement[-1] == comm.rank:
         targets = batch
-    with Pipeline(stages, schedule, comm, loss=loss, replicas=replicas) as pipeline:
-        for _ in range(REPEATS[0]):
-            pipeline.step(inputs, targets)
-        seconds = max(group.gather("plan: the seconds of a message", pipeline.elapsed))
-        times = []
-        for _ in range(repeats_in(SECONDS, seconds, REPEATS)):
-            pipeline.step(inputs, targets)
-            times.append(pipeline.elapsed)
-        return max(group.gather("plan: the seconds of messages", median(times)))
+    with Pipeline(stages, schedule, comm, loss=loss) as pipeline:
+        return typical_seconds(group_of(comm), lambda: pipeline.step(inputs, targets), SECONDS)
 
 
 def repeats_in(available: float, seconds: float, limits: tuple[int, int]) -> int:
@@ -165,11 +140,7 @@ TRIAL_SECONDS = 1.0  # time for steps on example data
 
 
 def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
-    """Return the seconds of a step of a plan on example data; collective.
-
-    The first steps say how many there is time for, and do not count: libraries may still find their
-    way.
-    """
+    """Return the seconds of a step of a plan on example data; collective."""
     problem = measured.problem
     mesh = measured.mesh
     group = group_of(mesh.comm)
@@ -182,13 +153,7 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
         loss = measured.loss_for(stages[-1], plan.microbatch_rows)
     with (
         Pipeline(
-            stages,
-            plan.schedule,
-            mesh.pipe,
-            loss,
-            choice.recompute,
-            mesh.replicas,
-            input_grads=False,
+            stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, input_grads=False
         ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as over,
     ):
@@ -211,12 +176,21 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
             if norm is not None:
                 float(norm)  # waits for a GPU
 
-        timed_steps(group, step, WARMUP)
-        first = median(timed_steps(group, step, FIRST))
-        return median(timed_steps(group, step, repeats_in(TRIAL_SECONDS, first, REPEATS)))
+        return typical_seconds(group, step, TRIAL_SECONDS)
 
 
-def timed_steps(group: RankGroup, step: Callable[[], None], count: int) -> list[float]:
+def typical_seconds(group: RankGroup, step: Callable[[], object], available: float) -> float:
+    """Return the median seconds of a step; collective.
+
+    The first steps say how many there is time for, and do not count: libraries may still find their
+    way.
+    """
+    timed_steps(group, step, WARMUP)
+    first = median(timed_steps(group, step, FIRST))
+    return median(timed_steps(group, step, repeats_in(available, first, REPEATS)))
+
+
+def timed_steps(group: RankGroup, step: Callable[[], object], count: int) -> list[float]:
     """Make steps one after the other; return the seconds of each on the slowest rank."""
     group.agree("plan: all ranks begin to make steps")
     times = []

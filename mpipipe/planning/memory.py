@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import socket
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
@@ -81,6 +82,9 @@ def peak() -> int:
 UNTRACED = {"torch", "jax"}  # libraries that allocate by themselves
 
 
+OWN_THREAD = re.compile("MainThread$|mpipipe ")
+
+
 class _Tracer:
     """Python's trace of what is allocated, for all ranks of this process that are threads.
 
@@ -94,12 +98,10 @@ class _Tracer:
         self.lock = threading.Lock()
         self.users = 0
         self.was_on = False
-        self.ranks: set[int] = set()  # the threads that measure
 
     def __enter__(self) -> None:
         with self.lock:
             self.users += 1
-            self.ranks.add(threading.get_ident())
             if self.users == 1:
                 self.was_on = tracemalloc.is_tracing()
                 gc.freeze()
@@ -110,13 +112,8 @@ class _Tracer:
             self.users -= 1
             if self.users == 0:
                 gc.unfreeze()
-                ranks = {*self.ranks, threading.main_thread().ident}
-                self.ranks = set()
-                stops = not self.was_on
-                for thread in threading.enumerate():
-                    if thread.ident not in ranks and not thread.name.startswith("mpipipe "):
-                        stops = False
-                if stops:
+                names = [thread.name for thread in threading.enumerate()]
+                if not self.was_on and all(map(OWN_THREAD.match, names)):
                     tracemalloc.stop()
 
 
@@ -153,12 +150,14 @@ def taking() -> Callable[[], int]:
 # -- How many bytes objects hold in arrays ---------------------------------------------------------
 
 
+# These hold no arrays of a micro-batch.
+OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)
+
+
 def array_bytes(thing: object) -> dict[int, int]:
     """Return the bytes of each memory of arrays in `thing`, by address.
 
     Layers and stages are left out.
-
-    Arrays are looked for in tuples, lists, mappings, and attributes of objects.
     """
     sizes: dict[int, int] = {}
     seen: set[int] = set()
@@ -171,27 +170,10 @@ def array_bytes(thing: object) -> dict[int, int]:
             while isinstance(part.base, np.ndarray):
                 part = part.base
             sizes[arrays.address(part)] = part.nbytes
-        elif id(part) not in seen:
+        elif id(part) not in seen and not isinstance(part, OPAQUE) and not callable(part):
             seen.add(id(part))
-            waiting.extend(_parts(part))
+            waiting += gc.get_referents(part)
     return sizes
-
-
-# These hold no arrays of a micro-batch.
-OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)
-
-
-def _parts(thing: object) -> Iterator[object]:
-    if isinstance(thing, Mapping):
-        yield from thing.values()
-    elif isinstance(thing, (tuple, list, set)):
-        yield from thing
-    elif not isinstance(thing, OPAQUE) and not callable(thing):
-        yield from getattr(thing, "__dict__", {}).values()
-        for base in type(thing).__mro__:
-            for name in getattr(base, "__slots__", ()):
-                if hasattr(thing, name):
-                    yield getattr(thing, name)
 
 
 def new_bytes(things: Sequence[object], shared: set[int]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -11,9 +10,9 @@ from itertools import product
 from mpipipe.comm import ORDER, Coordinates, rank_at
 from mpipipe.errors import ArgumentError
 from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.predict import Plan
 from mpipipe.planning.problem import PlanningProblem
 from mpipipe.planning.profile import Profile
-from mpipipe.planning.search import Plan
 from mpipipe.planning.step_memory import RankBytes
 from mpipipe.schedules import Costs, Links, Schedule, simulate_flows
 
@@ -74,21 +73,18 @@ def ranked(
     """
     best = []
     for plan in plans[:BEST]:
-        schedule = plan.prediction.schedule
+        schedule = plan.schedule
         size = -(-problem.rows // schedule.microbatches)
         inside = min(link.transfer for link in profile.links[size]) / schedule.slices
         links = replace(links, inside_latency=inside, inside_bandwidth=math.inf)
-        costs = replace(
-            plan.prediction.costs,
-            message_bytes=profile.sizes[size].message / schedule.slices,
-            gradient_bytes=problem.gradient_bytes(plan.choice.ranges),
-        )
+        gradients = problem.gradient_bytes(plan.choice.ranges)
+        costs = replace(plan.costs, gradient_bytes=gradients)
         seconds = seconds_of_orders(schedule, costs, links, problem.shape, orders)
         order = min(seconds, key=seconds.__getitem__)
         # What real steps last longer than predicted is no matter of network cards.
-        waits = max(0.0, seconds[order] - plan.prediction.summed)
-        best.append(replace(plan, order=order, contended=plan.prediction.seconds + waits))
-    best.sort(key=lambda plan: plan.seconds)
+        waits = max(0.0, seconds[order] - plan.summed)
+        best.append(replace(plan, order=order, waits=waits))
+    best.sort(key=lambda plan: plan.contended)
     return [*best, *plans[BEST:]]
 
 
@@ -100,13 +96,12 @@ def paper_costs(
     `flops` are units of `problem.costs` that a rank makes in a second for each micro-batch.
     """
     slices = plan.schedule.slices
-    inputs = ChainMap(*[memory.inputs for memory in ranks])
     seconds = [sum(problem.costs[start:stop]) / flops / slices for start, stop in plan.layer_ranges]
     return Costs(
         seconds,
         seconds,
         seconds,
-        message_bytes=[inputs[stage] / slices for stage in range(plan.schedule.stages)],
+        message_bytes=[size / slices for size in ranks[0].inputs],
         gradient_bytes=problem.gradient_bytes(plan.layer_ranges),
     )
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from operator import add
 
 from mpipipe import schedules
-from mpipipe.planning.layer_ranges import LayerRanges
-from mpipipe.planning.profile import Link, Profile
+from mpipipe.planning.profile import Link, Profile, Sizes, joined
 from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What is predicted for a plan.
+class Plan:
+    """A choice, and what is predicted for it.
 
     Parameters
     ----------
+    choice : Choice
+        What is decided.
     seconds : float
         Of a step of the training.
     bubble : float
@@ -30,24 +32,36 @@ class Prediction:
         Of its stages.
     summed : float
         Seconds until the sums over replicas are there, without `Profile.scale`.
+    order : str, optional
+        Axes of the mesh, as `Mesh` takes them, where ranks share network cards.
+    waits : float
+        Seconds that this adds to a step.
     """
 
+    choice: Choice
     seconds: float
     bubble: float
     memory: tuple[int, ...]
     schedule: Schedule
     costs: Costs
     summed: float
+    order: str | None = None
+    waits: float = 0.0
 
     @property
     def peak(self) -> int:
         """Bytes of the rank that needs the most."""
         return max(self.memory)
 
+    @property
+    def contended(self) -> float:
+        """Seconds of a step by all that is known."""
+        return self.seconds + self.waits
+
 
 def predict(
     profile: Profile, choice: Choice, rows: int, trained: Collection[int] | None = None
-) -> Prediction:
+) -> Plan:
     """Predict the time and memory of a step.
 
     Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
@@ -73,7 +87,7 @@ def predict(
     --------
     >>> from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, predict
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
     >>> profile = Profile(
     ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), (0.5, 0.5), sums=zeros
     ... )
@@ -83,10 +97,13 @@ def predict(
     """
     schedule = choice.build(profile.ranks, trained)
     plan = LayerRanges(schedule, choice.ranges, rows)
-    costs = _costs(profile, plan)
+    layers = profile.sizes[plan.microbatch_rows]
+    stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
+    costs = replace(
+        _costs(profile, plan), message_bytes=[stage.input / schedule.slices for stage in stages]
+    )
     timeline = schedules.simulate(schedule, costs)
-    activations = _activations(profile, plan)
-    more = profile.process + profile.sizes[plan.microbatch_rows].scratch
+    peaks = step_peaks(schedule, stages)
     summed = 0.0
     updated = 0.0
     memory = []
@@ -98,8 +115,9 @@ def predict(
             state += profile.states[layer]
         summed = max(summed, timeline.ends[rank] + count * profile.sums[rank])
         updated = max(updated, count * profile.optimizer[rank])
-        memory.append(round(activations[rank] + state) + more)
-    return Prediction(
+        memory.append(profile.process + state + round(sum(peaks[rank])))
+    return Plan(
+        choice,
         seconds=profile.step + profile.scale * (summed + updated),
         bubble=timeline.bubble_fraction,
         memory=tuple(memory),
@@ -156,7 +174,7 @@ def _splits(schedule: Schedule) -> set[int]:
 
 def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     """Return the link of the edge into a stage; an edge on one rank costs nothing."""
-    if edge == 0 or schedule.placement[edge - 1] == schedule.placement[edge]:
+    if not crosses(schedule, edge):
         return Link()
     low, high = sorted(schedule.placement[edge - 1 : edge + 1])
     link = profile.links[size][low]
@@ -165,25 +183,55 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
-def _activations(profile: Profile, plan: LayerRanges) -> Sequence[float]:
-    schedule = plan.schedule
-    sizes = profile.sizes[plan.microbatch_rows]
+# -- The memory of a rank in a training step -------------------------------------------------------
+#
+# F  leaves `saved` until B, or until I, which leaves `pending` until W
+# R  leaves it where F has kept its input alone
+
+
+def step_peaks(
+    schedule: Schedule, stages: Sequence[Sizes], shares: Sequence[float] = ()
+) -> list[tuple[float, float]]:
+    """Return for each rank bytes of activations at their peak, and of tables and an action on top.
+
+    `shares` are those of the slices in a sequence, by default all alike. Buffers of messages from
+    other ranks are not counted.
+    """
+    shares = shares or [1 / schedule.slices] * schedule.slices
     splits = _splits(schedule)
-    parts = []
+    tables = [0.0] * schedule.ranks
+    scratch = [0.0] * schedule.ranks
+    activations = []
     inputs = []
-    for stage, cut in enumerate(plan.layer_ranges):
-        whole = 0
-        for layer in range(*cut):
-            kind = profile.kinds[layer]
-            size = sizes.activation[kind]
+    for stage, sizes in enumerate(stages):
+        rank = schedule.placement[stage]
+        # While an action runs, what the one before it has sent is still on the way.
+        leaving = sizes.output * crosses(schedule, stage + 1)
+        kept = 0.0
+        most = sizes.forward
+        if schedule.has_backward(stage):
+            leaving = max(leaving, sizes.input * crosses(schedule, stage))
+            kept = sizes.saved
             if stage in splits:
-                size = max(size, sizes.split[kind])
-            whole += size
-        if stage == schedule.stages - 1:
-            whole += sizes.loss
-        parts.append(whole / schedule.slices)
-        inputs.append(min(whole, sizes.message) / schedule.slices)
-    return schedules.peak_memory(schedule, parts, inputs)
+                kept = max(kept, sizes.pending)
+                most = max(most, sizes.saved + sizes.input_grad, sizes.pending + sizes.weight_grad)
+            else:
+                most = max(most, kept + sizes.backward)
+        own_input = 0.0
+        if stage and not crosses(schedule, stage):
+            own_input = sizes.input
+        inputs.append(own_input / schedule.slices)
+        activations.append((kept + own_input) / schedule.slices)
+        tables[rank] += sizes.tables
+        scratch[rank] = max(scratch[rank], max(shares) * (most - kept + leaving))
+    peaks = schedules.peak_memory(schedule, activations, inputs, shares)
+    return [*zip(peaks, map(add, tables, scratch))]
+
+
+def crosses(schedule: Schedule, edge: int) -> bool:
+    """Return True if the edge into a stage joins two ranks."""
+    ends = schedule.placement[max(0, edge - 1) : edge + 1]
+    return len(set(ends)) == 2
 
 
 # -- What a plan decides, and the schedule that follows from it ------------------------------------
@@ -244,18 +292,6 @@ class Choice:
         trained : collection of int, optional
             Layers with something to train; by default all.
         """
-        schedule = self.schedule_of(ranks, trained)
-        if self.recompute:
-            return before_backwards(schedule)
-        return schedule
-
-    def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
-        """Build the schedule without the forwards that `recompute` runs again.
-
-        Parameters
-        ----------
-        ranks, trained : as for `build`
-        """
         schedule = schedules.by_name(
             self.schedule,
             ranks=ranks,
@@ -263,7 +299,10 @@ class Choice:
             microbatches=self.microbatches,
             slices=self.slices,
         )
-        return completed(schedule, self.ranges, trained, self.recompute_limit)
+        schedule = completed(schedule, self.ranges, trained, self.recompute_limit)
+        if self.recompute:
+            return before_backwards(schedule)
+        return schedule
 
     @property
     def recomputation(self) -> str:
@@ -273,6 +312,31 @@ class Choice:
         if self.recompute_limit is None:
             return "-"
         return f"to hold {self.recompute_limit}"
+
+
+@dataclass(frozen=True)
+class LayerRanges:
+    """The schedule, (start, stop) of the layers of each stage, and the samples of a replica."""
+
+    schedule: Schedule
+    layer_ranges: list[tuple[int, int]]
+    rows: int
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Number of samples of the largest micro-batch."""
+        return -(-self.rows // self.schedule.microbatches)
+
+    def ranges_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the layers of each stage of one rank of a pipeline."""
+        return [self.layer_ranges[stage] for stage in self.schedule.stages_of(rank)]
+
+    def layers_of(self, rank: int) -> list[int]:
+        """Return the places in the model of all layers of one rank of a pipeline."""
+        layers: list[int] = []
+        for start, stop in self.ranges_of(rank):
+            layers += range(start, stop)
+        return layers
 
 
 def completed(

@@ -92,7 +92,7 @@ class PlanningProblem:
 
     def plan(self, choice: Choice) -> LayerPlan:
         """Return the plan of layers that a choice makes."""
-        schedule = choice.schedule_of(self.ranks, self.trained_layers)
+        schedule = choice.build(self.ranks, self.trained_layers)
         return LayerPlan(schedule, choice.ranges, self.rows).with_names(self.layers)
 
     @cached_property
@@ -122,15 +122,18 @@ class PlanningProblem:
     @cached_property
     def trained_counts(self) -> tuple[int, ...]:
         """Number of trained parameters of each layer."""
-        return self._per_layer(self.trained)
+        counts = [0] * len(self.layers)
+        for name, entry in self.trained.items():
+            counts[int(name.partition(".")[0])] += entry.size
+        return tuple(counts)
 
     @cached_property
     def states(self) -> tuple[int, ...]:
         """Bytes of parameters, gradients and the optimizer's state of each layer."""
         sizes = []
-        for count, trained in zip(self._per_layer(declared(self.layers)), self.trained_counts):
+        for layer, trained in zip(self.layers, self.trained_counts):
             more = trained * self.wide + self.moment_bytes(trained)
-            sizes.append(self.parameter_bytes(count, trained) + more)
+            sizes.append(self.parameter_bytes(parameters_of([layer]), trained) + more)
         return tuple(sizes)
 
     def gradient_bytes(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
@@ -138,19 +141,25 @@ class PlanningProblem:
         return [self.wide * sum(self.trained_counts[start:stop]) for start, stop in ranges]
 
     def parameter_bytes(self, count: int, trained: int) -> int:
-        """Return the bytes of parameters in a training, with copies in a half dtype.
+        """Return the bytes of parameters in a training, with copies in a half dtype."""
+        size = count * self.wide - self.elsewhere_bytes(trained)
+        narrow = arrays.dtype(self.dtype).itemsize
+        if narrow != self.wide:
+            size += count * narrow
+        return size
+
+    def elsewhere_bytes(self, trained: int) -> int:
+        """Return the bytes of originals, besides copies in a half dtype, that other replicas keep.
 
         Replicas keep a share of the originals each, but for adapters (optim/shards.py).
         """
-        narrow = arrays.dtype(self.dtype).itemsize
-        if narrow == self.wide:
-            return count * self.wide
-        elsewhere = trained - self._share(trained)
+        if arrays.dtype(self.dtype).itemsize == self.wide:
+            return 0
         for layer in self.layers:
             for _, part in layer.walk(""):
                 if part.adapters:
-                    elsewhere = 0
-        return (count - elsewhere) * self.wide + count * narrow
+                    return 0
+        return (trained - self._share(trained)) * self.wide
 
     def moment_bytes(self, trained: int) -> int:
         """Bytes of the optimizer's state of this number of parameters, on one rank."""
@@ -159,12 +168,6 @@ class PlanningProblem:
     def _share(self, count: int) -> int:
         """Return how many of these numbers one of the replicas that share them keeps."""
         return -(-count // self.shards)
-
-    def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
-        counts = [0] * len(self.layers)
-        for name, entry in parameters.items():
-            counts[int(name.partition(".")[0])] += entry.size
-        return tuple(counts)
 
 
 @dataclass(frozen=True)

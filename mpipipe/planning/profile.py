@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from mpipipe.errors import ArgumentError
 
@@ -65,25 +66,72 @@ class Link:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one micro-batch.
+    """Bytes of a layer, or of a stage, for one micro-batch, whose input is not counted.
 
     Parameters
     ----------
-    activation, split : tuple of int
-        For each kind of layer what its forward leaves for its backward, and where that is split
-        what is left until the weight gradient, if that is more.
-    message, loss : int
-        Of what a stage hands to the next, and keeps for running a forward again; and of the
-        gradient of the loss.
-    scratch : int
-        Most that an action takes while it runs.
+    tables, shared : float
+        Left by the first micro-batch for all others: of a layer, and of its stage.
+    input, output : float
+        Arrays that come in, and that a forward returns.
+    saved, keeps_output, keeps_input : float
+        Kept from a forward for its backward, in all, of the output, and of the input.
+    pending, added, pends_input : float
+        Kept from the input gradient for the weight gradient, in all, of what was not saved, and of
+        the input.
+    loss : float
+        Gradient of the loss.
+    forward, backward, input_grad, weight_grad : float
+        Most that the action allocates at once, with its results.
     """
 
-    activation: tuple[int, ...]
-    split: tuple[int, ...]
-    message: int
-    loss: int = 0
-    scratch: int = 0
+    tables: float = 0
+    shared: float = 0
+    input: float = 0
+    output: float = 0
+    saved: float = 0
+    keeps_output: float = 0
+    keeps_input: float = 0
+    pending: float = 0
+    added: float = 0
+    pends_input: float = 0
+    loss: float = 0
+    forward: float = 0
+    backward: float = 0
+    input_grad: float = 0
+    weight_grad: float = 0
+
+
+def joined(layers: Sequence[Sizes]) -> Sizes:
+    """Return the bytes of layers in a row: an array between two of them is there once."""
+    tables = shared = weight_grad = 0.0
+    saved = pending = added = forward = backward = input_grad = 0.0
+    before = Sizes()
+    for layer in layers:
+        tables += layer.tables
+        shared = max(shared, layer.shared)
+        forward = max(forward, saved + before.output - before.keeps_output + layer.forward)
+        weight_grad = max(weight_grad, layer.weight_grad)
+        saved += layer.saved + max(0, min(layer.keeps_input, before.output) - before.keeps_output)
+        pending += layer.pending + min(layer.pends_input, before.output)
+        before = layer
+    gradient = 0.0  # none for the output of the last layer
+    for layer in reversed(layers):
+        backward = max(backward, gradient + layer.backward)
+        input_grad = max(input_grad, added + gradient + layer.input_grad)
+        added += layer.added
+        gradient = layer.input
+    return Sizes(
+        tables=tables + shared,
+        input=layers[0].input,
+        output=before.output,
+        saved=saved + before.loss,
+        pending=pending,
+        forward=forward,
+        backward=backward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+    )
 
 
 @dataclass(frozen=True)
@@ -98,8 +146,8 @@ class Profile:
         For each rank of the pipeline.
     links : mapping of int to tuple of Link
         Link p joins the ranks p and p + 1, the last one the last rank and the first.
-    sizes : mapping of int to Sizes
-        The same on all ranks.
+    sizes : mapping of int to sequence of Sizes
+        For each layer of the model, the same on all ranks.
     states, trained : tuple of int
         For each layer bytes of parameters, gradients and optimizer's state, and the number of
         trained parameters.
@@ -120,7 +168,7 @@ class Profile:
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
     >>> profile = Profile(
     ...     kinds=(0, 0), costs={4: (rank, rank)}, links={4: (Link(), Link())},
-    ...     sizes={4: Sizes((100,), (100,), 10)},
+    ...     sizes={4: [Sizes(saved=100)] * 2},
     ...     states=(8, 8), trained=(1, 1), optimizer=(0.0, 0.0), sums=(0.0, 0.0),
     ... )
     >>> profile.ranks
@@ -130,7 +178,7 @@ class Profile:
     kinds: tuple[int, ...]
     costs: Mapping[int, tuple[RankCosts, ...]]
     links: Mapping[int, tuple[Link, ...]]
-    sizes: Mapping[int, Sizes]
+    sizes: Mapping[int, Sequence[Sizes]]
     states: tuple[int, ...]
     trained: tuple[int, ...]
     optimizer: tuple[float, ...]
@@ -143,6 +191,15 @@ class Profile:
     def ranks(self) -> int:
         """Number of ranks of the pipeline."""
         return len(self.optimizer)
+
+    @property
+    def computing(self) -> float:
+        """Seconds of forwards and backwards of all kinds of layers and sizes."""
+        total = 0.0
+        for rank in chain(*self.costs.values()):
+            for layer in rank.layers:
+                total += layer.forward + layer.backward
+        return total
 
 
 # -- Numbers of bytes as text: 8G is 8 * 2^30 ------------------------------------------------------

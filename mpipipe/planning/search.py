@@ -10,7 +10,7 @@ from typing import Any
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.planning.predict import Choice, Prediction, predict
+from mpipipe.planning.predict import Choice, Plan, predict
 from mpipipe.planning.profile import Profile
 from mpipipe.schedules import names
 from mpipipe.text import counted, exact_bytes
@@ -22,35 +22,6 @@ LIMITS = 4  # limits of recomputation that are tried for one schedule
 REFINED = 6  # plans whose partition is improved
 RECOMPUTATION = {"recompute", "recompute_limit"}  # fields of a Choice
 MOVES = 60  # changes of a partition that are tried for each of them
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A choice, and what is predicted for it.
-
-    Parameters
-    ----------
-    choice : Choice
-        What is decided.
-    prediction : Prediction
-        Its time and memory.
-    order : str, optional
-        Axes of the mesh, as `Mesh` takes them, where ranks share network cards.
-    contended : float, optional
-        Seconds of a step where ranks share network cards.
-    """
-
-    choice: Choice
-    prediction: Prediction
-    order: str | None = None
-    contended: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step by all that is known."""
-        if self.contended is None:
-            return self.prediction.seconds
-        return self.contended
 
 
 @dataclass(frozen=True)
@@ -105,9 +76,7 @@ class Space:
                 expected=f"at most {self.rows}, the sequences in each replica",
                 remedy="raise batch, or lower microbatches",
             )
-        known: set[str] = set()
-        for chunks in range(1, CHUNKS + 1):
-            known |= set(names(chunks))
+        known = {*names(1), *names(2)}
         if self.fixed.get("schedule", "gpipe") not in known:
             raise ConfigError(
                 "unknown schedule",
@@ -142,19 +111,14 @@ class Space:
     @property
     def forms(self) -> list[tuple[str, int]]:
         """(schedule, chunks) to try."""
-        most = min(CHUNKS, self.layers // self.ranks)
-        tried = [*range(1, most + 1)]
-        if "chunks" in self.fixed:
-            tried = [self.fixed["chunks"]]
         partition = self.fixed.get("partition")
-        if partition is not None:
-            chunks, rest = divmod(len(partition), self.ranks)
-            if rest or chunks != self.fixed.get("chunks", chunks):
-                return []
-            tried = [chunks]
         forms = []
-        for chunks in tried:
-            if chunks * self.ranks > self.layers:
+        for chunks in range(1, self.layers // self.ranks + 1):
+            if chunks > CHUNKS and not self.fixed.keys() & {"chunks", "partition"}:
+                break
+            if chunks != self.fixed.get("chunks", chunks):
+                continue
+            if partition is not None and len(partition) != chunks * self.ranks:
                 continue
             for name in names(chunks):
                 if name == self.fixed.get("schedule", name):
@@ -194,20 +158,20 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
     >>> profile = Profile(
     ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros
     ... )
     >>> best = find_plans(profile, Space(ranks=2, layers=2, rows=4, fixed={"microbatches": 4}))[0]
-    >>> best.choice.schedule, best.prediction.seconds
+    >>> best.choice.schedule, best.seconds
     ('zero_bubble_h1', 13.0)
     """
     search = _Search(profile, space, math.inf if memory_limit is None else memory_limit)
     plans = []
     peaks = []
     for plan in search.plans():
-        peaks.append(plan.prediction.peak)
-        if plan.prediction.peak <= search.limit:
+        peaks.append(plan.peak)
+        if plan.peak <= search.limit:
             plans.append(plan)
     if not plans:
         expected = "a plan that exists"
@@ -226,7 +190,7 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
 
 
 def _rank(plan: Plan) -> tuple[float, int]:
-    return plan.prediction.seconds, plan.prediction.peak
+    return plan.seconds, plan.peak
 
 
 @dataclass(frozen=True)
@@ -258,34 +222,34 @@ class _Search:
             plan = self.predicted(Choice(**{**space.fixed, **fields}))
             if plan is None:
                 continue
-            schedule = plan.prediction.schedule
+            schedule = plan.schedule
             key = schedule.placement, schedule.orders
             if key in seen:
                 continue
             seen.add(key)
-            if plan.prediction.peak > self.limit and not RECOMPUTATION & space.fixed.keys():
+            if plan.peak > self.limit and not RECOMPUTATION & space.fixed.keys():
                 plan = self.recomputing(plan)
             yield plan
 
     def recomputing(self, plan: Plan) -> Plan:
         """Return the plan with as many forwards run again as the limit asks for."""
-        held = max(schedules.simulate(plan.prediction.schedule).peak_activations)
+        held = max(schedules.simulate(plan.schedule).peak_activations)
         limits = {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)}
+        choices = []
         for limit in sorted(limits - {0, held}, reverse=True):
-            tried = self.predicted(replace(plan.choice, recompute_limit=limit))
-            if tried is not None and tried.prediction.peak <= self.limit:
-                return tried
-        return self.predict(replace(plan.choice, recompute=True))
-
-    def predict(self, choice: Choice) -> Plan:
-        """Return a plan."""
-        prediction = predict(self.profile, choice, self.space.rows, self.space.trained)
-        return Plan(choice, prediction)
+            choices.append(replace(plan.choice, recompute_limit=limit))
+        for choice in [*choices, replace(plan.choice, recompute=True)]:
+            tried = self.predicted(choice)
+            if tried is not None:
+                plan = tried
+                if plan.peak <= self.limit:
+                    break
+        return plan
 
     def predicted(self, choice: Choice) -> Plan | None:
         """Return a plan; None where no recomputation keeps the limit of activations."""
         try:
-            return self.predict(choice)
+            return predict(self.profile, choice, self.space.rows, self.space.trained)
         except ArgumentError:
             if choice.recompute_limit is None:
                 raise
@@ -301,9 +265,9 @@ class _Search:
             if partition is None:
                 break
             other = self.predicted(replace(plan.choice, partition=partition))
-            if other is None or other.prediction.peak > self.limit:
+            if other is None or other.peak > self.limit:
                 continue
-            if other.prediction.seconds < plan.prediction.seconds:
+            if other.seconds < plan.seconds:
                 plan = other
                 partitions = _neighbours(partition)
         return plan

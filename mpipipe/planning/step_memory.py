@@ -6,9 +6,10 @@ once meanwhile.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -26,106 +27,32 @@ from mpipipe.planning.memory import (
     taking,
     tracing,
 )
+from mpipipe.planning.predict import crosses, step_peaks
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
-from mpipipe.schedules import Schedule, before_backwards, simulate
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """Bytes of layers for one micro-batch, whose input is not counted.
-
-    tables, shared : left by the first micro-batch for all others: of a layer, and of its stage
-    drawing : needed besides parameters and gradients while initial values are drawn
-    input, output : arrays that come in, and that a forward returns
-    saved, keeps_output, keeps_input : kept from a forward for its backward, in all, of the output,
-        and of the input
-    pending, added, pends_input : kept from the input gradient for the weight gradient, in all, of
-        what was not saved, and of the input
-    loss : gradient of the loss
-    forward, backward, input_grad, weight_grad : most that the action allocates at once, with its
-        results
-    keys, sums : keys and values of a sequence in slices, and sums of their gradients
-    """
-
-    tables: float = 0
-    shared: float = 0
-    drawing: float = 0
-    input: float = 0
-    output: float = 0
-    saved: float = 0
-    keeps_output: float = 0
-    keeps_input: float = 0
-    pending: float = 0
-    added: float = 0
-    pends_input: float = 0
-    loss: float = 0
-    forward: float = 0
-    backward: float = 0
-    input_grad: float = 0
-    weight_grad: float = 0
-    keys: float = 0
-    sums: float = 0
-
-
-def joined(layers: Sequence[StageBytes]) -> StageBytes:
-    """Return the bytes of layers in a row: an array between two of them is there once."""
-    tables = shared = drawing = keys = sums = 0.0
-    saved = pending = added = forward = backward = input_grad = weight_grad = 0.0
-    before = StageBytes()
-    for layer in layers:
-        tables += layer.tables
-        shared = max(shared, layer.shared)
-        drawing = max(drawing, layer.drawing)
-        keys += layer.keys
-        sums += layer.sums
-        forward = max(forward, saved + before.output - before.keeps_output + layer.forward)
-        weight_grad = max(weight_grad, layer.weight_grad)
-        saved += layer.saved + max(0, min(layer.keeps_input, before.output) - before.keeps_output)
-        pending += layer.pending + min(layer.pends_input, before.output)
-        before = layer
-    gradient = 0.0  # none for the output of the last layer
-    for layer in reversed(layers):
-        backward = max(backward, gradient + layer.backward)
-        input_grad = max(input_grad, added + gradient + layer.input_grad)
-        added += layer.added
-        gradient = layer.input
-    return StageBytes(
-        tables=tables + shared,
-        drawing=drawing,
-        input=layers[0].input,
-        output=before.output,
-        saved=saved + before.loss,
-        pending=pending,
-        forward=forward,
-        backward=backward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        keys=keys,
-        sums=sums,
-    )
+from mpipipe.planning.profile import Sizes, joined
+from mpipipe.schedules import before_backwards, peak_memory, simulate
 
 
 def layer_bytes(
     measured: MeasuredRanks, example: tuple[Tree, Tree], rows: int
-) -> tuple[list[StageBytes], dict[str, int]]:
+) -> tuple[list[Sizes], dict[str, int]]:
     """Return the bytes of each layer of a model, and of what layers give and take by its names.
 
     `example` are inputs and targets of a micro-batch with this number of rows.
     """
     # A loss may divide by what is in its targets.
     x, targets = example
-    example = zeros_of(shapes_of(x)), targets
+    example = zeros_like(x), targets
     values: dict[str, Tree] = {}
     results = []
-    known: dict[LoneLayer, StageBytes] = {}
     with tracing():
-        for lone in lone_layers(measured, example, rows, values, LoneLayer):
-            if lone not in known:
-                with np.errstate(all="ignore"), counting(), lone.taking_head():
-                    known[lone] = _micro_batch(lone)
+        for lone in lone_layers(measured, example, rows, values, taking):
+            if lone.sizes is None:
+                with np.errstate(all="ignore"), counting(), lone.head():
+                    lone.sizes = _micro_batch(lone)
                 # Layers may be large, and one at a time is in memory.
                 del lone.stage, lone.x, lone.loss, lone.gradient
-            results.append(known[lone])
+            results.append(lone.sizes)
     return results, {name: bytes_of(value) for name, value in values.items()}
 
 
@@ -133,42 +60,62 @@ def layer_bytes(
 class LoneLayer:
     """A layer in a stage by itself, with an input, and the loss after it if it is last.
 
-    `drawing` are bytes that drawing its parameters takes. `gradient` is that of the output, whose
-    shapes are `shapes`, from the first forward on.
+    meter : begins to measure an action; returns a function that ends that
+    head : lets the loss compute the product of the head in a block, if it does in a pipeline
+    gradient, output : gradient of the output, and zeros like the output, once it has run
+    sizes : its bytes, once they are counted
+    actions : what was measured of actions and the loss, by their names
+    kept, pending : what forwards left for backwards, and input gradients for weight gradients
     """
 
     stage: nn.Stage
     x: Tree
     targets: Tree
     trained: bool
-    loss: Loss | None
-    drawing: int
+    meter: Callable[[], Callable[[], float]]
+    loss: Loss | None = None
+    head: Callable[[], AbstractContextManager[None]] = nullcontext
     gradient: Tree = None
-    shapes: Shapes | None = None
-
-    def taking_head(self) -> AbstractContextManager[None]:
-        """Let the loss compute the product of the head in a block, if it does in a pipeline."""
-        if self.loss is None:
-            return nullcontext()
-        return self.loss.taking_head()
+    output: Tree = None
+    sizes: Sizes | None = None
+    actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
+    pending: deque[nn.Pending] = field(default_factory=deque)
 
     def run(self, name: str, call: Callable[..., Result], *arguments: object) -> Result:
-        """Run an action, or the loss."""
-        return call(*arguments)
+        """Run an action, or the loss, and measure it."""
+        end = self.meter()
+        result = call(*arguments)
+        self.actions[name].append(end())
+        return result
 
-    def forward(self, name: str = "F") -> tuple[Tree, nn.Saved]:
-        """Run one forward, and the loss after it."""
+    def forward(self, name: str = "F") -> Tree:
+        """Run one forward, and the loss after it; return the output."""
         y, saved = self.run(name, self.stage.forward, self.x)
-        self.shapes = shapes_of(y)
+        if self.output is None:
+            self.output = zeros_like(y)
         if self.loss is not None:
             result = self.run("loss", self.loss.call, y, self.targets, 1.0)
             self.gradient = self.loss.scaled(self.loss.checked(result)[1], 1.0, y)
         elif self.gradient is None:
-            self.gradient = zeros_of(self.shapes, gradient=True)
-        return y, saved
+            self.gradient = zeros_like(y, gradient=True)
+        if self.trained:
+            self.kept.append((self.gradient, saved))
+        return y
+
+    def act(self, name: str) -> None:
+        """Run an action by its name, those of backwards for the oldest forward."""
+        if name in ("F", "R"):
+            self.forward(name)
+        elif name == "I":
+            gradients = self.run(name, self.stage.backward_input, *self.kept.popleft())
+            self.pending.append(gradients[1])
+        elif name == "W":
+            self.run(name, self.stage.backward_weight, self.pending.popleft())
+        else:
+            self.run(name, self.stage.backward, *self.kept.popleft())
 
 
-Lone = TypeVar("Lone", bound=LoneLayer)
 Result = TypeVar("Result")
 
 
@@ -177,8 +124,8 @@ def lone_layers(
     example: tuple[Tree, Tree],
     rows: int,
     values: dict[str, Tree],
-    make: type[Lone],
-) -> Iterator[Lone]:
+    meter: Callable[[], Callable[[], float]],
+) -> Iterator[LoneLayer]:
     """Yield each layer, to be run; again the same for one of its kind with inputs of its shapes.
 
     `example` are inputs and targets of a micro-batch with this number of rows. What layers give and
@@ -186,7 +133,7 @@ def lone_layers(
     """
     problem = measured.problem
     layers = measured.layers()
-    known: dict[tuple, Lone] = {}
+    known: dict[tuple, LoneLayer] = {}
     place = 0
     x, targets = example
     # below all that is trained
@@ -200,82 +147,75 @@ def lone_layers(
             count = parameters_of([layer])
             needs = {f"{count:,} parameters and their gradients": 2 * problem.wide * count}
             check_memory("measuring a layer", needs, "run it on a machine with more memory")
-            taken = taking()
             stage = nn.Stage([layer], problem.dtype, first=place, frozen=measured.frozen)
-            drawing = max(0, taken() - stage.buffers.nbytes)
             stage.optimizer_writes_compute()
             trained = not (below and layer.frozen)
             stage.end_backward(below and trained)
             stage.hand_on(stage.gives)
-            loss = None
+            known[key] = lone = LoneLayer(stage, x, targets, trained, meter)
             if not layers:
-                loss = Loss(measured.loss_for(stage, rows))
-            known[key] = make(stage, x, targets, trained, loss, drawing)
+                lone.loss = Loss(measured.loss_for(stage, rows))
+                lone.head = lone.loss.taking_head
         lone = known[key]
         yield lone
-        assert lone.shapes is not None
         below = below and not lone.trained
-        x = zeros_of(lone.shapes)
+        x = lone.output
         place += 1
 
 
-def _micro_batch(lone: LoneLayer) -> StageBytes:
+def _micro_batch(lone: LoneLayer) -> Sizes:
     """Run one micro-batch as the executor does, after another one that makes tables."""
     stage = lone.stage
     shared = {*array_bytes((stage.buffers, lone.x, lone.targets))}
     before = getattr(lone.x, "main", lone.x)
     for _ in range(2):
-        taken = taking()
-        y, saved = lone.forward()
+        y = lone.forward()
         after = getattr(y, "main", y)
-        if not lone.trained:
-            saved = None
+        saved = None
+        if lone.trained:
+            saved = lone.kept[0][1]
         saved_size, loss_size = new_bytes([saved, lone.gradient], shared)
-        if lone.loss is None:
-            loss_size = 0
-        sizes = StageBytes(
-            drawing=lone.drawing,
+        sizes = Sizes(
             input=bytes_of(before),
             output=bytes_of(after),
             saved=saved_size,
             keeps_output=_within(after, saved),
             keeps_input=_within(before, saved),
-            loss=loss_size,
         )
-        least = saved_size + loss_size + sizes.output - sizes.keeps_output
-        sizes = replace(sizes, forward=max(least, taken()))
         del y, after
-        if not lone.trained:
-            continue
-        taken = taking()
-        stage.backward(lone.gradient, saved)
-        backward = taken()
-        del saved
-        _, saved = lone.forward()
-        taken = taking()
-        pending = stage.backward_input(lone.gradient, saved)[1]
-        input_grad = taken()
-        (waiting,) = new_bytes([pending], shared)
-        _, added = new_bytes([saved, pending], shared)
-        del saved
-        taken = taking()
-        stage.backward_weight(pending)
-        sizes = replace(
-            sizes,
-            pending=waiting,
-            added=added,
-            pends_input=_within(before, pending),
-            backward=backward,
-            input_grad=max(added, input_grad),
-            weight_grad=taken(),
-        )
-        del pending
+        if lone.trained:
+            lone.act("B")
+            lone.forward()
+            saved = lone.kept[0][1]
+            lone.act("I")
+            _, added = new_bytes([saved, lone.pending], shared)
+            del saved
+            sizes = replace(
+                sizes,
+                pending=sum(new_bytes([lone.pending], shared)),
+                added=added,
+                pends_input=_within(before, lone.pending),
+            )
+            lone.act("W")
+    if lone.loss is None:
+        loss_size = 0
     parts = []
     for _, part in stage.layers[0].walk(""):
         if not isinstance(part, ForeignLayer):
             parts.append(vars(part))
     common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
-    return replace(sizes, tables=tables, shared=common)
+    most = {name: action[-1] for name, action in lone.actions.items()}
+    held = sizes.saved + sizes.output - sizes.keeps_output
+    return replace(
+        sizes,
+        tables=tables,
+        shared=common,
+        loss=loss_size,
+        forward=max(most["F"], held + max(loss_size, most.get("loss", 0))),
+        backward=most.get("B", 0),
+        input_grad=max(sizes.added, most.get("I", 0)),
+        weight_grad=most.get("W", 0),
+    )
 
 
 def _within(tree: Tree, kept: object) -> int:
@@ -293,21 +233,21 @@ Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, np.dtype], ...]]
 
 
 def shapes_of(tree: Tree) -> Shapes:
-    """Return what a tree of zeros is made of."""
+    """Return structure, shapes and dtypes of a tree."""
     leaves, structure = arrays.flatten(tree)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def zeros_of(shapes: Shapes, gradient: bool = False) -> Tree:
+def zeros_like(tree: Tree, gradient: bool = False) -> Tree:
     """Return a tree of zeros; of a gradient, integers have none."""
-    structure, leaves = shapes
-    zeros: list[np.ndarray | None] = []
-    for shape, dtype in leaves:
-        if gradient and not arrays.is_floating(dtype):
-            zeros.append(None)
-        else:
-            zeros.append(np.zeros(shape, dtype))
-    return arrays.unflatten(zeros, structure)
+
+    def zeros(leaf: np.ndarray) -> np.ndarray | None:
+        if gradient and not arrays.is_floating(leaf.dtype):
+            return None
+        # In memory that the system has given.
+        return np.full(leaf.shape, 0, leaf.dtype)
+
+    return arrays.mapped(zeros, tree)
 
 
 def bytes_of(tree: Tree) -> int:
@@ -323,43 +263,39 @@ class RankBytes:
     """Memory of one rank of a pipeline, in bytes.
 
     rank : rank in the pipeline
-    stages : its stages, each with (start, stop) of its layers
-    inputs : of a micro-batch, for each of them
+    layers : (start, stop) of those of each of its stages
+    inputs : of a micro-batch, for each stage of the pipeline
     count : elements of its parameters
     parameters : with the copy in a narrower dtype, whose originals replicas may keep shares of
     gradients, moments : those of what is trained
-    tables : made once, such as rotary tables
-    activations, messages, scratch : at the peak of a step
+    activations, messages, scratch : at the peak of a step, with tables that are made once
     batch : inputs and targets, also those of the next step
-    start : needed to draw the initial values, besides parameters and gradients
-    buffers : needed at the end: parameters that replicas have shares of, made whole, and the
-        decoder that writes the sample
-    sums : memory of MPI for sums over replicas; 0 without replicas
+    start : parameters that replicas have shares of, made whole when initial values are drawn
+    after : needed after a step: of MPI for sums over replicas, or at the end by parameters that
+        replicas have shares of, made whole, and by the decoder that writes the sample
     process : Python with its libraries and MPI, and what they keep once a training runs
     """
 
     rank: int
-    stages: dict[int, tuple[int, int]]
-    inputs: dict[int, float]
+    layers: list[tuple[int, int]]
+    inputs: list[float]
     count: int
     parameters: int
     gradients: int
     moments: int
-    tables: int
     activations: int
     messages: int
     scratch: int
     batch: int
     start: int
-    buffers: list[int]
-    sums: int
+    after: int
     process: int
 
     @property
     def total(self) -> int:
         """Most that the rank holds at once: at the start, in a step, or after it."""
-        training = self.moments + self.tables + max(self.step, self.sample, self.sums)
-        return self.process + self.parameters + self.gradients + max(self.start, training)
+        training = max(self.start, self.moments + self.step + self.later)
+        return self.process + self.parameters + self.gradients + training
 
     @property
     def step(self) -> int:
@@ -367,20 +303,9 @@ class RankBytes:
         return self.activations + self.messages + self.scratch + self.batch
 
     @property
-    def sample(self) -> int:
-        """What a step has taken, and what the buffers take after it.
-
-        Memory that a step has taken stays with the process. A buffer that fits into it takes no
-        more.
-        """
-        room = self.step
-        more = 0
-        for size in sorted(self.buffers, reverse=True):
-            if size <= room:
-                room -= size
-            else:
-                more += size
-        return self.step + more
+    def later(self) -> int:
+        """What is needed after a step beyond the memory that it has taken and that stays."""
+        return max(0, self.after - self.step)
 
 
 def rank_bytes(
@@ -402,24 +327,19 @@ def rank_bytes(
     schedule = plan.schedule
     if recompute:
         schedule = before_backwards(schedule)
-    if problem.seq > 1 or schedule.slices > 1:
+    if problem.seq > 1:
         rows, length, *_ = arrays.flatten(example[0])[0][0].shape
         for place, layer in enumerate(problem.layers):
-            counts = []
+            counts = [0]
             for part in attentions([layer]):
                 counts.append(2 * part.kv_heads * part.head_dim * rows * length)
-            layers[place] = _spread(
-                layers[place],
-                counts,
-                problem.dtype,
-                ring=problem.seq > 1,
-                slices=schedule.slices > 1,
-            )
+            layers[place] = _in_ring(layers[place], counts, problem)
     stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
     inputs = [stage.input for stage in stages]
     sources = {}
     for skip in schedule.skips:
-        inputs[skip.target] += named[skip.name]
+        target = stages[skip.target]
+        stages[skip.target] = replace(target, input=target.input + named[skip.name])
         # A value that several stages take leaves its stage once.
         sources[skip.name] = skip.source
     for name, source in sources.items():
@@ -430,199 +350,71 @@ def rank_bytes(
     # A pipeline keeps its batch until the next step.
     row = 2 * sum(map(bytes_of, example)) * plan.rows // plan.microbatch_rows
     wide = problem.wide
+    peaks = step_peaks(schedule, stages, shares)
+    away = [float(crosses(schedule, edge)) for edge in range(schedule.stages + 1)]
+    # Inputs stay in buffers of messages until their backwards.
+    leased = peak_memory(schedule, away[:-1], away[:-1])
     ranks = []
-    for rank in range(problem.ranks):
-        window = receive_window(timeline, rank)
-        peak = map(round, peak_of_step(schedule, rank, stages, inputs, window, shares))
-        activations, messages, scratch = peak
-        ranges = {}
-        counts = []
-        tables = 0.0
-        drawing = 0.0
+    for rank, (activations, scratch) in enumerate(peaks):
+        ranges = plan.ranges_of(rank)
+        count = sum(parameters_of(problem.layers[start:stop]) for start, stop in ranges)
+        receives = 0.0
+        largest = 0.0
         for stage in schedule.stages_of(rank):
-            start, stop = plan.layer_ranges[stage]
-            ranges[stage] = start, stop
-            counts.append(parameters_of(problem.layers[start:stop]))
-            tables += stages[stage].tables
-            drawing = max(drawing, stages[stage].drawing)
-        count = sum(counts)
-        gradients = sum(problem.gradient_bytes([*ranges.values()]))
+            receives += schedule.units * (away[stage] + away[stage + 1])
+            for end in stages[max(stage, 1) : stage + 2]:
+                largest = max(largest, end.input)
+        buffers = min(leased[rank] + receive_window(timeline, rank), receives)
+        gradients = sum(problem.gradient_bytes(ranges))
         trained = gradients // wide
-        parameters = problem.parameter_bytes(count, trained)
-        elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
-        buffers = []
+        elsewhere = problem.elsewhere_bytes(trained)
+        after = 0
         if copied:
-            for size in counts:
-                buffers += [size * wide] * 2
+            after = 2 * count * wide
         if elsewhere:
-            buffers.append(gradients)
-        sums = 0
+            after += gradients
         if problem.replicas * problem.seq > 1:
             # MPI sums with a buffer as large, where a step has been.
-            sums = gradients
+            after = max(after, gradients)
         ranks.append(
             RankBytes(
                 rank=rank,
-                stages=ranges,
-                inputs={stage: stages[stage].input for stage in ranges},
+                layers=ranges,
+                inputs=inputs,
                 count=count,
-                parameters=parameters,
+                parameters=problem.parameter_bytes(count, trained),
                 gradients=gradients,
                 moments=problem.moment_bytes(trained),
-                tables=round(tables),
-                activations=activations,
-                messages=messages,
-                scratch=scratch,
+                activations=round(activations),
+                messages=round(buffers * largest * max(shares)),
+                scratch=round(scratch),
                 batch=[schedule.placement[0], schedule.placement[-1]].count(rank) * row,
-                start=round(drawing) + elsewhere,
-                buffers=buffers,
-                sums=sums,
+                start=elsewhere,
+                after=after,
                 process=process,
             )
         )
     return ranks
 
 
-# -- The memory of one rank in a training step, action by action -----------------------------------
-#
-# F  leaves `saved` until B, or until I, which leaves `pending` until W
-# R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
+def _in_ring(measured: Sizes, counts: Sequence[int], problem: PlanningProblem) -> Sizes:
+    """Return the bytes of a layer that was measured on one rank, in a ring of ranks.
 
-
-def peak_of_step(
-    schedule: Schedule,
-    rank: int,
-    stages: Sequence[StageBytes],
-    inputs: Sequence[float],
-    window: int,
-    shares: Sequence[float] = (1.0,),
-) -> tuple[float, float, float]:
-    """Walk through the order of a rank; return bytes at the peak.
-
-    They are those of activations, messages and scratch.
-
-    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of
-    `receive_window`, and `shares` are those of the slices in a sequence.
+    `counts` are the keys and values of each attention of the layer on a rank, for a micro-batch. A
+    forward keeps the last block that has come by, and has another one on its way. In a backward two
+    messages are under way, each with a block and its gradients, which are sums in the wider dtype.
     """
-    slices = []
-    for share in shares:
-        slices.append([share_of(stage, share) for stage in stages])
-    placement = schedule.placement
-    last = schedule.stages - 1
-    final = schedule.slices - 1
-    # Whether the input comes from another rank, and the gradient of the output.
-    away = {}
-    largest = 0.0
-    for stage in schedule.stages_of(rank):
-        below = stage > 0 and placement[stage - 1] != rank
-        above = stage < last and placement[stage + 1] != rank
-        away[stage] = below, above
-        ends = inputs[max(stage, 1) : stage + 2]
-        largest = max([largest, *ends])
-    largest *= max(shares)
-    order = schedule.orders[rank]
-    receives = []
-    for stage, op, _ in order:
-        receives.append(op in "FBI" and away[stage][op != "F"])
-    waiting = sum(receives)
-    best = (0.0, 0.0, 0.0)
-    activations = 0.0
-    local = 0.0
-    leaving = 0.0
-    leased = 0
-    buffers = 0
-    for (stage, op, microbatch), receiving in zip(order, receives):
-        number = microbatch % schedule.slices
-        own = slices[number][stage]
-        input_size = shares[number] * inputs[stage]
-        trained = schedule.has_backward(stage)
-        from_away, to_away = away[stage]
-        local_input = 0.0
-        if stage and not from_away:
-            local_input = input_size
-        if receiving:
-            buffers = max(buffers, leased + min(window, waiting))
-            waiting -= 1
-            leased += 1
-        elif op == "F":
-            local += local_input
-        stays = op == "R"
-        if op == "F":
-            stays = trained and (stage, microbatch) not in schedule.recomputed
-        saved = 0.0
-        if stays:
-            saved = own.saved
-        scratch, more = {
-            "F": (own.forward - saved, saved),
-            "R": (own.forward - saved, saved),
-            "B": (own.backward, -own.saved),
-            "I": (own.input_grad, own.pending - own.saved),
-            "W": (own.weight_grad, -own.pending),
-        }[op]
-        if op == "F" and number == 0:
-            activations += own.keys
-        if op in "BI" and number == final:
-            activations += own.sums
-        peak = (activations + saved + local, buffers * largest, scratch + leaving)
-        best = max(best, peak, key=sum)
-        activations += more
-        # Keys and values go with the last action that needs them.
-        if trained and op in "BI" and number == 0:
-            activations -= own.keys + own.sums
-        if not trained and op == "F" and number == final:
-            activations -= own.keys
-        leaving = 0.0
-        if op == "F" and to_away:
-            leaving = own.output
-        elif op in "BI" and from_away:
-            leaving = input_size
-        # The input of the forward, and the gradient of the output.
-        if op in "BW" or (op == "F" and not trained):
-            local -= local_input
-            leased -= from_away + (op != "F" and to_away)
-    return best
-
-
-def share_of(whole: StageBytes, share: float) -> StageBytes:
-    """Return the bytes of a slice that has this share of a sequence."""
-    sizes = {}
-    for name, size in vars(whole).items():
-        if name not in ("keys", "sums"):
-            sizes[name] = share * size
-    return replace(whole, **sizes)
-
-
-# -- Attention over a ring takes messages with keys and values; slices have those of a sequence ----
-#
-# `counts` are the keys and values of each attention of a layer on this rank, for a micro-batch.
-
-
-def _spread(
-    measured: StageBytes, counts: Sequence[int], dtype: str, *, ring: bool, slices: bool
-) -> StageBytes:
-    """Return the bytes of a layer that was measured on one rank, for a ring, and for slices.
-
-    In a ring a forward keeps the last block that has come by, and has another one on its way. In a
-    backward two messages are under way, each with a block and its gradients, which are sums in the
-    wider dtype. In slices keys and values are apart.
-    """
-    kind = arrays.dtype(dtype)
-    wide = arrays.accumulator(kind).itemsize
-    keys = sum(counts) * kind.itemsize
-    largest = max(counts, default=0)
-    if ring:
-        under_way = 2 * largest * (kind.itemsize + wide)
-        measured = replace(
-            measured,
-            saved=measured.saved + keys,
-            forward=measured.forward + keys + largest * kind.itemsize,
-            backward=measured.backward + under_way,
-            input_grad=measured.input_grad + under_way,
-        )
-    if slices:
-        sums = sum(counts) * wide
-        measured = replace(measured, saved=measured.saved - keys, keys=keys, sums=sums)
-    return measured
+    itemsize = arrays.dtype(problem.dtype).itemsize
+    keys = sum(counts) * itemsize
+    largest = max(counts)
+    under_way = 2 * largest * (itemsize + problem.wide)
+    return replace(
+        measured,
+        saved=measured.saved + keys,
+        forward=measured.forward + keys + largest * itemsize,
+        backward=measured.backward + under_way,
+        input_grad=measured.input_grad + under_way,
+    )
 
 
 # -- Models and batches that do not fit into this machine are refused ------------------------------

@@ -237,7 +237,7 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     owned = owner.take_folder(folder, group, failed)
     assert owner.owner_of(folder / "b") is owned and owner.owner_of(folder.parent) is None
     assert token_in(folder) == owned.token
-    shared = owner.share_folder(folder / "b", group, failed)
+    shared = owner.take_folder(folder / "b", group, failed)
     assert shared is owned
     for _ in range(2):
         comm.Barrier()

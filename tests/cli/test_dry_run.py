@@ -39,7 +39,7 @@ def test_steps_of_ranks_that_share_network_cards_are_foreseen_for_both_placement
     keys = dict(pipe=4, layers=4, batch=4, microbatches=1)
     found = estimate(TrainConfig(**SIZES | keys), GPT, 16)
     lines = described(1, "0,1,4", 1e30, found).splitlines()
-    sizes = [sum(memory.inputs.values()) for memory in found.ranks]
+    sizes = found.ranks[0].inputs
     sums = [2 * 3 / 4 * memory.gradients for memory in found.ranks]
     # Forwards and backwards take no time: three messages there and three back, then the sum of the first rank.
     replicas = 4 * 2 * sum(sizes[1:])

@@ -5,7 +5,7 @@ import math
 import pytest
 from gpu_emulator.fixture import own_gpus
 from support.device_pipelines import all_aborted
-from support.gradients import contents, fill, watched
+from support.gradients import contents, fill, gradient_norm, watched
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError
@@ -67,7 +67,7 @@ def test_clipping_has_the_bits_of_a_norm_that_mpi_gathers(own, comm):
             norm = optim.clip_by_global_norm(before, max_norm, comm, skip, scale=4.0)
             assert optim.clip_by_global_norm(now, max_norm, scale=4.0, over=over) == norm
             assert contents(now) == contents(before)
-    assert norm != optim.gradient_norm(now, comm, scale=4.0)  # without `skip`, and after the last clipping
+    assert norm != gradient_norm(now, comm, scale=4.0)  # without `skip`, and after the last clipping
 
 
 # -- waits -------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(own, comm, value):
             assert contents(stages, optimizer) == start
         assert optimizer.steps == 1 and fixed.skipped == 0
         fill(stages, 2)
-        assert optim.scaled_step(optimizer, scaler, 1.0, over=over) == optim.gradient_norm(stages, comm, scale=4.0)
+        assert optim.scaled_step(optimizer, scaler, 1.0, over=over) == gradient_norm(stages, comm, scale=4.0)
 
 
 # -- where MPI gathers -------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_all_ranks_let_mpi_gather_where_nccl_cannot_be_used(own, comm, monkeypat
     stages = made(rank, device=device)
     for stage in stages:
         stage.gradients.flat.fill(1) if device == "cpu" else fill([stage], 0)
-    expected = optim.gradient_norm(stages, pipe)
+    expected = gradient_norm(stages, pipe)
     with optim.GlobalNorm(stages, pipe, replicas=replicas) as over:
         assert not any(comm.allgather(over.on_device)) or pipe.size == 1
         assert optim.clip_by_global_norm(stages, math.inf, over=over) == expected

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.gradients import contents, fill, watched
+from support.gradients import contents, fill, gradient_norm, watched
 
 from mpipipe import arrays, nn, optim
 from mpipipe.arrays import transfer
@@ -102,7 +102,7 @@ def test_a_step_on_the_device_has_the_bits_of_one_with_the_norm_on_the_host(gpu,
         stage.optimizer_writes_compute()
     for step, max_norm in enumerate((5.0, 1e9, 0.1, math.inf)):
         fill(before, step, scaler.scale), fill(now, step, scaler.scale)
-        norm = optim.gradient_norm(before, scale=scaler.scale)
+        norm = gradient_norm(before, scale=scaler.scale)
         first.step(lr=0.02, scale=(max_norm / norm if norm > max_norm else 1.0) / scaler.scale)
         assert optim.scaled_step(second, scaler, max_norm, lr=0.02) == norm
         for stage in (*before, *now):
@@ -121,7 +121,7 @@ def test_the_host_asks_for_the_step_before_it_knows_the_norm(gpu, name, dtype):
     waits = watched(optimizer, gpu)
     for stage in stages:
         stage.optimizer_writes_compute()
-    optim.gradient_norm(stages)  # uploads its tables once
+    gradient_norm(stages)  # uploads its tables once
     fill(stages, 0)
     gpu.reset()
     crossed = gpu.crossing(lambda: optim.scaled_step(optimizer, optim.LossScaler(1.0), 0.5))
@@ -191,12 +191,12 @@ def test_a_communicator_of_one_rank_is_no_reason_to_wait(gpu):
     def alone(comm):
         stages = made()
         optimizer = OPTIMIZERS["AdamW"](stages)
-        optim.gradient_norm(stages)
+        gradient_norm(stages)
         fill(stages, 0)
         gpu.reset()
         norm = optim.scaled_step(optimizer, optim.LossScaler(1.0, dynamic=False), 1.0, comm=comm)
         waits = list(gpu.synchronisations)
-        assert norm == optim.gradient_norm(stages, comm)
+        assert norm == gradient_norm(stages, comm)
         fill(stages, 0, bad=math.nan)
         with pytest.raises(NonFiniteError, match=r"rank 0.*2\.bias"):
             optim.clip_by_global_norm(stages, 1.0, comm)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.gradients import fill
+from support.gradients import fill, gradient_norm
 from support.tolerance import close
 
 from mpipipe import Pipeline, arrays, nn, optim, schedules
@@ -323,12 +323,12 @@ def test_the_norm_counts_users_stages_and_those_of_layers_together(pair):
     numbers = [own(seed=rank).gradients.flat for rank in range(2)]
     square = sum(float((x**2).sum()) for x in numbers) + 12 * (1 + 4)
     expected = math.sqrt(square)
-    assert optim.gradient_norm([layers, mine], pair) == pytest.approx(expected, rel=1e-14)
+    assert gradient_norm([layers, mine], pair) == pytest.approx(expected, rel=1e-14)
     with optim.GlobalNorm([layers, mine], pair) as over:
         assert optim.clip_by_global_norm([layers, mine], 1.0, over=over) == pytest.approx(expected, rel=1e-14)
-    assert optim.gradient_norm([layers, mine], pair) == pytest.approx(1.0, rel=1e-14)
+    assert gradient_norm([layers, mine], pair) == pytest.approx(1.0, rel=1e-14)
     kept = np.sqrt(sum((mine.gradients[name] ** 2).sum() for name in ("w", "v")))
-    assert optim.gradient_norm([mine], skip={"gain"}) == pytest.approx(kept, rel=1e-14)
+    assert gradient_norm([mine], skip={"gain"}) == pytest.approx(kept, rel=1e-14)
 
 
 def test_a_gradient_that_is_no_number_is_named_with_its_stage():
@@ -346,7 +346,7 @@ def test_a_gradient_that_is_no_number_is_named_with_its_stage():
 def test_parameters_in_half_precision_are_measured_and_not_updated(dtype):
     stage = own(dtype)
     wide = stage.gradients.flat.astype(np.float64)
-    assert optim.gradient_norm([stage]) == pytest.approx(float(np.sqrt((wide**2).sum())), rel=1e-14)
+    assert gradient_norm([stage]) == pytest.approx(float(np.sqrt((wide**2).sum())), rel=1e-14)
     for make in (optim.AdamW, optim.SGD):
         with pytest.raises(ArgumentError, match=f"in {dtype}") as caught:
             make([stage], lr=0.1)
@@ -357,7 +357,7 @@ def test_a_stage_without_parameters_takes_part_in_nothing():
     bare = SimpleNamespace(gradients=None)
     optimizer = optim.AdamW([bare, own()], lr=0.1)
     optimizer.step()
-    assert optim.gradient_norm([bare]) == 0.0
+    assert gradient_norm([bare]) == 0.0
 
 
 @pytest.mark.parametrize(

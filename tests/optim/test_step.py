@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gradients import fill
+from support.gradients import fill, gradient_norm
 from support.tolerance import bound, close, largest, within
 
 from mpipipe import nn, optim
@@ -75,8 +75,8 @@ def test_clipping_scales_to_the_global_norm_of_the_gradients_without_their_scale
     close(optim.clip_by_global_norm(stages, 2 * norm), norm, TERMS)
     for stage, copy in zip(stages, copies):
         np.testing.assert_array_equal(stage.gradients.flat, copy)
-    exact = optim.gradient_norm(stages)
-    assert optim.gradient_norm(stages, scale=8.0) == exact / 8
+    exact = gradient_norm(stages)
+    assert gradient_norm(stages, scale=8.0) == exact / 8
     assert optim.clip_by_global_norm(stages, exact / 32, scale=8.0) == exact / 8
     close(exact, norm, TERMS)
     within(norm_of(stages), norm / 4, bound(dtype, 2, norm / 4) + bound("float64", TERMS, norm / 4))
@@ -91,7 +91,7 @@ def test_the_norm_of_huge_float32_gradients_does_not_overflow_and_that_of_others
     assert 1e30 < optim.clip_by_global_norm(stages, 1.0) < math.inf
     for value in (math.inf, -math.inf, math.nan):
         stages[0].gradients["0.bias"][3] = value
-        assert not math.isfinite(optim.gradient_norm(stages, scale=4.0))
+        assert not math.isfinite(gradient_norm(stages, scale=4.0))
 
 
 def test_tied_copies_and_skipped_parameters_count_once():
@@ -181,7 +181,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value):
 def test_a_norm_over_kept_ranks_and_names_to_skip(comm):
     stage = model(comm.rank)
     optimizer, skip = optim.SGD([stage], lr=0.1), [f"{2 * comm.rank}.bias"]
-    norm = optim.gradient_norm([stage], comm, skip)
+    norm = gradient_norm([stage], comm, skip)
     assert optim.scaled_step(optimizer, UNSCALED, 1.0, comm=comm, skip=skip) == norm
     with optim.GlobalNorm([stage], comm, skip) as over:
         draw(stage, comm.rank, 0)
@@ -227,7 +227,7 @@ def test_squares_of_all_sizes_are_gathered_where_their_sum_is_too_long(comm):
     stages = [nn.Stage([nn.Linear(1, 1, bias=False)], "float64", first=200 * comm.rank + k) for k in range(200)]
     for stage, size in zip(stages, sizes):
         stage.gradients.flat[...] = size * 2.0**-300 * 3.0**7
-    norm = optim.gradient_norm(stages, comm)
+    norm = gradient_norm(stages, comm)
     assert optim.scaled_step(optim.SGD(stages, lr=0.1), UNSCALED, 1.0, comm=comm) == norm > 0
 
 

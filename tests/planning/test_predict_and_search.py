@@ -41,7 +41,8 @@ def profile(ranks=2, layers=(1.0,) * 6, speeds=None, links=None, **more):
         kinds=tuple(range(len(layers))),
         costs={size: tuple(costs(size, speed) for speed in speeds) for size in sizes},
         links={size: links or (Link(),) * ranks for size in sizes},
-        sizes={size: Sizes(tuple(size * each for each in kept), (0,) * len(layers), 10 * size, size) for size in sizes},
+        sizes={size: [*(Sizes(saved=size * each) for each in kept[:-1]), Sizes(saved=size * kept[-1], loss=size)]
+               for size in sizes},
         states=(1000,) * len(layers),
         trained=(10,) * len(layers),
         optimizer=(0.0,) * ranks,
@@ -101,9 +102,9 @@ def test_memory_is_states_and_what_the_schedule_holds():
     first, second = 100 + 101, 102 + 103 + 104 + 105 + 1  # of one sequence, with the gradient of the loss
     assert found.memory == (2 * 1000 + 2 * first, 4 * 1000 + second)
     again = predict(profile(), Choice("one_f_one_b", 1, 8, (2, 4), recompute=True), ROWS)
-    assert again.memory == (2000 + 10 + first, 4000 + second)
+    assert again.memory == (2000 + first, 4000 + second)
     split = profile()
-    split = replace(split, sizes={s: replace(each, split=(300,) * 6) for s, each in split.sizes.items()})
+    split = replace(split, sizes={s: [replace(e, pending=300) for e in each] for s, each in split.sizes.items()})
     assert predict(split, Choice("one_f_one_b", 1, 8, (2, 4)), ROWS).memory == found.memory
     assert predict(split, Choice("zero_bubble_h1", 1, 8, (2, 4)), ROWS).memory[1] >= 4000 + 4 * 300
 
@@ -144,7 +145,7 @@ def everything(given, space):
 def test_the_best_of_few_layers_is_the_best_of_all(layers):
     given = profile(layers=layers, links=(Link(0.05, 0.3),) * 2)
     space = Space(2, 6, ROWS, {"microbatches": 4})
-    assert find_plans(given, space)[0].prediction.seconds == pytest.approx(everything(given, space), rel=0.01)
+    assert find_plans(given, space)[0].seconds == pytest.approx(everything(given, space), rel=0.01)
 
 
 def test_candidates_that_are_too_large_are_left_out(monkeypatch):
@@ -175,15 +176,15 @@ def test_what_is_fixed_stays():
 def test_the_limit_is_kept_by_running_forwards_again_and_the_least_one_works():
     given, space = profile(), Space(2, 6, ROWS, {"microbatches": 4})
     free = find_plans(given, space)
-    limit = min(plan.prediction.peak for plan in free) - 1
+    limit = min(plan.peak for plan in free) - 1
     kept = find_plans(given, space, limit)
-    assert all(plan.prediction.peak <= limit for plan in kept)
-    assert any(plan.prediction.schedule.recomputed for plan in kept)
-    assert kept[0].prediction.seconds >= free[0].prediction.seconds
+    assert all(plan.peak <= limit for plan in kept)
+    assert any(plan.schedule.recomputed for plan in kept)
+    assert kept[0].seconds >= free[0].seconds
     with pytest.raises(ConfigError, match="no plan keeps this memory limit") as caught:
         find_plans(given, space, 100)
     least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
-    assert find_plans(given, space, least)[0].prediction.peak == least
+    assert find_plans(given, space, least)[0].peak == least
     with pytest.raises(ConfigError, match=f"{least} bytes"):
         find_plans(given, space, least - 1)
 
@@ -193,8 +194,8 @@ def test_a_slower_cut_that_keeps_the_limit_is_taken():
     given, space = profile(speeds=(1.0, 4.0)), Space(2, 6, ROWS, fixed)
     uneven = find_plans(given, space)[0]
     even = predict(given, Choice("one_f_one_b", 1, 4, (3, 3)), ROWS)
-    assert uneven.choice.partition == (5, 1) and even.peak < uneven.prediction.peak
-    assert find_plans(given, space, even.peak)[0].prediction.peak <= even.peak
+    assert uneven.choice.partition == (5, 1) and even.peak < uneven.peak
+    assert find_plans(given, space, even.peak)[0].peak <= even.peak
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_bytes_are_read_and_what_is_no_number_of_them_is_refused():
 
 def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first():
     plans = find_plans(profile(), Space(2, 6, ROWS))
-    orders = [(plan.prediction.schedule.placement, plan.prediction.schedule.orders) for plan in plans]
+    orders = [(plan.schedule.placement, plan.schedule.orders) for plan in plans]
     assert len(set(orders)) == len(orders)
     lines = list(table(plans))
     assert len(lines) == 12 and lines[2].startswith(plans[0].choice.schedule)
@@ -244,7 +245,7 @@ def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first
 def test_slices_of_a_sequence_share_what_was_measured_of_it():
     """One micro-batch on two ranks, in n slices: (n + 1) / n forwards and backwards, which take 3 together."""
     rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
     profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros)
     for slices in (1, 2, 8):
         found = predict(profile, Choice("one_f_one_b", 1, 1, (1, 1), slices=slices), rows=1)

@@ -3,7 +3,6 @@
 import mmap
 import threading
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +12,10 @@ from mpipipe import nn, optim, schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.pipeline import Pipeline, receive_window
+from mpipipe.pipeline import Pipeline
 from mpipipe.planning import memory
-from mpipipe.planning.step_memory import StageBytes, peak_of_step
+from mpipipe.planning.predict import step_peaks
+from mpipipe.planning.profile import Sizes
 from mpipipe.train import Task, TaskConfig, TrainConfig
 from mpipipe.train.training_plan import estimate_task
 
@@ -184,30 +184,23 @@ def test_the_last_rank_that_measures_stops_the_trace(monkeypatch):
     assert not tracemalloc.is_tracing()
 
 
-UNIT = StageBytes(saved=100, pending=30)
-
-
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "dualpipe_v"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_activations_follow_the_peak_of_the_schedule(name, ranks):
-    """For stages of equal activations and nothing else, the walk says what the simulation counts."""
+    """For stages of equal activations and nothing else, a rank holds what the simulation counts."""
     chunks = 1 if name in ("gpipe", "one_f_one_b") else 2
     schedule = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=2 * ranks)
-    # what an action leaves is held from the next one on: the forward itself allocates it
-    unit = replace(UNIT, forward=100, pending=100 if name == "dualpipe_v" else 30)
+    unit = Sizes(saved=100, forward=100, pending=100 if name == "dualpipe_v" else 30)
     counted = schedules.simulate(schedule).peak_activations
-    for rank in range(ranks):
-        held = peak_of_step(schedule, rank, [unit] * schedule.stages, [0] * schedule.stages, 1)
-        assert sum(held) == 100 * counted[rank]
+    assert step_peaks(schedule, [unit] * schedule.stages) == [(100 * count, 0) for count in counted]
 
 
 def test_buffers_of_messages_are_as_many_as_are_posted_or_wait_for_a_backward():
-    schedule = schedules.gpipe(2, 4)
-    stages = [UNIT] * 2
-    # rank 1 keeps the four inputs until its backwards, and gets no gradients; rank 0 gets four gradients one by one
-    windows = [receive_window(schedules.simulate(schedule), rank) for rank in range(2)]
-    assert peak_of_step(schedule, 1, stages, [8, 10], windows[1])[1] == 40
-    assert 10 <= peak_of_step(schedule, 0, stages, [8, 10], windows[0])[1] <= 40
+    """Rank 1 keeps the four inputs until its backwards, and gets no gradients; rank 0 gets four one by one."""
+    config = TaskConfig(batch=64, microbatches=4, schedule="gpipe", device="cpu")
+    first, second = estimate_task(lambda comm: (config, Columns()), 2).ranks
+    message = 16 * 64 * 4
+    assert second.messages == 4 * message and message <= first.messages <= 4 * message
 
 
 def test_replicas_and_rings_divide_the_ranks():

@@ -3,6 +3,7 @@
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.optim.norm import Norm
 
 
 def fill(stages, seed=0, size=1.0, bad=None):
@@ -37,3 +38,8 @@ def watched(optimizer, device):
 
     optimizer.step = step
     return waits
+
+
+def gradient_norm(stages, comm=None, skip=(), scale=1.0):
+    """The norm of all gradients of the model: infinite or NaN where a gradient is."""
+    return Norm(stages, comm, skip).measure(scale).norm
