@@ -33,8 +33,8 @@ from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFinite
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, Position, kernels
 from mpipipe.pipeline.attached import AttachedStage
-from mpipipe.pipeline.batch import UNSAID, BatchFacts, LossFunction, MessageSpec, Value, kinds_of
-from mpipipe.pipeline.units import in_order
+from mpipipe.pipeline.batch import UNSAID, BatchFacts, LossFunction, Value
+from mpipipe.pipeline.units import MessageSpec, in_order
 from mpipipe.stages import takes_parameter
 
 # Gives the factor that a weight asks for.
@@ -159,7 +159,7 @@ class Loss:
             pairs = zip(gradient, output)
             return [Loss.scaled(part, factor, of_output) for part, of_output in pairs]
         outputs, structure = flatten(output)
-        spec = MessageSpec(structure, kinds_of(outputs))
+        spec = MessageSpec(structure, tuple((leaf.shape, leaf.dtype) for leaf in outputs))
         likes = spec.with_gradients(outputs)
         if not factor:
             return spec.gradient_tree([*map(arrays.zeros_like, likes)])

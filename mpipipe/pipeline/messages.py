@@ -18,8 +18,8 @@ from mpipipe.arrays import Array, Branches, Tree, flatten, read_only, unflatten
 from mpipipe.comm import BACKWARD, Envelope, Incoming, Leaf, Lease, Mailbox
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn import sum_of
-from mpipipe.pipeline.batch import MessageSpec
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
+from mpipipe.pipeline.units import MessageSpec
 
 # (edge, micro-batch, "F" or "B") -> data that stays on the rank.
 Local: TypeAlias = "dict[tuple[int, int, str], Tree]"

@@ -20,7 +20,6 @@ from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import (
     STEPS,
     Batch,
-    Batched,
     BatchFacts,
     BatchReader,
     Call,
@@ -46,7 +45,7 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plans
 from mpipipe.pipeline.result import PipelineState, StepResult
 from mpipipe.pipeline.ties import TieNames, Ties
-from mpipipe.pipeline.units import Slicing, in_order, merge, split_as
+from mpipipe.pipeline.units import Batched, Slicing, cut_as, in_order, merge
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.stages import StageLike
 from mpipipe.text import counted, name_slice, units
@@ -780,7 +779,7 @@ class Pipeline:
         slicing = self._batches.slicing
         parts: list[Tree] = []
         if outputs:
-            parts = split_as(gradients, slicing.whole(outputs))
+            parts = cut_as(gradients, slicing.whole(outputs))
         checks = self.executor.checks
         for unit, (gradient, y) in enumerate(zip(slicing.cut_as(parts, outputs), outputs)):
             try:
