@@ -390,8 +390,6 @@ class Pipeline:
         self.flight.running = True
         for hooks in self._write_hooks():
             hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
-        if executor.checks is not None:
-            executor.checks.gradients = scale == 1
         with self._state:
             with self._gradients.making(accumulate) as earlier:
                 executor.run(executor.program(call)[count:], call)
