@@ -7,6 +7,7 @@ Backward also know trees, skips, GPUs, new shapes, recomputation and check mode.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpipipe.arrays import Tree, read_only
-from mpipipe.comm import Envelope, Lease
+from mpipipe.comm import Lease
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call
 from mpipipe.pipeline.clock import Mark
@@ -23,39 +24,52 @@ from mpipipe.pipeline.loss import unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, wrong_result
 from mpipipe.pipeline.plan import NAMES, PlannedAction
 
-# A function that evaluates the loss: (call, output, target, unit).
-UseOutput = Callable[[Call, Tree, Tree, int], None]
+
+class Machine(Protocol):
+    """What actions need of the executor."""
+
+    stages: Sequence[AttachedStage]
+    messages: StageMessages
+    loss: LossEvaluation
+    input_grads: bool
+    now: Callable[[], Mark]  # makes a mark of the clock
+
+
+class BoundAction(ABC):
+    """An action with all that it needs in each call."""
+
+    def __init__(self, action: PlannedAction, executor: Machine):
+        self.action = action
+        self.unit = action.unit
+        # By this a call keeps what the backward needs.
+        self.key = action.stage, action.unit
+        self.executor = executor
+        self.loss = executor.loss
+        self.messages = executor.messages
+        self.mailbox = executor.messages.mailbox
+        self.attached = executor.stages[action.chunk]
+        self.runner = self.attached.runner
+        self.first = action.first
+        self.last = action.last
+        # Of a backward: the user asked for the gradient of the input.
+        self.returns_dx = action.first and executor.input_grads
+
+    @abstractmethod
+    def run(self, call: Call) -> None:
+        """Take what comes, compute, and hand on."""
 
 
 # -- The common case -------------------------------------------------------------------------------
 
 
-class PlainAction:
-    """What both have in common: the stage, and where its result goes to."""
+class PlainAction(BoundAction):
+    """An action of one array on the host, whose result is sent from where it lies."""
 
-    __slots__ = (
-        "action",
-        "attached",
-        "kind",
-        "mailbox",
-        "messages",
-        "send",
-        "shape",
-        "stage",
-        "start",
-        "unit",
-    )
-
-    def __init__(self, action: PlannedAction, attached: AttachedStage, messages: StageMessages):
-        self.action = action
-        self.unit = action.unit
-        self.attached = attached
-        self.stage = attached.stage
-        self.messages = messages
-        self.mailbox = messages.mailbox
-        self.send: Envelope | None = action.send
+    def __init__(self, action: PlannedAction, executor: Machine):
+        super().__init__(action, executor)
+        self.send = action.send
         if self.send is not None:
-            ((self.shape, self.kind),) = messages.specs[self.send.edge, self.unit].leaves
+            ((self.shape, self.kind),) = self.messages.spec_of(self.send).leaves
             self.start = self.mailbox.transport.sender(self.send.data[0], self.shape, self.kind)
 
     def give(self, call: Call, array: Any, taken: Lease) -> None:
@@ -70,29 +84,17 @@ class PlainAction:
             assert self.send is not None
             self.mailbox.put_array(self.start, self.send, array)
         else:
-            self.messages.give(self.action, call.local, copy_if_aliased(array, taken), {}, taken)
+            self.messages.give(self.action, call.local, array, {}, taken)
 
 
 class PlainForward(PlainAction):
     """A forward whose backward follows."""
 
-    __slots__ = ("use_output",)
-
-    def __init__(
-        self,
-        action: PlannedAction,
-        attached: AttachedStage,
-        messages: StageMessages,
-        use_output: UseOutput,
-    ):
-        super().__init__(action, attached, messages)
-        self.use_output = use_output
-
     def run(self, call: Call) -> None:
         unit = self.unit
         marks = call.marks
         taken: Lease = ()
-        if self.action.first:
+        if self.first:
             x = call.inputs[unit]
         else:
             received = self.mailbox.take()
@@ -100,50 +102,37 @@ class PlainForward(PlainAction):
             taken = (received,)
 
         marks.append(perf_counter())
-        self.stage.position = call.positions[unit]
+        self.runner.position = call.positions[unit]
         result = self.attached.direct.forward(x)
         if type(result) is not tuple or len(result) != 2:
             raise wrong_result(result)
         y, saved = result
         if type(y) is Branches:
             y, _ = parted(y, (), NAMES["F"])
-        if self.action.last and call.targets is not None:
+        if self.last and call.targets is not None:
             if type(y) is np.ndarray:
                 output = y.view()
                 output.flags.writeable = False
             else:
                 output = read_only(y)
-            self.use_output(call, output, call.targets[unit], unit)
+            self.loss.evaluate(call, output, call.targets[unit], unit)
         marks.append(perf_counter())
 
         if self.send is not None:
             self.give(call, y, taken)
         elif call.wants_outputs:
             call.outputs[unit] = copy_if_aliased(y, taken)
-        call.saved[self.action.stage, unit] = saved, taken
+        call.saved[self.key] = saved, taken
 
 
 class PlainBackward(PlainAction):
     """A whole backward."""
 
-    __slots__ = ("returns_dx",)
-
-    def __init__(
-        self,
-        action: PlannedAction,
-        attached: AttachedStage,
-        messages: StageMessages,
-        input_grads: bool,
-    ):
-        super().__init__(action, attached, messages)
-        self.returns_dx = action.first and input_grads
-
     def run(self, call: Call) -> None:
-        unit = self.unit
         marks = call.marks
-        saved, taken = call.saved.pop((self.action.stage, unit))
-        if self.action.last:
-            dy = call.loss_gradients.pop(unit)
+        saved, taken = call.saved.pop(self.key)
+        if self.last:
+            dy = call.loss_gradients.pop(self.unit)
         else:
             received = self.mailbox.take()
             dy = received.view
@@ -158,20 +147,20 @@ class PlainBackward(PlainAction):
                 dx, _ = parted(dx, (), NAMES["B"])
             self.give(call, dx, taken)
         elif self.returns_dx:
-            if taken:
-                dx = copy_if_aliased(dx, taken)
-            call.input_gradients[unit] = unscaled(dx, call.scale)
+            call.input_gradients[self.unit] = unscaled(copy_if_aliased(dx, taken), call.scale)
         for received in taken:
             received.free.append(received)
 
 
-def is_plain(action: PlannedAction, stage: AttachedStage, messages: StageMessages) -> bool:
+def is_plain(action: PlannedAction, executor: Machine) -> bool:
     """Return True for an action of the common kind; the shapes of its messages must be known."""
-    if action.op not in "FB" or not action.keeps or action.recomputed:
+    stage = executor.stages[action.chunk]
+    if action.op not in PLAIN or not action.keeps or action.recomputed:
         return False
     if action.takes or action.gives or stage.runner is not stage.stage:
         return False
-    if stage.stage.device != "cpu":
+    # A loss over the batch holds outputs that lie in received buffers.
+    if stage.stage.device != "cpu" or (action.last and executor.loss.gathers):
         return False
     enters = action.first
     leaves = action.last
@@ -180,42 +169,14 @@ def is_plain(action: PlannedAction, stage: AttachedStage, messages: StageMessage
         leaves = action.ends
     if enters != (action.receive is None) or leaves != (action.send is None):
         return False
-    for message in (*action.receives, *action.sends):
-        if not messages.specs[message.edge, message.unit].is_one_array:
-            return False
-    return True
+    messages = (*action.receives, *action.sends)
+    return all(executor.messages.spec_of(message).is_one_array for message in messages)
 
 
 # -- Any case --------------------------------------------------------------------------------------
 
 
-class Machine(Protocol):
-    """What actions need of the executor."""
-
-    stages: Sequence[AttachedStage]
-    messages: StageMessages
-    loss: LossEvaluation
-    input_grads: bool
-    now: Callable[[], Mark]  # makes a mark of the clock
-
-
-class GeneralAction:
-    """An action for any case."""
-
-    def __init__(self, action: PlannedAction, executor: Machine):
-        self.action = action
-        self.unit = action.unit
-        self.executor = executor
-        self.messages = executor.messages
-        self.runner = executor.stages[action.chunk].runner
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The stage and unit, by which a call keeps what the backward needs."""
-        return self.action.stage, self.unit
-
-
-class Forward(GeneralAction):
+class Forward(BoundAction):
     """A forward. With recomputation its input is held, and nothing of what it saved."""
 
     def run(self, call: Call) -> None:
@@ -227,14 +188,12 @@ class Forward(GeneralAction):
             x = call.inputs[unit]
         else:
             x, lease = self.messages.take(action, call.local)
-        position = call.positions[unit]
-        if call.training and not action.keeps:
-            position = position._replace(keeps=False)
+        keeps = call.training and action.keeps
+        position = call.positions[unit]._replace(keeps=keeps)
         if action.recomputed:
             position = position._replace(recompute="later")
 
-        now = self.executor.now
-        call.marks.append(now())
+        call.marks.append(self.executor.now())
         self.runner.position = position
         result = self.runner.forward(x)
         if type(result) is not tuple or len(result) != 2:
@@ -243,43 +202,38 @@ class Forward(GeneralAction):
         skips: dict[str, Tree] = {}
         if action.gives or type(y) is Branches:
             y, skips = parted(y, action.gives, NAMES["F"])
-        if action.last and call.targets is not None:
-            loss = self.executor.loss
-            # A loss over the batch holds the output after its buffers may be used again.
-            output = y
-            if lease and loss.gathers:
-                output = copy_if_aliased(y, lease)
-            loss.use_output(call, read_only(output), call.targets[unit], unit)
-        call.marks.append(now())
-
-        if lease:
+        if action.last:
+            # A loss over the batch, or the user, holds it when buffers are used again.
             y = copy_if_aliased(y, lease)
+            if call.targets is not None:
+                self.loss.use_output(call, read_only(y), call.targets[unit], unit)
+        call.marks.append(self.executor.now())
+
         if not action.last:
             self.messages.give(action, call.local, y, skips, lease)
         elif call.wants_outputs:
             call.outputs[unit] = y
         if action.recomputed:
             saved = x
-        if call.training and action.keeps:
+        if keeps:
             call.saved[self.key] = saved, lease
         else:
-            self.messages.mailbox.release(lease)
+            self.mailbox.release(lease)
 
 
-class Recomputation(GeneralAction):
+class Recomputation(BoundAction):
     """A forward once more, at the same position and so with the same random numbers."""
 
     def run(self, call: Call) -> None:
         x, lease = call.saved[self.key]
-        position = call.positions[self.unit]._replace(recompute="now")
         call.marks.append(self.executor.now())
-        self.runner.position = position
+        self.runner.position = call.positions[self.unit]._replace(recompute="now")
         saved = self.runner.forward(x)[1]
         call.marks.append(self.executor.now())
         call.saved[self.key] = saved, lease
 
 
-class Backward(GeneralAction):
+class Backward(BoundAction):
     """A whole backward, or an input gradient, which keeps what its weight gradient needs."""
 
     def run(self, call: Call) -> None:
@@ -304,17 +258,15 @@ class Backward(GeneralAction):
         # At the first stage Branches are of the side inputs of the batch.
         if action.gives or (type(dx) is Branches and not action.first):
             dx, skips = parted(dx, action.gives, NAMES[action.op])
-        if lease:
-            dx = copy_if_aliased(dx, lease)
         if not action.ends:
             self.messages.give(action, call.local, dx, skips, lease)
-        elif action.first and self.executor.input_grads:
-            call.input_gradients[self.unit] = unscaled(dx, call.scale)
+        elif self.returns_dx:
+            call.input_gradients[self.unit] = unscaled(copy_if_aliased(dx, lease), call.scale)
         if is_whole:
-            self.messages.mailbox.release(lease)
+            self.mailbox.release(lease)
 
 
-class WeightGradient(GeneralAction):
+class WeightGradient(BoundAction):
     """The weight gradient of a split backward."""
 
     def run(self, call: Call) -> None:
@@ -322,10 +274,11 @@ class WeightGradient(GeneralAction):
         call.marks.append(self.executor.now())
         self.runner.backward_weight(pending)
         call.marks.append(self.executor.now())
-        self.messages.mailbox.release(lease)
+        self.mailbox.release(lease)
 
 
-GENERAL: dict[str, type[Forward | Backward | WeightGradient | Recomputation]] = {
+PLAIN: dict[str, type[BoundAction]] = {"F": PlainForward, "B": PlainBackward}
+GENERAL: dict[str, type[BoundAction]] = {
     "F": Forward,
     "B": Backward,
     "I": Backward,

@@ -290,8 +290,8 @@ class Call:
     # From an action to a later one, by (stage, unit), with the lease on received arrays.
     saved: dict[tuple[int, int], tuple[Saved, Lease]] = field(default_factory=dict)
     pending: dict[tuple[int, int], tuple[Pending, Lease]] = field(default_factory=dict)
-    # What stays on this rank between two stages, by (edge, unit, "F" or "B").
-    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
+    # What stays on this rank between two stages, by (edge, unit, whether it is an activation).
+    local: dict[tuple[int, int, bool], Tree] = field(default_factory=dict)
     # (output, target) by unit, until a loss over the batch has all of them.
     awaiting: dict[int, tuple[Tree, Tree]] = field(default_factory=dict)
     loss_gradients: dict[int, Tree] = field(default_factory=dict)

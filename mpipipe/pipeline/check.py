@@ -26,7 +26,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
-from mpipipe.comm import Envelope, Lease, Mailbox
+from mpipipe.comm import BACKWARD, Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position, Saved
 from mpipipe.pipeline.attached import AttachedStage
@@ -407,17 +407,11 @@ class CheckedMessages(StageMessages):
         super().__init__(mailbox)
         self._checks = checks
 
-    def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        tree, lease = super().receive_activation(envelope)
-        self._look_at(tree, "x", envelope)
-        return tree, lease
-
-    def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        tree, lease = super().receive_gradient(envelope)
-        if self._checks.gradients:
-            self._look_at(tree, "dy", envelope)
-        return tree, lease
-
-    def _look_at(self, tree: Tree, name: str, envelope: Envelope) -> None:
+    def receive(self, envelope: Envelope) -> tuple[Tree, Lease]:
+        tree, lease = super().receive(envelope)
         what = f"{envelope.subject} is not finite as it arrived from rank {envelope.peer}"
-        self._checks.finite(tree, name, what, remedy=ON_ITS_WAY)
+        if envelope.direction == BACKWARD:
+            self._checks.finite_gradient(tree, "dy", what, remedy=ON_ITS_WAY)
+        else:
+            self._checks.finite(tree, "x", what, remedy=ON_ITS_WAY)
+        return tree, lease

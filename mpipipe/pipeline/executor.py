@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from mpipipe import arrays
 from mpipipe.errors import MpipipeError, PeerError
-from mpipipe.pipeline.actions import GENERAL, PlainBackward, PlainForward, is_plain
+from mpipipe.pipeline.actions import GENERAL, PLAIN, is_plain
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call
 from mpipipe.pipeline.check import Checks
@@ -53,9 +53,6 @@ class Executor:
         self.input_grads = input_grads
         # Where this rank is, for the report of an interruption.
         self.place = f"rank {rank}"
-        # By signature of the inputs, and id of the plan.
-        self._programs: dict[tuple[int, int], Program] = {}
-        self._drops = 0
         # The call under way, or one that has failed: kernels and messages may still touch its
         # arrays.
         self.call: Call | None = None
@@ -74,37 +71,24 @@ class Executor:
 
     def program(self, call: Call) -> Program:
         """Return the actions of a call, each with the function that runs it."""
-        messages = self.messages
-        steps = call.plan.steps
-        is_usual = (
-            call.training and messages.known and self.clock.recorder is None and self.checks is None
-        )
-        if not is_usual:
-            return self._bind(steps, may_be_plain=False)
-        key = messages.signature, id(call.plan)
-        # Programs are bound to the specs of messages.
-        if self._drops != messages.drops:
-            self._drops = messages.drops
-            self._programs.clear()
-        if key not in self._programs:
-            self._programs[key] = self._bind(steps, may_be_plain=True)
-        return self._programs[key]
-
-    def _bind(self, steps: Sequence[PlannedAction], may_be_plain: bool) -> Program:
-        return [(self._bound(step, may_be_plain), step) for step in steps]
+        plan = call.plan
+        programs = self.messages.shapes.programs
+        if (
+            not (call.training and self.messages.known)
+            or self.clock.recorder is not None
+            or self.checks is not None
+        ):
+            return [(self._bound(step, may_be_plain=False), step) for step in plan.steps]
+        if plan not in programs:
+            programs[plan] = [(self._bound(step, may_be_plain=True), step) for step in plan.steps]
+        return programs[plan]
 
     def _bound(self, action: PlannedAction, may_be_plain: bool) -> Run:
         """Return the function that runs an action: the shortest one that can."""
-        stage = self.stages[action.chunk]
-        messages = self.messages
-        waits_for_batch = action.last and self.loss.gathers
-        run: Run
-        if not may_be_plain or waits_for_batch or not is_plain(action, stage, messages):
-            run = GENERAL[action.op](action, self).run
-        elif action.op == "F":
-            run = PlainForward(action, stage, messages, self.loss.evaluate).run
-        else:
-            run = PlainBackward(action, stage, messages, self.input_grads).run
+        kinds = GENERAL
+        if may_be_plain and is_plain(action, self):
+            kinds = PLAIN
+        run: Run = kinds[action.op](action, self).run
         if self.clock.recorder is not None and self.clock.waits:
             run = partial(_annotated, run, action)
         if action.completes:
