@@ -223,7 +223,7 @@ class BatchReader:
 
 def _check_names(specs: Sequence[MessageSpec], names: Collection[str]) -> None:
     """Raise ArgumentError unless each micro-batch has the names that layers take."""
-    for structure in dict.fromkeys(spec.structure for spec in specs):
+    for structure in dict.fromkeys([spec.structure for spec in specs]):
         names_given = set()
         if isinstance(structure, Forked):
             names_given = {name for name, *_ in structure.parts if name}

@@ -22,7 +22,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFinite
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, Position, kernels
 from mpipipe.pipeline.attached import AttachedStage
-from mpipipe.pipeline.batch import UNSAID, BatchFacts, LossFunction, Value
+from mpipipe.pipeline.batch import UNSAID, BatchFacts, Call, LossFunction, Value
 from mpipipe.pipeline.units import MessageSpec, in_order
 from mpipipe.stages import takes_parameter
 
@@ -250,7 +250,7 @@ class Weighing:
         # Shares of this rank's units in the call under way.
         self.shares: list[float] = []
         self.shares_are_final = False  # whether a loss without a weight leaves them as they are
-        self._facts: BatchFacts | None = None
+        self._facts = BatchFacts()  # of that call
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
     def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
@@ -263,14 +263,12 @@ class Weighing:
     @property
     def exponent(self) -> int:
         """Exponent of c; before the first step with weights that of the number of entries."""
-        assert self._facts is not None  # asked for within a call
         if self._exponent is None:
             return _exponent(self._facts.entries)
         return self._exponent
 
     def weight_of(self, shared: SharedLoss) -> float:
         """Return the sum of the weights of a call, or the rows or entries of all targets."""
-        assert self._facts is not None  # asked for after a call
         if shared.givers:
             return math.ldexp(shared.total, self.exponent)
         return float(self._facts.total)
@@ -281,7 +279,6 @@ class Weighing:
         Raises ArgumentError where the loss should have given a weight, or no weight.
         """
         facts = self._facts
-        assert facts is not None  # a loss is evaluated within a call
         if self.gives_weights is None:
             self.gives_weights = weight is not None
         if self.gives_weights != (weight is not None):
@@ -336,8 +333,8 @@ class Weighing:
         """
         if self.all_give_weights is False:
             return 1.0, None
-        problem = self._problem(shared)
         self.all_give_weights = None
+        problem = self._problem(shared)
         if problem is None:
             self.all_give_weights = shared.givers > 0
         if not self.all_give_weights:
@@ -351,26 +348,24 @@ class Weighing:
 
     def _problem(self, shared: SharedLoss) -> MpipipeError | None:
         """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
-        givers = shared.givers
-        total = shared.total
         groups = [self.pipe]
         replicas = 1
         if self.replicas is not None:
             groups.append(self.replicas)
             replicas = self.replicas.size
-        if 0 < givers < replicas:
+        if 0 < shared.givers < replicas:
             problem: MpipipeError = MismatchError(
                 "the loss returns weights on some replicas only",
-                found=f"{givers} of {replicas} replicas with weights",
+                found=f"{shared.givers} of {replicas} replicas with weights",
                 expected="all or none",
                 remedy="give the same loss to all replicas",
             )
-        elif givers and not 0 < total < math.inf:
+        elif shared.givers and not 0 < shared.total < math.inf:
             found = "weights too large"
-            if total == 0:
+            if shared.total == 0:
                 found = "all weights 0"
             problem = ArgumentError(
-                f"the weights of {shared.what} add up to {total}",
+                f"the weights of {shared.what} add up to {shared.total}",
                 found=found,
                 expected="something that counts, in one micro-batch of one replica at least",
                 remedy="leave out a batch in which nothing is valid, on all ranks",
@@ -401,82 +396,58 @@ def _exponent(count: float) -> int:
 #                                    these three are sums over all replicas
 
 
-class OwnLosses(NamedTuple):
-    """The losses of a call on the rank of the last stage.
-
-    `waiting` are on the device, and `download` brings them.
-    """
-
-    losses: dict[int, Value]
-    waiting: list[int]
-    download: arrays.Download | None
-    where: tuple[int, int, str]  # rank, stage, and which step or call, for errors
-
-    def is_here(self) -> bool:
-        """Whether `read` will not wait."""
-        return self.download is None or self.download.is_done()
-
-    def read(self) -> list[float]:
-        """Return the losses in order; NonFiniteError for the first one that is not finite."""
-        values: Sequence[Array] = ()
-        if self.download is not None:
-            values = self.download.result()
-        for unit, value in zip(self.waiting, values):
-            self.losses[unit] = float(value.item())
-            try:
-                check_finite(self.losses[unit])
-            except MpipipeError as error:
-                error.rank, error.stage, when = self.where
-                error.microbatch = unit
-                error.message = f"{error.message} in {when}"
-                raise
-        return [*map(float, in_order(self.losses))]
-
-
 class SharedLoss:
     """Mean loss over all replicas, and losses of this pipeline's micro-batches; collective.
 
-    `own` are the losses of this pipeline on the rank of its last stage, and None elsewhere. Where
-    there is no other rank they may stay on the device until somebody reads them.
+    Where there is no other rank, losses that a call has left on the device may stay there until
+    somebody reads them. `where` names rank, stage, and step or call, for errors.
     """
 
     def __init__(
-        self, weighing: Weighing, own_losses: OwnLosses | None, microbatches: int, what: str
+        self, weighing: Weighing, call: Call, where: tuple[int, int, str], what: str
     ) -> None:
         pipe = weighing.pipe
         replicas = weighing.replicas
-        root = weighing.root
         self.what = f"the loss of {what}"
-        self._own = own_losses
+        self.was_read = call.targets is None  # whether nothing is left on the device
+        self._losses = call.losses
+        self._download = call.download
+        self._where = where
         self._shares = weighing.shares
-        self._table = np.zeros(microbatches + 3)
-        if own_losses is not None and weighing.gives_weights:
+        self._table = np.zeros(call.agreed.microbatches + 3)
+        if not self.was_read and weighing.gives_weights:
             self._table[-2:] = sum(self._shares), 1
-        is_alone = pipe.size == 1 and replicas is None
-        if is_alone and own_losses is not None and own_losses.download is not None:
+        if self._download is not None and pipe.size == 1 and replicas is None:
             return
         self.read()
-        if replicas is not None and pipe.rank == root:
+        if replicas is not None and pipe.rank == weighing.root:
             total = AllReduce(replicas.comm, self._table[-3:])
             replicas.wait(total, f"{self.what} of the replicas")
         if pipe.size > 1:
-            pipe.wait(own(pipe.comm.Ibcast(self._table, root)), self.what)
+            pipe.wait(own(pipe.comm.Ibcast(self._table, weighing.root)), self.what)
 
     def is_here(self) -> bool:
         """Whether `read` will not wait."""
-        return self._own is None or self._own.is_here()
-
-    @property
-    def was_read(self) -> bool:
-        """Whether nothing is left on the device."""
-        return self._own is None
+        return self._download is None or self._download[1].is_done()
 
     def read(self) -> None:
-        """Take the losses of this rank, which may be on the device."""
-        if self._own is None:
+        """Take the losses of this rank; NonFiniteError for the first one that is not finite."""
+        if self.was_read:
             return
-        losses = self._own.read()
-        self._own = None
+        if self._download is not None:
+            units, download = self._download
+            for unit, value in zip(units, download.result()):
+                self._losses[unit] = float(value.item())
+                try:
+                    check_finite(self._losses[unit])
+                except MpipipeError as error:
+                    error.rank, error.stage, when = self._where
+                    error.microbatch = unit
+                    error.message = f"{error.message} in {when}"
+                    raise
+        self.was_read = True
+        self._download = None
+        losses = [*map(float, in_order(self._losses))]
         self._table[:-3] = self._by_microbatch(losses)
         mean = 0.0
         for share, loss in zip(self._shares, losses):

@@ -40,7 +40,7 @@ from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.gradient_sums import Earlier, GradientSums, StepGradients
 from mpipipe.pipeline.graphs import use_graphs
-from mpipipe.pipeline.loss import Loss, OwnLosses, SharedLoss, Weighing, unscaled
+from mpipipe.pipeline.loss import Loss, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plans
 from mpipipe.pipeline.result import PipelineState, StepResult
@@ -739,17 +739,12 @@ class Pipeline:
 
     def _share_losses(self, call: Call) -> SharedLoss:
         """Tell all ranks the losses of a call."""
-        microbatches = len(call.positions) // self._batches.slicing.count
-        own_losses = None
-        if call.targets is not None:
-            waiting, download = call.download or ([], None)
-            when = call.name
-            if call.training:
-                when = f"step {self.steps_taken + 1}"
-            where = self.rank, self.schedule.stages - 1, when
-            own_losses = OwnLosses(call.losses, waiting, download, where)
+        when = call.name
+        if call.training:
+            when = f"step {self.steps_taken + 1}"
+        where = self.rank, self.schedule.stages - 1, when
         name = f"{call.name} (call {self._agreement.count}) of {self._state.name}"
-        return SharedLoss(self.executor.loss.weighing, own_losses, microbatches, name)
+        return SharedLoss(self.executor.loss.weighing, call, where, name)
 
     def _read_losses(self, wait: bool) -> None:
         """Look at losses that steps have left on the GPU: all, or those that are there by now."""
