@@ -8,7 +8,7 @@ Backward also know trees, skips, GPUs, new shapes, recomputation and check mode.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from mpipipe.arrays import Tree, read_only
 from mpipipe.comm import Lease
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call
-from mpipipe.pipeline.clock import Mark
+from mpipipe.pipeline.clock import HostClock
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.loss import unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, wrong_result
@@ -32,7 +32,7 @@ class Machine(Protocol):
     messages: StageMessages
     loss: LossEvaluation
     input_grads: bool
-    now: Callable[[], Mark]  # makes a mark of the clock
+    clock: HostClock
 
 
 class BoundAction(ABC):
@@ -43,8 +43,8 @@ class BoundAction(ABC):
         self.unit = action.unit
         # By this a call keeps what the backward needs.
         self.key = action.stage, action.unit
-        self.executor = executor
         self.loss = executor.loss
+        self.clock = executor.clock
         self.messages = executor.messages
         self.mailbox = executor.messages.mailbox
         self.attached = executor.stages[action.chunk]
@@ -193,7 +193,7 @@ class Forward(BoundAction):
         if action.recomputed:
             position = position._replace(recompute="later")
 
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
         self.runner.position = position
         result = self.runner.forward(x)
         if type(result) is not tuple or len(result) != 2:
@@ -207,7 +207,7 @@ class Forward(BoundAction):
             y = copy_if_aliased(y, lease)
             if call.targets is not None:
                 self.loss.use_output(call, read_only(y), call.targets[unit], unit)
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
 
         if not action.last:
             self.messages.give(action, call.local, y, skips, lease)
@@ -226,10 +226,10 @@ class Recomputation(BoundAction):
 
     def run(self, call: Call) -> None:
         x, lease = call.saved[self.key]
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
         self.runner.position = call.positions[self.unit]._replace(recompute="now")
         saved = self.runner.forward(x)[1]
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
         call.saved[self.key] = saved, lease
 
 
@@ -246,13 +246,13 @@ class Backward(BoundAction):
             lease = (*lease, *received)
         is_whole = action.op == "B"
 
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
         if is_whole:
             dx = self.runner.backward(dy, saved)
         else:
             dx, pending = self.runner.backward_input(dy, saved)
             call.pending[self.key] = pending, lease
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
 
         skips: dict[str, Tree] = {}
         # At the first stage Branches are of the side inputs of the batch.
@@ -271,9 +271,9 @@ class WeightGradient(BoundAction):
 
     def run(self, call: Call) -> None:
         pending, lease = call.pending.pop(self.key)
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
         self.runner.backward_weight(pending)
-        call.marks.append(self.executor.now())
+        call.marks.append(self.clock.now())
         self.mailbox.release(lease)
 
 

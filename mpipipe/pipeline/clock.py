@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
@@ -25,7 +27,7 @@ MOST_CALLS = 8  # calls whose marks wait to be read
 class TimedCall(NamedTuple):
     """What is known of one call: its marks, and (name, start, end) of what was noted besides."""
 
-    start: tuple[Mark, float] | None
+    start: tuple[Mark, float]  # on a GPU its mark, and the host's time of it
     actions: Sequence[PlannedAction]
     training: bool
     marks: list
@@ -35,10 +37,12 @@ class TimedCall(NamedTuple):
 class HostClock:
     """Durations of the actions of one rank, by marks that `now` makes."""
 
-    now: Callable[[], Mark] = staticmethod(perf_counter)
     waits = False  # whether reading marks waits for the device
 
     def __init__(self) -> None:
+        # By the clock of the recorder, if there is one.
+        self.host_now: Callable[[], float] = perf_counter
+        self.now: Callable[[], Mark] = perf_counter  # makes a mark
         self.busy = 0.0  # seconds of all actions of the last call
         # From the first action of the last call to the end of the last one, where this clock knows.
         self.span = 0.0
@@ -53,7 +57,9 @@ class HostClock:
         self.trains = False  # whether the call under way is a training step
         self.recorder: Recorder | None = None
         self.ended: deque[TimedCall] = deque()  # calls that are not yet read
-        self.running: TimedCall | None = None
+        # Of the call under way.
+        self.start: tuple[Mark, float] = (0.0, 0.0)
+        self.others: list[tuple[str, float, float]] = []
 
     def enter(self) -> None:
         """Note that a call has been entered: its ranks have not agreed yet."""
@@ -69,33 +75,33 @@ class HostClock:
     def elapsed(self) -> float:
         return max(self.host_elapsed, self.span)
 
-    def begin(self, actions: Sequence[PlannedAction], training: bool) -> list:
-        """Begin a call; return the list that takes two marks for each action, in order."""
-        if self.running is not None:  # it has failed
-            self.end()
-        while len(self.ended) > MOST_CALLS or (self.ended and self._can_read(self.ended[0])):
+    def begin(self, training: bool) -> None:
+        """Begin a call."""
+        if len(self.ended) > MOST_CALLS:
             self._read(self.ended.popleft())
         self.trains = training
-        self.running = TimedCall(self._start(), actions, training, [], [])
-        return self.running.marks
+        self.start = self._start()
+        self.others = []
 
-    def end(self) -> None:
-        if self.running is not None:
-            self.ended.append(self.running)
-            self.running = None
-            if self.recorder is not None and not self.waits:
-                self.settle()
+    def end(self, actions: Sequence[PlannedAction], marks: list) -> None:
+        """End a call, which has left two marks for each action, in order."""
+        self.ended.append(TimedCall(self.start, actions, self.trains, marks, self.others))
+        if self.recorder is not None and not self.waits:
+            self.settle()
 
-    def host_seconds(self) -> float:
-        """The time by the recorder's clock, if there is one."""
-        if self.recorder is None:
-            return perf_counter()
-        return self.recorder.now()
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder note actions from now on, by its clock; None ends that."""
+        self.settle()
+        self.recorder = recorder
+        self.host_now = perf_counter
+        if recorder is not None:
+            self.host_now = recorder.now
+        if not self.waits:
+            self.now = self.host_now
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Note something besides the actions, for the recorder; times of `host_seconds`."""
-        if self.recorder is not None and self.running is not None:
-            self.running.others.append((name, start, end))
+        """Note something besides the actions, for the recorder; times of `host_now`."""
+        self.others.append((name, start, end))
 
     def settle(self) -> None:
         """Make the numbers of all calls final; on a GPU this waits for the last action."""
@@ -123,20 +129,15 @@ class HostClock:
                 counts[place] += count
         return seconds / np.maximum(counts, 1)
 
-    def _can_read(self, call: TimedCall) -> bool:
-        """Whether marks should be read before there are many."""
-        return False
+    def _start(self) -> tuple[Mark, float]:
+        return 0.0, 0.0
 
-    def _start(self) -> tuple[Mark, float] | None:
-        return None
-
-    def _seconds(self, start: tuple[Mark, float] | None, marks: list) -> np.ndarray:
+    def _seconds(self, start: tuple[Mark, float], marks: list) -> np.ndarray:
         """Seconds of the host's clock of each mark."""
         return np.array(marks)
 
     def _read(self, call: TimedCall) -> None:
-        count = len(call.marks) // 2  # fewer than actions after an error
-        times = self._seconds(call.start, call.marks[: 2 * count]).reshape(count, 2)
+        times = self._seconds(call.start, call.marks).reshape(-1, 2)
         durations = times[:, 1] - times[:, 0]
         self.busy = float(durations.sum())
         if call.training:
@@ -146,11 +147,11 @@ class HostClock:
                 entry[0] += seconds
                 entry[1] += 1
         if self.recorder is not None:
-            spans = [*call.others]
+            spans = call.others
             for action, (begun, ended) in zip(call.actions, times.tolist()):
                 spans.append((str(action), begun, ended))
-            for name, begun, ended in sorted(spans, key=lambda span: span[2]):
-                self.recorder.add(name, begun, ended)
+            for span in sorted(spans, key=itemgetter(2)):
+                self.recorder.add(*span)
 
 
 class DeviceClock(HostClock):
@@ -158,23 +159,19 @@ class DeviceClock(HostClock):
 
     waits = True
 
-    @staticmethod
-    def now() -> Mark:
-        return arrays.record(timing=True)
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = partial(arrays.record, timing=True)
 
-    def _can_read(self, call: TimedCall) -> bool:
-        return not call.marks or arrays.is_done(call.marks[-1])
+    def _start(self) -> tuple[Mark, float]:
+        return self.now(), self.host_now()
 
-    def _start(self) -> tuple[Mark, float] | None:
-        return self.host_seconds(), self.now()
-
-    def _seconds(self, start: tuple[Mark, float] | None, marks: list) -> np.ndarray:
-        self.span = 0.0
-        if not marks:
-            return np.zeros(0)
-        assert start is not None  # `_start` has made it
-        zero, first = start
-        if not arrays.is_done(marks[-1]):
-            marks[-1].synchronize()
-        self.span = arrays.seconds_between(first, marks[-1])
-        return np.array([zero + arrays.seconds_between(first, mark) for mark in marks])
+    def _seconds(self, start: tuple[Mark, float], marks: list) -> np.ndarray:
+        first, zero = start
+        seconds = np.zeros(len(marks))
+        if marks:
+            if not arrays.is_done(marks[-1]):
+                marks[-1].synchronize()
+            seconds[:] = [arrays.seconds_between(first, mark) for mark in marks]
+        self.span = seconds.max(initial=0.0)
+        return zero + seconds

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from mpipipe import arrays
 from mpipipe.errors import MpipipeError, PeerError
 from mpipipe.pipeline.actions import GENERAL, PLAIN, is_plain
 from mpipipe.pipeline.attached import AttachedStage
@@ -49,7 +48,6 @@ class Executor:
         self.sums = sums
         self.checks = checks
         self.clock = clock
-        self.now = clock.now
         self.input_grads = input_grads
         # Where this rank is, for the report of an interruption.
         self.place = f"rank {rank}"
@@ -64,7 +62,7 @@ class Executor:
         self.messages.begin(call.plan, call.agreed.signature)
         if self.checks is not None:
             self.checks.begin(call)
-        call.marks = self.clock.begin(call.plan.steps, call.training)
+        self.clock.begin(call.training)
         if self.sums is not None:
             self.sums.begin()
         self.call = call
@@ -89,8 +87,6 @@ class Executor:
         if may_be_plain and is_plain(action, self):
             kinds = PLAIN
         run: Run = kinds[action.op](action, self).run
-        if self.clock.recorder is not None and self.clock.waits:
-            run = partial(_annotated, run, action)
         if action.completes:
             run = partial(self._complete, run, action)
         return run
@@ -100,9 +96,9 @@ class Executor:
         run(call)
         self.stages[action.chunk].check_gradients()
         if self.sums is not None:
-            start = self.clock.host_seconds()
+            start = self.clock.host_now()
             self.sums.complete(action.chunk)
-            self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
+            self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_now())
 
     def run(self, program: Program, call: Call) -> None:
         """Run actions; errors name rank, stage and micro-batch."""
@@ -133,7 +129,7 @@ class Executor:
 
     def end(self, call: Call) -> None:
         """End a call whose actions have all run."""
-        self.clock.end()
+        self.clock.end(call.plan.steps, call.marks)
         self.messages.end(call.agreed.signature)
         if self.checks is not None:
             self.checks.end()
@@ -154,14 +150,8 @@ class Executor:
 
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder note actions and messages from now on; None ends that."""
-        self.clock.settle()
-        self.clock.recorder = recorder
+        self.clock.record(recorder)
         self.messages.mailbox.recorder = recorder
-        if not self.clock.waits:
-            # Marks are read from the host's clock.
-            self.now = self.clock.now
-            if recorder is not None:
-                self.now = recorder.now
 
     def _locate(self, error: MpipipeError, action: PlannedAction) -> None:
         """Add where an error happened, as far as it does not say that itself."""
@@ -171,9 +161,3 @@ class Executor:
             error.stage = action.stage
         if error.microbatch is None:
             error.microbatch = action.unit
-
-
-def _annotated(run: Run, action: PlannedAction, call: Call) -> None:
-    """Run an action that NVIDIA's profilers show by its name."""
-    with arrays.annotated(str(action)):
-        run(call)
