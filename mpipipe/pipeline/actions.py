@@ -8,7 +8,7 @@ Backward also know trees, skips, GPUs, new shapes, recomputation and check mode.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -57,6 +57,13 @@ class BoundAction(ABC):
     @abstractmethod
     def run(self, call: Call) -> None:
         """Take what comes, compute, and hand on."""
+
+    def timed(self, call: Call, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `work` returns, between two marks of the clock."""
+        call.marks.append(self.clock.now())
+        result = work(*arguments)
+        call.marks.append(self.clock.now())
+        return result
 
 
 # -- The common case -------------------------------------------------------------------------------
@@ -226,10 +233,8 @@ class Recomputation(BoundAction):
 
     def run(self, call: Call) -> None:
         x, lease = call.saved[self.key]
-        call.marks.append(self.clock.now())
         self.runner.position = call.positions[self.unit]._replace(recompute="now")
-        saved = self.runner.forward(x)[1]
-        call.marks.append(self.clock.now())
+        _, saved = self.timed(call, self.runner.forward, x)
         call.saved[self.key] = saved, lease
 
 
@@ -245,14 +250,11 @@ class Backward(BoundAction):
             dy, received = self.messages.take(action, call.local)
             lease = (*lease, *received)
         is_whole = action.op == "B"
-
-        call.marks.append(self.clock.now())
         if is_whole:
-            dx = self.runner.backward(dy, saved)
+            dx = self.timed(call, self.runner.backward, dy, saved)
         else:
-            dx, pending = self.runner.backward_input(dy, saved)
+            dx, pending = self.timed(call, self.runner.backward_input, dy, saved)
             call.pending[self.key] = pending, lease
-        call.marks.append(self.clock.now())
 
         skips: dict[str, Tree] = {}
         # At the first stage Branches are of the side inputs of the batch.
@@ -271,9 +273,7 @@ class WeightGradient(BoundAction):
 
     def run(self, call: Call) -> None:
         pending, lease = call.pending.pop(self.key)
-        call.marks.append(self.clock.now())
-        self.runner.backward_weight(pending)
-        call.marks.append(self.clock.now())
+        self.timed(call, self.runner.backward_weight, pending)
         self.mailbox.release(lease)
 
 

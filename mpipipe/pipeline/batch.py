@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -24,7 +25,6 @@ from mpipipe.pipeline.units import (
 )
 from mpipipe.schedules import Schedule
 
-KEPT_SIGNATURES = 64
 UNSAID = 0
 ROWS = 1
 ENTRIES = 2
@@ -90,6 +90,13 @@ class Batch(NamedTuple):
     counts: Sequence[float] | None = None
 
 
+def _numbering() -> Callable[[Any], int]:
+    """Return a function that gives each key a number; no other key has had it."""
+    numbers = count(1)
+    return lru_cache(maxsize=64)(lambda key: next(numbers))
+
+
+@dataclass
 class BatchReader:
     """Checks and cuts the batches of one rank.
 
@@ -99,49 +106,32 @@ class BatchReader:
     `slicing` is how micro-batches are cut into slices.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        loss: LossFunction | None,
-        bare: bool = False,
-        names: Collection[str] | None = None,
-        slicing: Slicing | None = None,
-    ):
-        self.slicing = slicing or Slicing()
-        self.schedule = schedule
-        self.has_loss = loss is not None
-        self.rank = rank
-        self.over_batch = bool(getattr(loss, "over_batch", False))
-        over_entries = getattr(loss, "mean_over_entries", None)
-        self.mean_over = UNSAID
-        if over_entries is not None:
-            self.mean_over = ROWS
-        if over_entries:
-            self.mean_over = ENTRIES
-        self.bare = bare
-        self.trains = not schedule.forwards_only
-        self.names = names
-        self.first_rank = schedule.placement[0]
-        self.last_rank = schedule.placement[-1]
-        self.signatures: dict[object, int] = {}
-        self._numbers = count(1)
+    schedule: Schedule
+    rank: int
+    loss: LossFunction | None
+    bare: bool = False
+    names: Collection[str] | None = None
+    slicing: Slicing = field(default_factory=Slicing)
+    # Numbers the specs of the inputs, by the key of micro-batches.
+    signature: Callable[[Any], int] = field(default_factory=_numbering)
 
     def read(self, call: str, inputs: Batched, targets: Batched) -> Batch:
         """Return the batch of a call; raises ArgumentError if it is wrong."""
-        if call in STEPS and not self.trains:
+        if call in STEPS and self.schedule.forwards_only:
             raise ArgumentError(
                 "a schedule without backward passes cannot train",
                 found=self.schedule.name,
                 remedy="use evaluate or forward, or another schedule",
             )
-        holds_inputs = self.rank == self.first_rank
-        holds_targets = self.rank == self.last_rank and call in ("step", "evaluate")
-        check_place("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
+        first_rank = self.schedule.placement[0]
+        last_rank = self.schedule.placement[-1]
+        holds_inputs = self.rank == first_rank
+        holds_targets = self.rank == last_rank and call in ("step", "evaluate")
+        check_place("inputs", inputs, holds_inputs, f"rank {first_rank}, which holds stage 0")
         check_place(
-            "targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage"
+            "targets", targets, holds_targets, f"rank {last_rank}, which holds the last stage"
         )
-        if holds_targets and not self.has_loss:
+        if holds_targets and self.loss is None:
             raise ArgumentError(
                 "no loss on the rank of the last stage",
                 rank=self.rank,
@@ -154,7 +144,7 @@ class BatchReader:
             if self.names is not None:
                 _check_names(parts.specs, self.names)
             facts = batch.facts._replace(
-                signature=self._signature(parts.key),
+                signature=self.signature(parts.key),
                 rows=_compared(inputs, parts),
                 microbatches=len(parts.rows),
                 listed=isinstance(inputs, list) or callable(inputs),
@@ -182,16 +172,12 @@ class BatchReader:
             microbatches = max(1, min(microbatches, rows_of_any(batch)))
         return split(batch, microbatches, self.slicing)
 
-    def _signature(self, key: object) -> int:
-        """Return a number for the specs of the inputs; no others have had it."""
-        if key not in self.signatures:
-            if len(self.signatures) == KEPT_SIGNATURES:
-                self.signatures.clear()
-            self.signatures[key] = next(self._numbers)
-        return self.signatures[key]
-
     def _count(self, parts: Microbatches, facts: BatchFacts) -> tuple[list[float], BatchFacts]:
         """Count what each unit weighs, and say of all targets what `facts` is to know."""
+        over_entries = getattr(self.loss, "mean_over_entries", None)
+        mean_over = UNSAID
+        if over_entries is not None:
+            mean_over = ENTRIES if over_entries else ROWS
         rows = parts.rows
         entries = [spec.entries for spec in parts.specs]
         uneven = False
@@ -199,7 +185,7 @@ class BatchReader:
             if size * rows[0] != entries[0] * row_count:
                 uneven = True
         if 0 in rows:
-            if self.mean_over == ROWS:
+            if mean_over == ROWS:
                 raise ArgumentError(
                     "the loss is a mean over rows, and the targets of a micro-batch share no axis "
                     "of rows",
@@ -208,16 +194,18 @@ class BatchReader:
             rows = entries
             uneven = True
         counts: list[float] = [*rows]
-        if self.mean_over == ENTRIES:
+        if mean_over == ENTRIES:
             counts = [*entries]
-        if self.over_batch:  # there is one value, which counts as all micro-batches together do
+        if getattr(
+            self.loss, "over_batch", False
+        ):  # there is one value, which counts as all micro-batches together do
             counts = [sum(counts), *[0] * (len(counts) - 1)]
             uneven = False
         if self.slicing.count > 1:
             counts = self.slicing.counts(counts, parts.specs)
             uneven = True
         return counts, facts._replace(
-            counted=sum(rows), entries=sum(entries), mean_over=self.mean_over, uneven=uneven
+            counted=sum(rows), entries=sum(entries), mean_over=mean_over, uneven=uneven
         )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -28,10 +28,10 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.comm import BACKWARD, Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
-from mpipipe.nn import Position, Saved
+from mpipipe.nn import HeadCrossEntropy, Saved
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call, LossFunction
-from mpipipe.pipeline.loss import Loss, Weigh
+from mpipipe.pipeline.loss import check_finite, checked_weight
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import named_arrays
 from mpipipe.text import counted
@@ -130,23 +130,23 @@ def _described(array: Array) -> str:
 # -- What is known of the arrays of a call ---------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Checks:
     """Knows the arrays of the call under way on this rank."""
 
-    def __init__(self, rank: int, last_stage: int) -> None:
-        self.rank = rank
-        self.last_stage = last_stage
-        self.stages: dict[int, CheckedStage] = {}
-        self.call: Call | None = None  # under way, or the last one
-        # Results that a stage returned last: a buffer that is used again shows in them.
-        self.recent: deque[Watched] = deque(maxlen=RECENT)
-        # Arrays that the user has, or gets, with what is said of a write to them.
-        self.to_end: list[tuple[Watched, str]] = []
+    rank: int
+    last_stage: int
+    stages: dict[int, CheckedStage] = field(default_factory=dict)
+    call: Call | None = None  # under way, or the last one
+    # Results that a stage returned last: a buffer that is used again shows in them.
+    recent: deque[Watched] = field(default_factory=lambda: deque(maxlen=RECENT))
+    # Arrays that the user has, or gets, with what is said of a write to them.
+    to_end: list[tuple[Watched, str]] = field(default_factory=list)
 
     @property
     def gradients(self) -> bool:
         """Whether gradients must be finite."""
-        return self.call is not None and self.call.scale == 1
+        return self.call is not None and self.call.training and self.call.scale == 1
 
     def begin(self, call: Call) -> None:
         """Begin a call: take the checksums of its batch."""
@@ -357,47 +357,32 @@ class CheckedStage:
         return [("parameter", named_arrays(self.stage, "parameters"))]
 
 
-class CheckedLoss(Loss):
-    """A user's loss, with a look at what goes in and comes out."""
-
-    def __init__(self, function: LossFunction, checks: Checks) -> None:
-        super().__init__(function)
-        self._checks = checks
-        self._sources: Sources = ()
-
-    def call(
-        self,
-        output: Tree,
-        target: Tree,
-        factor: float,
-        position: Position | None = None,
-        weigh: Weigh | None = None,
-    ) -> Any:
-        checks = self._checks
-        y = watched(None, None, output, "y")
-        targets = watched(None, None, target, "targets")
-        self._sources = [("the targets of this call", target)]
-        result = super().call(output, target, factor, position, weigh)
-        checks.unchanged(y, "the loss wrote to the output of the last stage")
-        checks.unchanged(targets, "the loss wrote to its targets")
-        if self.with_head is not None:
-            what = "the loss left a gradient of the head that is not finite"
-            gradients = checks.stages[checks.last_stage].named_gradients()
-            checks.finite_gradient(gradients, "gradient", what, self._sources)
-        return result
-
-    def checked(self, result: object) -> Any:
-        try:
-            return super().checked(result)
-        except NonFiniteError as error:
-            error.found = f"{error.found}{first_source(self._sources)}; y is finite"
-            raise
-
-    def scaled(self, *arguments: Any) -> Tree:  # type: ignore[override]  # it knows the checks
-        gradient = Loss.scaled(*arguments)
+def checked_loss(
+    function: LossFunction, checks: Checks, output: Tree, target: Tree, **options: Any
+) -> Any:
+    """Return what a user's loss returns, with a look at what goes in and comes out."""
+    y = watched(None, None, output, "y")
+    targets = watched(None, None, target, "targets")
+    sources = [("the targets of this call", target)]
+    result = function(output, target, **options)
+    checks.unchanged(y, "the loss wrote to the output of the last stage")
+    checks.unchanged(targets, "the loss wrote to its targets")
+    if isinstance(function, HeadCrossEntropy):
+        what = "the loss left a gradient of the head that is not finite"
+        gradients = checks.stages[checks.last_stage].named_gradients()
+        checks.finite_gradient(gradients, "gradient", what, sources)
+    # With weight 0 nobody looks at the others.
+    is_right = type(result) is tuple and len(result) in (2, 3)
+    if is_right and all(map(checked_weight, result[2:])):
+        if isinstance(result[0], (float, np.floating)):
+            try:
+                check_finite(result[0])
+            except NonFiniteError as error:
+                error.found = f"{error.found}{first_source(sources)}; y is finite"
+                raise
         what = "the loss returned a gradient of the output that is not finite"
-        self._checks.finite_gradient(gradient, "doutput", what, self._sources)
-        return gradient
+        checks.finite_gradient(result[1], "doutput", what, sources)
+    return result
 
 
 class CheckedMessages(StageMessages):

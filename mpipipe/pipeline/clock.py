@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,32 +35,34 @@ class TimedCall(NamedTuple):
     others: list[tuple[str, float, float]]
 
 
+@dataclass(eq=False)
 class HostClock:
     """Durations of the actions of one rank, by marks that `now` makes."""
 
-    waits = False  # whether reading marks waits for the device
+    waits: ClassVar[bool] = False  # whether reading marks waits for the device
 
-    def __init__(self) -> None:
-        # By the clock of the recorder, if there is one.
-        self.host_now: Callable[[], float] = perf_counter
-        self.now: Callable[[], Mark] = perf_counter  # makes a mark
-        self.busy = 0.0  # seconds of all actions of the last call
-        # From the first action of the last call to the end of the last one, where this clock knows.
-        self.span = 0.0
-        # Seconds of the last call by the host's clock, and its start.
-        self.host_elapsed = 0.0
-        self.entered = 0.0
-        # (op, stage) -> [seconds, count]
-        self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])
-        # Seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
-        # read.
-        self.training_seconds = np.zeros(2)
-        self.trains = False  # whether the call under way is a training step
-        self.recorder: Recorder | None = None
-        self.ended: deque[TimedCall] = deque()  # calls that are not yet read
-        # Of the call under way.
-        self.start: tuple[Mark, float] = (0.0, 0.0)
-        self.others: list[tuple[str, float, float]] = []
+    # By the clock of the recorder, if there is one.
+    host_now: Callable[[], float] = perf_counter
+    now: Callable[[], Mark] = perf_counter  # makes a mark
+    busy: float = 0.0  # seconds of all actions of the last call
+    # From the first action of the last call to the end of the last one, where this clock knows.
+    span: float = 0.0
+    # Seconds of the last call by the host's clock, and its start.
+    host_elapsed: float = 0.0
+    entered: float = 0.0
+    # (op, stage) -> [seconds, count]
+    totals: dict[tuple[str, int], list] = field(
+        default_factory=lambda: defaultdict(lambda: [0.0, 0])
+    )
+    # Seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
+    # read.
+    training_seconds: np.ndarray = field(default_factory=lambda: np.zeros(2))
+    recorder: Recorder | None = None
+    ended: deque[TimedCall] = field(default_factory=deque)  # calls that are not yet read
+    # Of the call under way: whether it is a training step, its start, and other notes.
+    trains: bool = False
+    start: tuple[Mark, float] = (0.0, 0.0)
+    others: list[tuple[str, float, float]] = field(default_factory=list)
 
     def enter(self) -> None:
         """Note that a call has been entered: its ranks have not agreed yet."""
@@ -154,13 +157,13 @@ class HostClock:
                 self.recorder.add(*span)
 
 
+@dataclass(eq=False)
 class DeviceClock(HostClock):
     """The clock of a GPU: marks are events on the current stream, read once the work is done."""
 
     waits = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __post_init__(self) -> None:
         self.now = partial(arrays.record, timing=True)
 
     def _start(self) -> tuple[Mark, float]:

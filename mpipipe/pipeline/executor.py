@@ -7,6 +7,7 @@ back to the mailbox then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ from mpipipe.pipeline.actions import GENERAL, PLAIN, is_plain
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call
 from mpipipe.pipeline.check import Checks
-from mpipipe.pipeline.clock import DeviceClock, HostClock
+from mpipipe.pipeline.clock import HostClock
 from mpipipe.pipeline.diagnostics import action_error
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.gradient_sums import GradientSums
@@ -27,33 +28,24 @@ Run: TypeAlias = Callable[[Call], None]
 Program: TypeAlias = list[tuple[Run, PlannedAction]]
 
 
+@dataclass(eq=False)
 class Executor:
     """The actions of one rank."""
 
-    def __init__(
-        self,
-        rank: int,
-        stages: Sequence[AttachedStage],
-        messages: StageMessages,
-        loss: LossEvaluation,
-        sums: GradientSums | None,
-        checks: Checks | None,
-        clock: HostClock | DeviceClock,
-        input_grads: bool,
-    ):
-        self.rank = rank
-        self.stages = stages
-        self.messages = messages
-        self.loss = loss
-        self.sums = sums
-        self.checks = checks
-        self.clock = clock
-        self.input_grads = input_grads
-        # Where this rank is, for the report of an interruption.
-        self.place = f"rank {rank}"
-        # The call under way, or one that has failed: kernels and messages may still touch its
-        # arrays.
-        self.call: Call | None = None
+    rank: int
+    stages: Sequence[AttachedStage]
+    messages: StageMessages
+    loss: LossEvaluation
+    sums: GradientSums | None
+    checks: Checks | None
+    clock: HostClock
+    input_grads: bool
+    # The call under way, or one that has failed: kernels and messages may still touch its arrays.
+    call: Call | None = None
+    place: str = ""  # where this rank is, for the report of an interruption
+
+    def __post_init__(self) -> None:
+        self.place = f"rank {self.rank}"
 
     def begin(self, call: Call) -> None:
         """Begin a call: its messages, and the marks of its actions."""
@@ -155,9 +147,7 @@ class Executor:
 
     def _locate(self, error: MpipipeError, action: PlannedAction) -> None:
         """Add where an error happened, as far as it does not say that itself."""
-        if error.rank is None:
-            error.rank = self.rank
-        if error.stage is None:
-            error.stage = action.stage
-        if error.microbatch is None:
-            error.microbatch = action.unit
+        where = {"rank": self.rank, "stage": action.stage, "microbatch": action.unit}
+        for name, value in where.items():
+            if getattr(error, name) is None:
+                setattr(error, name, value)

@@ -22,6 +22,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -55,9 +56,13 @@ class Loss:
 
     def __init__(self, function: LossFunction):
         self.function = function
-        self.takes_factor = takes_parameter(function, "factor")
-        self.takes_position = takes_parameter(function, "position")
-        self.weighs = takes_parameter(function, "weigh")
+        # How many of these it takes: one that takes a later one takes those before it.
+        self.options = 0
+        for number, name in enumerate(("factor", "position", "weigh"), 1):
+            if takes_parameter(function, name):
+                self.options = number
+        self.takes_factor = self.options > 0
+        self.weighs = self.options == 3
         # True if it takes and gives lists, once for all micro-batches.
         self.over_batch = bool(getattr(function, "over_batch", False))
         self.uploads = not getattr(function, "wants_host_targets", False)
@@ -82,13 +87,10 @@ class Loss:
         """Return what the function returns; the target is on the GPU if the output is."""
         if self.uploads and type(output) is not np.ndarray:
             target = _beside(output, target)
-        if self.weighs:
-            return self.function(output, target, factor=factor, position=position, weigh=weigh)
-        if self.takes_position:
-            return self.function(output, target, factor=factor, position=position)
-        if self.takes_factor:
+        if self.options == 1:  # the common case
             return self.function(output, target, factor=factor)
-        return self.function(output, target)
+        options = ("factor", factor), ("position", position), ("weigh", weigh)
+        return self.function(output, target, **dict(options[: self.options]))
 
     def checked(self, result: Any) -> tuple[Value, Tree, float | None]:
         """Return (value, gradient, weight or None); ArgumentError for another result.
@@ -236,22 +238,22 @@ def unscaled(tree: Tree, scale: float) -> Tree:
 # -- What each micro-batch counts ------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Weighing:
     """The shares of micro-batches in the loss of a pipeline, on one rank."""
 
-    def __init__(self, pipe: RankGroup, replicas: RankGroup | None, root: int) -> None:
-        self.pipe = pipe
-        self.replicas = replicas
-        self.root = root  # the rank of the last stage
-        # Whether this rank's loss returns weights; None where none was evaluated yet.
-        self.gives_weights: bool | None = None
-        # The same of all replicas, once all ranks know it.
-        self.all_give_weights: bool | None = None
-        # Shares of this rank's units in the call under way.
-        self.shares: list[float] = []
-        self.shares_are_final = False  # whether a loss without a weight leaves them as they are
-        self._facts = BatchFacts()  # of that call
-        self._exponent: int | None = None  # c is 2 to the power of minus this one
+    pipe: RankGroup
+    replicas: RankGroup | None
+    root: int  # the rank of the last stage
+    # Whether this rank's loss returns weights; None where none was evaluated yet.
+    gives_weights: bool | None = None
+    # The same of all replicas, once all ranks know it.
+    all_give_weights: bool | None = None
+    # Shares of this rank's units in the call under way.
+    shares: list[float] = field(default_factory=list)
+    shares_are_final: bool = False  # whether a loss without a weight leaves them as they are
+    _facts: BatchFacts = field(default_factory=BatchFacts)  # of that call
+    _exponent: int | None = None  # c is 2 to the power of minus this one
 
     def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""

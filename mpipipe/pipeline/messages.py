@@ -279,4 +279,4 @@ def parted(
             remedy="return Branches(tree, name=tree) with a tree for each skip of "
             "schedules.with_skips, and no other",
         )
-    return main, {name: tree for name, tree in trees.items() if name in wanted}
+    return main, trees

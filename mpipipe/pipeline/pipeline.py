@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpipipe.arrays import Tree, read_only
+from mpipipe.arrays import read_only
 from mpipipe.comm import Mailbox, NcclSums, Tags, make_transport
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import Communicator, own, runtime, settings
@@ -26,7 +26,7 @@ from mpipipe.pipeline.batch import (
     LossFunction,
     check_place,
 )
-from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
+from mpipipe.pipeline.check import CheckedMessages, CheckedStage, Checks, checked_loss
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.construction import (
     Arguments,
@@ -45,7 +45,7 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plans
 from mpipipe.pipeline.result import PipelineState, StepResult
 from mpipipe.pipeline.ties import TieNames, Ties
-from mpipipe.pipeline.units import Batched, Slicing, cut_as, in_order, merge
+from mpipipe.pipeline.units import Batched, Slicing, in_order, merge
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.stages import StageLike
 from mpipipe.text import counted, name_slice, units
@@ -218,10 +218,10 @@ class Pipeline:
                 nccl = NcclSums(ranks.replicas)
             sums = GradientSums(ranks.replicas, nccl, pipe.size > 1, attached)
         loss: Loss | None = None
-        if arguments.loss is not None and checks is not None:
-            loss = CheckedLoss(arguments.loss, checks)
-        elif arguments.loss is not None:
+        if arguments.loss is not None:
             loss = Loss(arguments.loss)
+            if checks is not None:
+                loss.function = partial(checked_loss, loss.function, checks)
         clock = HostClock()
         if ranks.device == "cuda":
             clock = DeviceClock()
@@ -769,12 +769,9 @@ class Pipeline:
         where = f"rank {root}, which holds the last stage"
         check_place("gradients", gradients, self.rank == root, where)
         outputs = in_order(call.outputs)
-        slicing = self._batches.slicing
-        parts: list[Tree] = []
-        if outputs:
-            parts = cut_as(gradients, slicing.whole(outputs))
+        parts = self._batches.slicing.cut_as(gradients, outputs)
         checks = self.executor.checks
-        for unit, (gradient, y) in enumerate(zip(slicing.cut_as(parts, outputs), outputs)):
+        for unit, (gradient, y) in enumerate(zip(parts, outputs)):
             try:
                 if checks is not None and scale == 1:
                     what = "a gradient that backward was given is not finite"

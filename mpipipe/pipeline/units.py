@@ -8,7 +8,7 @@ With slices, unit m n + s is slice s of micro-batch m:
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -138,16 +138,11 @@ class MessageSpec:
         return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
 
     def encode(self) -> bytes:
-        return json.dumps(
-            [self.structure, [[kind.name, shape] for shape, kind in self.leaves]]
-        ).encode()
+        return pickle.dumps((self.structure, self.leaves))
 
     @classmethod
     def decode(cls, content: bytes) -> MessageSpec:
-        structure, leaves = json.loads(content)
-        if isinstance(structure, list):
-            structure = tuple(structure)
-        return cls(structure, tuple((tuple(shape), arrays.dtype(name)) for name, shape in leaves))
+        return cls(*pickle.loads(content))
 
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
         """Return received gradients in the structure of the activation, None if a leaf has none."""
@@ -266,15 +261,14 @@ def in_order(by_unit: Mapping[int, T]) -> list[T]:
     return [by_unit[unit] for unit in range(len(by_unit))]
 
 
-class Slicing:
+class Slicing(NamedTuple):
     """How each micro-batch is cut along axis 1 into slices.
 
     `lengths` are their positions, by default even ones.
     """
 
-    def __init__(self, count: int = 1, lengths: Sequence[int] | None = None) -> None:
-        self.count = count
-        self.lengths = lengths
+    count: int = 1  # type: ignore[assignment]  # no method of a tuple
+    lengths: Sequence[int] | None = None
 
     def lengths_of(self, spec: MessageSpec) -> Sequence[int]:
         """Return the positions of each slice of a micro-batch."""
@@ -302,12 +296,15 @@ class Slicing:
         slices = cut_along(tree, self.lengths_of(spec), 1)
         return [read_only(arrays.in_c_order(part)) for part in slices]
 
-    def cut_as(self, gradients: list[Tree], units: list[Tree]) -> list[Tree]:
-        """Cut gradients of `whole(units)` as the units lie in it."""
+    def cut_as(self, gradients: Tree | list[Tree], units: list[Tree]) -> list[Tree]:
+        """Cut gradients of the merged `whole(units)` as the units lie in it."""
+        if not units:
+            return []
+        whole = cut_as(gradients, self.whole(units))
         if self.count == 1:
-            return gradients
+            return whole
         parts: list[Tree] = []
-        for gradient, slices in zip(gradients, self._by_microbatch(units)):
+        for gradient, slices in zip(whole, self._by_microbatch(units)):
             parts += cut_as(gradient, slices, 1)
         return [*map(arrays.in_c_order, parts)]
 
