@@ -34,17 +34,6 @@ Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
 @dataclass(slots=True)
-class Slot:
-    """Fixed memory for one micro-batch under way."""
-
-    number: int  # counted for each kind
-    # What each action reads, once it was recorded: x or dy.
-    inputs: dict[str, Array] = field(default_factory=dict)
-    # action -> (its graph, what the action returns: each launch writes these arrays)
-    graphs: dict[Key, tuple[arrays.Graph, Any]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Kind:
     """What inputs of one shape and dtype have in common."""
 
@@ -63,27 +52,34 @@ class Kind:
 
 
 @dataclass(slots=True)
+class Slot:
+    """Fixed memory for one micro-batch under way."""
+
+    number: int  # counted for each kind
+    # What each action reads, once it was recorded: x or dy.
+    inputs: dict[str, Array] = field(default_factory=dict)
+    # action -> (its graph, what the action returns: each launch writes these arrays)
+    graphs: dict[Key, tuple[arrays.Graph, Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Saved:
     """What the forward of a micro-batch leaves for its backward."""
 
     # The forward and its backwards depend on this besides the input.
     mode: Key
-    kind: Kind | None = None  # None if graphs are out of the question
+    # None if graphs are out of the question.
+    kind: Kind | None = None
     slot: Slot | None = None
     by_graph: bool = True  # whether graphs have run all actions so far
     saved: nn.Saved = None
     # The input gradient leaves this for the weight gradient.
     pending: nn.Pending = None
 
-    def free(self) -> None:
-        """Let another micro-batch have the slot."""
-        if self.kind is not None and self.slot is not None:
-            self.kind.free[self.slot.number] = self.slot
-            self.slot = None
-
     def __del__(self) -> None:
         """Free the slot once what was saved is dropped, also after a failed call."""
-        self.free()
+        if self.kind is not None and self.slot is not None:
+            self.kind.free[self.slot.number] = self.slot
 
 
 def use_graphs(stage: AttachedStage) -> None:
@@ -124,7 +120,7 @@ class StageGraphs:
                 graphs += len(slot.graphs)
         return graphs
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> tuple[Array | None, Saved]:
         stage = self.stage
         stage.position = self.position
         kept = Saved((stage.headless,))
@@ -136,11 +132,7 @@ class StageGraphs:
                 kept.kind = self._kinds.setdefault(shape, Kind())
                 kept.slot = kept.kind.take()
         y, kept.saved = self._run("forward", x, kept, stage.forward)
-        if kept.by_graph:
-            y = arrays.copy(y)
-        else:
-            kept.free()
-        return y, kept
+        return self._copied(y, kept), kept
 
     def _forget_if_changed(self) -> None:
         """Record anew if parameters have moved, or an attribute of a layer was set."""
@@ -172,31 +164,24 @@ class StageGraphs:
         self._run("backward_weight", None, kept, lambda _: self.stage.backward_weight(kept.pending))
 
     @staticmethod
-    def _copied(dx: Array | None, kept: Saved) -> Array | None:
-        if kept.by_graph and dx is not None:
-            return arrays.copy(dx)
-        return dx
+    def _copied(result: Array | None, kept: Saved) -> Array | None:
+        """Return a result from where the next launch will not write."""
+        if kept.by_graph and result is not None:
+            return arrays.copy(result)
+        return result
 
     def _run(
         self, action: str, value: Array | None, kept: Saved, work: Callable[[Any], Any]
     ) -> Any:
         """Return what `work` returns for a value; by a graph where that is possible."""
         key = (action, *kept.mode)
+        kind = kept.kind
         slot = kept.slot
-        was_met = kept.kind is not None and key in kept.kind.met
-        if kept.kind is not None:
-            kept.kind.met.add(key)
-        if was_met and slot is not None and kept.by_graph:
-            fits = True
-            place = None
-            if value is not None and arrays.is_device(value) and value.flags.c_contiguous:
-                if action not in slot.inputs:
-                    slot.inputs[action] = arrays.empty_like(value)
-                place = slot.inputs[action]
-                fits = (value.shape, value.dtype) == (place.shape, place.dtype)
-            elif value is not None:
-                fits = False
-            if fits and self._record(slot, key, lambda: work(place)):
+        if kind is not None and slot is not None:
+            can_record = key in kind.met and kept.by_graph and self._fits(slot, action, value)
+            kind.met.add(key)
+            place = slot.inputs.get(action)
+            if can_record and self._record(slot, key, lambda: work(place)):
                 if place is not None:
                     arrays.copy_into(place, value)
                 graph, result = slot.graphs[key]
@@ -204,6 +189,18 @@ class StageGraphs:
                 return result
         kept.by_graph = False
         return work(value)
+
+    @staticmethod
+    def _fits(slot: Slot, action: str, value: Array | None) -> bool:
+        """Whether the slot has a place for what an action reads, which is made now if need be."""
+        if value is None:
+            return True
+        if not (arrays.is_device(value) and value.flags.c_contiguous):
+            return False
+        if action not in slot.inputs:
+            slot.inputs[action] = arrays.empty_like(value)
+        place = slot.inputs[action]
+        return (value.shape, value.dtype) == (place.shape, place.dtype)
 
     def _record(self, slot: Slot, key: Key, work: Callable[[], object]) -> bool:
         """Whether the slot has a graph of an action, which is recorded now if it can be."""
