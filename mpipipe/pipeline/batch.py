@@ -175,15 +175,10 @@ class BatchReader:
     def _count(self, parts: Microbatches, facts: BatchFacts) -> tuple[list[float], BatchFacts]:
         """Count what each unit weighs, and say of all targets what `facts` is to know."""
         over_entries = getattr(self.loss, "mean_over_entries", None)
-        mean_over = UNSAID
-        if over_entries is not None:
-            mean_over = ENTRIES if over_entries else ROWS
+        mean_over = {None: UNSAID, False: ROWS}.get(over_entries, ENTRIES)
         rows = parts.rows
         entries = [spec.entries for spec in parts.specs]
-        uneven = False
-        for size, row_count in zip(entries, rows):
-            if size * rows[0] != entries[0] * row_count:
-                uneven = True
+        uneven = any([size * rows[0] != entries[0] * of for size, of in zip(entries, rows)])
         if 0 in rows:
             if mean_over == ROWS:
                 raise ArgumentError(

@@ -26,7 +26,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
-from mpipipe.comm import BACKWARD, Envelope, Lease, Mailbox
+from mpipipe.comm import BACKWARD, Envelope, Lease
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import HeadCrossEntropy, Saved
 from mpipipe.pipeline.attached import AttachedStage
@@ -385,18 +385,17 @@ def checked_loss(
     return result
 
 
+@dataclass(eq=False, kw_only=True)
 class CheckedMessages(StageMessages):
     """Activations and gradients of one rank, with a look at those that arrive."""
 
-    def __init__(self, mailbox: Mailbox, checks: Checks) -> None:
-        super().__init__(mailbox)
-        self._checks = checks
+    checks: Checks
 
     def receive(self, envelope: Envelope) -> tuple[Tree, Lease]:
         tree, lease = super().receive(envelope)
         what = f"{envelope.subject} is not finite as it arrived from rank {envelope.peer}"
         if envelope.direction == BACKWARD:
-            self._checks.finite_gradient(tree, "dy", what, remedy=ON_ITS_WAY)
+            self.checks.finite_gradient(tree, "dy", what, remedy=ON_ITS_WAY)
         else:
-            self._checks.finite(tree, "x", what, remedy=ON_ITS_WAY)
+            self.checks.finite(tree, "x", what, remedy=ON_ITS_WAY)
         return tree, lease

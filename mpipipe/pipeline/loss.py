@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree, flatten, unflatten
+from mpipipe.arrays import Array, Tree, flatten
 from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
@@ -184,11 +184,9 @@ def _beside(output: Tree | list[Tree], target: Tree | list[Tree]) -> Tree | list
         return [_beside(*pair) for pair in zip(output, target, strict=True)]
     if not any(map(arrays.is_device, flatten(output)[0])):
         return target
-    return arrays.mapped(_on_device, target)
-
-
-def _on_device(array: Array) -> Array:
-    return array if arrays.is_device(array) else arrays.upload(array)
+    return arrays.mapped(
+        lambda array: array if arrays.is_device(array) else arrays.upload(array), target
+    )
 
 
 def checked_weight(weight: Any) -> float:
@@ -225,14 +223,16 @@ def check_finite(value: Any) -> None:
 
 def unscaled(tree: Tree, scale: float) -> Tree:
     """Input gradients without the factor that all gradients of the step carry."""
-    if tree is None or scale == 1:
+    if scale == 1:
         return tree
-    leaves, structure = flatten(tree)
     factor = 1 / scale
-    for place, leaf in enumerate(leaves):
-        if leaf is not None:
-            leaves[place] = kernels.of_array(leaf).scale(leaf, factor)
-    return unflatten(leaves, structure)
+
+    def unscaled_leaf(leaf: Array | None) -> Array | None:
+        if leaf is None:
+            return None
+        return kernels.of_array(leaf).scale(leaf, factor)
+
+    return arrays.mapped(unscaled_leaf, tree)
 
 
 # -- What each micro-batch counts ------------------------------------------------------------------

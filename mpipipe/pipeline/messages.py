@@ -39,6 +39,7 @@ class KnownShapes:
     programs: dict[ActionPlan, list] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class StageMessages:
     """Activations and gradients of one rank, sent and received as trees.
 
@@ -46,13 +47,12 @@ class StageMessages:
     once nothing reads the tree.
     """
 
-    def __init__(self, mailbox: Mailbox):
-        self.mailbox = mailbox
-        self.known = False  # whether this call's specs were kept by an earlier one
-        # Of this call, and of earlier ones by signature of the inputs.
-        self.shapes = KnownShapes()
-        self.kept: dict[int, KnownShapes] = {}
-        self.plan: ActionPlan | None = None  # of the last call
+    mailbox: Mailbox
+    known: bool = False  # whether this call's specs were kept by an earlier one
+    # Of this call, and of earlier ones by signature of the inputs.
+    shapes: KnownShapes = field(default_factory=KnownShapes)
+    kept: dict[int, KnownShapes] = field(default_factory=dict)
+    plan: ActionPlan | None = None  # of the last call
 
     def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
@@ -211,17 +211,15 @@ def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
     # An array that owns its memory shares none: a received array on the host does not own its.
     if type(tree) is np.ndarray and tree.base is None:
         return tree
-    if tree is None:
-        return None
     buffers = _views(leases)
-    leaves, structure = flatten(tree)
-    owned = []
-    for leaf in leaves:
-        owns_memory = isinstance(leaf, np.ndarray) and leaf.base is None
-        if leaf is not None and not owns_memory and arrays.shares_any(leaf, buffers):
-            leaf = arrays.copy(leaf)
-        owned.append(leaf)
-    return unflatten(owned, structure)
+
+    def owned(leaf: Array | None) -> Array | None:
+        is_owner = isinstance(leaf, np.ndarray) and leaf.base is None
+        if leaf is None or is_owner or not arrays.shares_any(leaf, buffers):
+            return leaf
+        return arrays.copy(leaf)
+
+    return arrays.mapped(owned, tree)
 
 
 def _views(lease: Lease) -> list[Array]:

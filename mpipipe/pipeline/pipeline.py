@@ -200,7 +200,7 @@ class Pipeline:
         messages = StageMessages(mailbox)
         if ranks.check:
             checks = Checks(self.rank, schedule.stages - 1)
-            messages = CheckedMessages(mailbox, checks)
+            messages = CheckedMessages(mailbox=mailbox, checks=checks)
         ties = Ties(pipe, transport, ranks.stages, numbers, tie_names)
 
         # -- Stages, and what runs them

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import compress
 from math import prod
@@ -409,6 +409,7 @@ def _specs_with_rows(spec: MessageSpec, row_counts: list[int]) -> list[MessageSp
     return [by_rows[rows] for rows in row_counts]
 
 
+@dataclass(eq=False)
 class AskedBatch:
     """The units of micro-batches that a user's function gives, each when it is asked for.
 
@@ -418,63 +419,60 @@ class AskedBatch:
     the slices of a sequence are taken in rising order.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[[int], Tree],
-        microbatches: int,
-        fewest: int,
-        rank: int,
-        slicing: Slicing,
-    ) -> None:
-        self._name = name
-        self._function = function
-        self._rank = rank
-        self._slicing = slicing
-        self.specs: list[MessageSpec] = []
+    name: str
+    function: Callable[[int], Tree]
+    microbatches: int
+    fewest: int  # micro-batches that it may have
+    rank: int
+    slicing: Slicing
+    # By micro-batch, and the units that are not yet given, the next one last.
+    specs: list[MessageSpec] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    left: dict[int, list[Tree]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         first, spec, rows = self._ask(0)
-        self.rows = [rows] * microbatches
-        row_counts = getattr(function, "rows", None)
+        self.rows = [rows] * self.microbatches
+        row_counts = getattr(self.function, "rows", None)
         if row_counts is not None:
             self.rows = [int(count) for count in np.atleast_1d(row_counts)]
-        is_right = fewest <= len(self.rows) <= microbatches
+        is_right = self.fewest <= len(self.rows) <= self.microbatches
         if not is_right or (row_counts is not None and (rows == 0 or min(self.rows) < 1)):
             raise ArgumentError(
-                f"the rows of the micro-batches that {name} gives",
+                f"the rows of the micro-batches that {self.name} gives",
                 found=self.rows,
-                expected=f"{counted(microbatches, 'number')} of at least 1",
+                expected=f"{counted(self.microbatches, 'number')} of at least 1",
             )
-        self.specs = [spec] * microbatches
+        self.specs = [spec] * self.microbatches
         if rows:
             self.specs = _specs_with_rows(spec, self.rows)
         if self.specs[0] != spec:
             first = self._ask(0)[0]
-        if slicing.count > 1:  # all must have the positions
-            slicing.counts(self.rows, self.specs)
-        # The units of micro-batches that are not yet given, by micro-batch, the next one last.
-        self._left = {0: self._units(0, first)}
+        if self.slicing.count > 1:  # all must have the positions
+            self.slicing.counts(self.rows, self.specs)
+        self.left[0] = self._units(0, first)
 
     def __getitem__(self, unit: int) -> Tree:
-        microbatch = unit // self._slicing.count
-        if microbatch not in self._left:
-            self._left[microbatch] = self._units(microbatch, self._ask(microbatch)[0])
-        units = self._left[microbatch]
+        microbatch = unit // self.slicing.count
+        if microbatch not in self.left:
+            self.left[microbatch] = self._units(microbatch, self._ask(microbatch)[0])
+        units = self.left[microbatch]
         tree = units.pop()
         if not units:
-            del self._left[microbatch]
+            del self.left[microbatch]
         return tree
 
     def _units(self, microbatch: int, tree: Tree) -> list[Tree]:
-        return self._slicing.units(tree, self.specs[microbatch])[::-1]
+        return self.slicing.units(tree, self.specs[microbatch])[::-1]
 
     def _ask(self, microbatch: int) -> tuple[Tree, MessageSpec, int]:
         """Return a micro-batch, its spec and rows; errors name it.
 
         It is a read-only copy: the function may fill the same arrays again.
         """
-        name = f"{self._name}({microbatch})"
+        name = f"{self.name}({microbatch})"
         try:
-            tree = self._function(microbatch)
+            tree = self.function(microbatch)
             spec = MessageSpec.of(tree)
             rows = spec.rows
             if self.specs and spec != self.specs[microbatch]:
@@ -490,13 +488,13 @@ class AskedBatch:
             raise
         except MpipipeError as error:
             error.message = f"{name}: {error.message}"
-            error.rank = self._rank
+            error.rank = self.rank
             error.microbatch = microbatch
             raise
         except Exception as error:
             raise StageError(
                 f"{name} raised {type(error).__name__}: {error}",
-                rank=self._rank,
+                rank=self.rank,
                 microbatch=microbatch,
             ) from error
         return read_only(arrays.mapped(arrays.copied, tree)), spec, rows
