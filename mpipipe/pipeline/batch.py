@@ -191,9 +191,8 @@ class BatchReader:
         counts: list[float] = [*rows]
         if mean_over == ENTRIES:
             counts = [*entries]
-        if getattr(
-            self.loss, "over_batch", False
-        ):  # there is one value, which counts as all micro-batches together do
+        # There is one value, which counts as all micro-batches together do.
+        if getattr(self.loss, "over_batch", False):
             counts = [sum(counts), *[0] * (len(counts) - 1)]
             uneven = False
         if self.slicing.count > 1:

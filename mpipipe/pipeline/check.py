@@ -49,8 +49,9 @@ ON_ITS_WAY = (
     "it was finite when it was sent: it was written to after that, or changed on its way. "
     "MPIPIPE_SYNC_SENDS=1, and with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
 )
-Kept: TypeAlias = "tuple[Saved, int]"
 RETURNED = "was written to after its stage had returned it"
+# What a stage saved, and its micro-batch.
+Kept: TypeAlias = "tuple[Saved, int]"
 # (what it is, arrays) of all that a result was computed from.
 Sources: TypeAlias = "Sequence[tuple[str, object]]"
 
