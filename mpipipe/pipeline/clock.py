@@ -120,13 +120,11 @@ class HostClock:
         schedule has no R.
         """
         self.settle()
-        names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "F"}
-        if recompute:
-            names["R"] = "B"
+        rows = {"F": 0, "B": 1, "I": 1, "W": 2, "R": int(recompute)}
         seconds, counts = np.zeros((2, 3, stages))
         for (op, stage), (total, count) in self.totals.items():
             # A stage may have both B and I: it may split some backwards only.
-            place = "FBW".index(names[op]), stage
+            place = rows[op], stage
             seconds[place] += total
             if op != "R" or not recompute:
                 counts[place] += count

@@ -329,9 +329,8 @@ class Forward(BoundAction):
         else:
             x, lease = self.messages.take(action, call.local)
         keeps = call.training and action.keeps
-        position = call.positions[unit]._replace(keeps=keeps)
-        if action.recomputed:
-            position = position._replace(recompute="later")
+        recompute = ("", "later")[action.recomputed]
+        position = call.positions[unit]._replace(keeps=keeps, recompute=recompute)
 
         call.marks.append(self.clock.now())
         self.runner.position = position

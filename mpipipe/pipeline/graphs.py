@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
 from typing import Any, TypeAlias
 
 from mpipipe import arrays, nn
@@ -137,10 +136,9 @@ class StageGraphs:
     def _forget_if_changed(self) -> None:
         """Record anew if parameters have moved, or an attribute of a layer was set."""
         stage = self.stage
-        flats = (stage.compute.flat, stage.gradients.flat)
-        owners = tuple(stage.buffers.owners.items())
-        read = (*flats, owners, stage.version)
-        if self._read and all(map(is_, flats, self._read)) and read[2:] == self._read[2:]:
+        places = map(arrays.address, (stage.compute.flat, stage.gradients.flat))
+        read = (*places, *stage.buffers.owners.items(), stage.version)
+        if read == self._read:
             return
         self._read = read
         self._kinds = {}

@@ -66,15 +66,10 @@ class Loss:
         # True if it takes and gives lists, once for all micro-batches.
         self.over_batch = bool(getattr(function, "over_batch", False))
         self.uploads = not getattr(function, "wants_host_targets", False)
-        self.with_head: HeadCrossEntropy | None = None
+        # Lets the last stage leave its head to a loss that is made for that, in a `with` block.
+        self.taking_head: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(function, HeadCrossEntropy):
-            self.with_head = function
-
-    def taking_head(self) -> AbstractContextManager[None]:
-        """Let the last stage leave its head to a loss that is made for that, in a `with` block."""
-        if self.with_head is None:
-            return nullcontext()
-        return self.with_head.taking_over()
+            self.taking_head = function.taking_over
 
     def call(
         self,
