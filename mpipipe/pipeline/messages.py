@@ -155,28 +155,25 @@ class StageMessages:
 
     def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
         """Return what comes to an action, in Branches if some comes over skips, and its lease."""
-        ends = [(action.stage + (action.op != "F"), action.receive)]
+        ends = [("", action.stage + (action.op != "F"), action.receive)]
         for port in action.takes:
-            ends.append((port.edge, port.message))
-        trees = []
+            ends.append((port.name, port.edge, port.message))
+        trees: dict[str, Tree] = {}
         lease: Lease = ()
-        for edge, message in ends:
+        for name, edge, message in ends:
             if message is None:
-                trees.append(local.pop((edge, action.unit, action.op == "F")))
+                tree = local.pop((edge, action.unit, action.op == "F"))
             else:
                 tree, more = self.receive(message)
-                trees.append(tree)
                 lease = (*lease, *more)
-        main, *others = trees
-        if not others:
-            return main, lease
-        skips: dict[str, Tree] = {}
-        for port, tree in zip(action.takes, others):
             # Several takers of one name each give a gradient.
-            if port.name in skips:
-                tree = sum_of(skips[port.name], tree)
-            skips[port.name] = tree
-        return Branches(main, **skips), lease
+            if name in trees:
+                tree = sum_of(trees[name], tree)
+            trees[name] = tree
+        main = trees.pop("")
+        if not trees:
+            return main, lease
+        return Branches(main, **trees), lease
 
     def give(
         self, action: PlannedAction, local: Local, main: Tree, skips: dict[str, Tree], lease: Lease
