@@ -62,6 +62,7 @@ class Loss:
             if takes_parameter(function, name):
                 self.options = number
         self.takes_factor = self.options > 0
+        self.takes_position = self.options > 1
         self.weighs = self.options == 3
         # True if it takes and gives lists, once for all micro-batches.
         self.over_batch = bool(getattr(function, "over_batch", False))
