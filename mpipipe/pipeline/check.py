@@ -239,7 +239,7 @@ class CheckedStage:
         self.position = self.stage.position
         self.checks = checks
         self.number = stage.number
-        self.microbatch = 0  # of the action under way
+        self.microbatch = 0  # its number in the action under way
         # By micro-batch, what must be as it was when the next action of the stage comes.
         self.kept: dict[int, dict[str, Watched]] = {}
         checks.stages[self.number] = self

@@ -28,7 +28,7 @@ MOST_CALLS = 8  # calls whose marks wait to be read
 class TimedCall(NamedTuple):
     """What is known of one call: its marks, and (name, start, end) of what was noted besides."""
 
-    start: tuple[Mark, float]  # on a GPU its mark, and the host's time of it
+    start: tuple[Mark, float]  # the mark on a GPU, and its time on the host
     actions: Sequence[PlannedAction]
     training: bool
     marks: list

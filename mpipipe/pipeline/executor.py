@@ -53,7 +53,7 @@ class Executor:
     input_grads: bool
     # The call under way, or one that has failed: kernels and messages may still touch its arrays.
     call: Call | None = None
-    place: str = ""  # where this rank is, for the report of an interruption
+    place: str = ""  # the place of this rank, for the report of an interruption
 
     def __post_init__(self) -> None:
         self.place = f"rank {self.rank}"

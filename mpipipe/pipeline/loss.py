@@ -248,7 +248,7 @@ class Weighing:
     # Shares of this rank's units in the call under way.
     shares: list[float] = field(default_factory=list)
     shares_are_final: bool = False  # whether a loss without a weight leaves them as they are
-    _facts: BatchFacts = field(default_factory=BatchFacts)  # of that call
+    _facts: BatchFacts = field(default_factory=BatchFacts)  # the facts of that call
     _exponent: int | None = None  # c is 2 to the power of minus this one
 
     def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:

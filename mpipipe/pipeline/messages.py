@@ -52,7 +52,7 @@ class StageMessages:
     # Of this call, and of earlier ones by signature of the inputs.
     shapes: KnownShapes = field(default_factory=KnownShapes)
     kept: dict[int, KnownShapes] = field(default_factory=dict)
-    plan: ActionPlan | None = None  # of the last call
+    plan: ActionPlan | None = None  # the plan of the last call
 
     def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
