@@ -86,7 +86,6 @@ from mpipipe.arrays.memory import (
 from mpipipe.arrays.nccl import bus_id, nccl, nccl_type
 from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused
 from mpipipe.arrays.streams import (
-    annotated,
     is_done,
     own_stream,
     record,

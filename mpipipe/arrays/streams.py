@@ -83,14 +83,3 @@ def wait_for(event: Event) -> None:
 def seconds_between(start: Event, end: Event) -> float:
     """Return the device time between two events that are done, recorded with timing=True."""
     return float(cupy().cuda.get_elapsed_time(start, end)) * 1e-3
-
-
-@contextmanager
-def annotated(name: str) -> Iterator[None]:
-    """Show the work within as a range of this name in NVIDIA's profilers."""
-    nvtx = cupy().cuda.nvtx
-    nvtx.RangePush(name)
-    try:
-        yield
-    finally:
-        nvtx.RangePop()

@@ -93,6 +93,8 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
 
 def mapped(function: Callable[[Array], Any], tree: Tree) -> Tree:
     """Return a tree with a function of each leaf in its place; named tuples stay what they are."""
+    if tree is None:  # no gradients
+        return None
     if isinstance(tree, Branches):
         skips = {name: mapped(function, item) for name, item in tree.skips.items()}
         return Branches(mapped(function, tree.main), **skips)

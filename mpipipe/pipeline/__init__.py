@@ -3,7 +3,7 @@
 what a user holds        pipeline, result, state
 before the first step    construction, plan, ties, attached
 one call                 batch, units, loss, evaluation, gradient_sums
-one action               executor, actions, messages, clock, graphs
+one action               executor, messages, clock, graphs
 what went wrong          check, diagnostics
 """
 

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
-from mpipipe.comm import Envelope, Lease, Mailbox
+from mpipipe.comm import BACKWARD, Envelope, Lease
 from mpipipe.errors import NonFiniteError, StageError
-from mpipipe.nn import Position, Saved
+from mpipipe.nn import HeadCrossEntropy, Saved
 from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call, LossFunction
-from mpipipe.pipeline.loss import Loss, Weigh
+from mpipipe.pipeline.loss import check_finite, checked_weight
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import named_arrays
 from mpipipe.text import counted
@@ -49,6 +49,9 @@ ON_ITS_WAY = (
     "it was finite when it was sent: it was written to after that, or changed on its way. "
     "MPIPIPE_SYNC_SENDS=1, and with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
 )
+RETURNED = "was written to after its stage had returned it"
+# What a stage saved, and its micro-batch.
+Kept: TypeAlias = "tuple[Saved, int]"
 # (what it is, arrays) of all that a result was computed from.
 Sources: TypeAlias = "Sequence[tuple[str, object]]"
 
@@ -128,60 +131,54 @@ def _described(array: Array) -> str:
 # -- What is known of the arrays of a call ---------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Checks:
     """Knows the arrays of the call under way on this rank."""
 
-    def __init__(self, rank: int, last_stage: int) -> None:
-        self.rank = rank
-        self.last_stage = last_stage
-        # By stage, a function that gives its gradients by name.
-        self.gradients_of: dict[int, Callable[[], dict[str, Array]]] = {}
-        self._clear()
+    rank: int
+    last_stage: int
+    stages: dict[int, CheckedStage] = field(default_factory=dict)
+    call: Call | None = None  # under way, or the last one
+    # Results that a stage returned last: a buffer that is used again shows in them.
+    recent: deque[Watched] = field(default_factory=lambda: deque(maxlen=RECENT))
+    # Arrays that the user has, or gets, with what is said of a write to them.
+    to_end: list[tuple[Watched, str]] = field(default_factory=list)
 
-    def _clear(self, training: bool = False, gradients: bool = False) -> None:
-        # True if backwards follow, and if their gradients are looked at.
-        self.training = training
-        self.gradients = gradients
-        # The inputs of stages, by stage and micro-batch, and the user's arrays.
-        self.handed: dict[tuple[int, int], Watched] = {}
-        self.batch: dict[tuple[str, int], Watched] = {}
-        # Results that a stage returned last: a buffer that is used again shows in them.
-        self.recent: deque[Watched] = deque(maxlen=RECENT)
-        # Results that are held until their backward, or for the user, by stage and micro-batch.
-        self.outputs: dict[tuple[int, int], Watched] = {}
-        self.input_gradients: dict[int, Watched] = {}
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients must be finite."""
+        return self.call is not None and self.call.training and self.call.scale == 1
 
     def begin(self, call: Call) -> None:
         """Begin a call: take the checksums of its batch."""
-        self._clear(call.training, call.scale == 1)
+        self.call = call
         for name, stage, trees in (
             ("inputs", 0, call.inputs),
             ("targets", self.last_stage, call.targets),
         ):
-            if not isinstance(trees, list):
-                continue
-            for position, tree in zip(call.positions, trees):
-                self.batch[name, position.microbatch] = watched(
-                    stage, position.microbatch, tree, name
-                )
+            if isinstance(trees, list):
+                what = f"the {name} of a call were written to before its end"
+                for position, tree in zip(call.positions, trees):
+                    self.to_end.append((watched(stage, position.microbatch, tree, name), what))
 
     def end(self) -> None:
         """End a call whose actions have ended and whose messages have left."""
-        self._look_at_recent("the end of the call")
-        for copies in (*self.outputs.values(), *self.input_gradients.values()):
-            self.unchanged(copies, f"{copies.name} was written to after its stage had returned it")
-        for (name, _), copies in self.batch.items():
-            self.unchanged(copies, f"the {name} of a call were written to before its end")
-        self._clear(gradients=self.gradients)
+        self.look_at_recent("the end of the call")
+        for copies, what in self.to_end:
+            self.unchanged(copies, what)
+        self.recent.clear()
+        self.to_end = []
 
     def look_at_sums(self) -> None:
         """Look at the gradients of a step, after the sums over replicas and tied parameters."""
+        what = "the sum of a gradient over replicas, or places of a tied parameter, is not finite"
+        for number, stage in self.stages.items():
+            self.finite_gradient(stage.named_gradients(), "gradient", what, stage=number)
+
+    def finite_gradient(self, *arguments: Any, **options: Any) -> None:
+        """Do what `finite` does, unless gradients may overflow."""
         if self.gradients:
-            what = (
-                "the sum of a gradient over replicas, or places of a tied parameter, is not finite"
-            )
-            for stage, gradients in self.gradients_of.items():
-                self.finite(gradients(), "gradient", what, stage=stage)
+            self.finite(*arguments, **options)
 
     def finite(
         self,
@@ -211,47 +208,30 @@ class Checks:
         """Raise StageError if an array has been written to."""
         description = arrays.change()
         if description is not None:
-            place = dict(rank=self.rank, stage=arrays.stage, microbatch=arrays.microbatch)
             raise StageError(
                 what,
-                **place,
+                rank=self.rank,
+                stage=arrays.stage,
+                microbatch=arrays.microbatch,
                 found=description,
                 expected="the content that it had",
                 remedy=OWN_ARRAYS,
             )
 
-    def after(self, action: str, stage: int, microbatch: int) -> None:
-        """Look at results of earlier actions, which this one may have written to."""
-        self._look_at_recent(f"{action} of stage {stage}, micro-batch {microbatch}")
-
-    def _look_at_recent(self, when: str) -> None:
+    def look_at_recent(self, when: str) -> None:
+        """Look at results of earlier actions, which the last one may have written to."""
         for copies in self.recent:
-            what = "was written to after its stage had returned it, at the latest by"
-            self.unchanged(copies, f"{copies.name} {what} {when}")
-
-    def take_back(self, stage: int, microbatch: int) -> None:
-        """Look at an output before its backward: from now on the stage may write to it."""
-        y = self.outputs.pop((stage, microbatch), None)
-        if y is None:
-            return
-        self.unchanged(y, "y was written to after its stage had returned it")
-        if y in self.recent:
-            self.recent.remove(y)
+            self.unchanged(copies, f"{copies.name} {RETURNED}, at the latest by {when}")
 
 
 # -- Stages, losses and messages in check mode -----------------------------------------------------
 
 
-class Kept(NamedTuple):
-    """What a stage saved, and what must be as it was when it is used."""
-
-    saved: Saved
-    microbatch: int  # its number
-    arrays: dict[str, Watched]  # name -> x, dy, saved
-
-
 class CheckedStage:
-    """Forward and backward of a stage, with a look at what goes in and comes out."""
+    """Forward and backward of a stage, with a look at what goes in and comes out.
+
+    What the stage saved goes out and comes back as (saved, micro-batch).
+    """
 
     def __init__(self, stage: AttachedStage, checks: Checks) -> None:
         self.attached = stage
@@ -259,67 +239,54 @@ class CheckedStage:
         self.position = self.stage.position
         self.checks = checks
         self.number = stage.number
-        checks.gradients_of[self.number] = self.named_gradients
+        self.microbatch = 0  # its number in the action under way
+        # By micro-batch, what must be as it was when the next action of the stage comes.
+        self.kept: dict[int, dict[str, Watched]] = {}
+        checks.stages[self.number] = self
 
     def forward(self, x: Tree) -> Any:
-        """As the stage's own; what it saved comes back within a Kept."""
         checks = self.checks
-        self.stage.position = self.position
-        microbatch = self.position.microbatch
-        key = self.number, microbatch
-        again = key in checks.handed
-        handed = checks.handed.get(key)
-        if handed is None and self.number == 0:  # not there where a function has given it just now
-            handed = checks.batch.get(("inputs", microbatch))
-        if handed is None:
-            handed = watched(*key, x, "x")
-        elif again:
-            checks.unchanged(handed, "x was written to between a forward and its recomputation")
+        position = self.position
+        self.microbatch = position.microbatch
+        self.stage.position = position
+        arrays: dict[str, Watched] = {}
+        again = position.recompute == "now"
+        if again:
+            arrays = self._taken("a forward and its recomputation")
         else:
-            checks.unchanged(handed, "the inputs of a call were written to before their forward")
-        result = self.stage.forward(x)
-        checks.unchanged(handed, "forward wrote to x, which the stage was handed")
+            arrays["x"] = self._watched("x", x)
+        result = self._computed("forward", self.stage.forward, arrays, x)
         if type(result) is not tuple or len(result) != 2:
             return result  # the executor says so
         y, saved = result
-        checks.finite(y, "y", "forward returned an output that is not finite", self._sources(x))
-        checks.after("forward", *key)
+        what = "forward returned an output that is not finite"
+        checks.finite(y, "y", what, [("the input of this call", x), *self._sources()])
         if not again:
-            output = watched(*key, y, "y", without=x)
-            checks.recent.append(output)
-            # Until its backward where one follows.
-            if checks.training or self.number == checks.last_stage:
-                checks.outputs[key] = output
-        if not checks.training:
+            to_user = self.number == checks.last_stage and not position.keeps
+            arrays["y"] = self._returned("y", y, [x], to_user)
+        if not position.keeps:
             return y, saved
-        checks.handed[key] = handed
-        return y, Kept(
-            saved, microbatch, {"x": handed, "saved": self._watched(microbatch, saved, "saved")}
-        )
+        if position.recompute != "later":
+            arrays["saved"] = self._watched("saved", saved, self.attached.gradient_arrays)
+        self.kept[self.microbatch] = arrays
+        return y, (saved, self.microbatch)
 
     def backward(self, dy: Tree, kept: Kept) -> Tree:
-        arrays = self._before(dy, kept)
-        dx = self.stage.backward(dy, kept.saved)
-        self._after("backward", arrays, kept)
-        self._return_gradient("backward", dx, dy, kept)
-        return dx
+        return self._backward("backward", self.stage.backward, dy, kept)[0]
 
     def backward_input(self, dy: Tree, kept: Kept) -> tuple[Tree, Kept]:
-        arrays = self._before(dy, kept)
-        dx, pending = self.stage.backward_input(dy, kept.saved)
-        self._after("input gradient", arrays, kept)
-        self._return_gradient("input gradient", dx, dy, kept)
-        arrays["pending"] = self._watched(kept.microbatch, pending, "pending")
-        return dx, Kept(pending, kept.microbatch, arrays)
+        result, arrays = self._backward("input gradient", self.stage.backward_input, dy, kept)
+        dx, pending = result
+        # Others add to gradients meanwhile.
+        arrays["pending"] = self._watched("pending", pending, self.attached.gradient_arrays)
+        self.kept[self.microbatch] = arrays
+        return dx, (pending, self.microbatch)
 
     def backward_weight(self, kept: Kept) -> None:
-        for name, copies in kept.arrays.items():
-            self.checks.unchanged(
-                copies, f"{name} was written to between input gradient and weight gradient"
-            )
-        self.stage.backward_weight(kept.saved)
-        del kept.arrays["pending"]  # they are the stage's own
-        self._after("weight gradient", kept.arrays, kept)
+        pending, self.microbatch = kept
+        arrays = self._taken("input gradient and weight gradient")
+        del arrays["pending"]  # they are the stage's own
+        self._computed("weight gradient", self.stage.backward_weight, arrays, pending)
 
     def named_gradients(self) -> dict[str, Array]:
         """Return all gradients by name, and the parts of tied ones."""
@@ -329,108 +296,107 @@ class CheckedStage:
                 named[f"{name}, part"] = array
         return named
 
-    def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
-        """Look at what a backward is given; return the arrays that it must leave as they are."""
-        checks = self.checks
-        microbatch = kept.microbatch
-        for name, copies in kept.arrays.items():
-            checks.unchanged(copies, f"{name} was written to between forward and backward")
-        checks.take_back(self.number, microbatch)
-        del checks.handed[self.number, microbatch]
-        return {"x": kept.arrays["x"], "dy": watched(self.number, microbatch, dy, "dy")}
+    def _backward(
+        self, action: str, work: Callable[..., Any], dy: Tree, kept: Kept
+    ) -> tuple[Any, dict[str, Watched]]:
+        """Return what `work` returns, and what it was handed."""
+        saved, self.microbatch = kept
+        arrays = self._taken("forward and backward")
+        del arrays["saved"]  # they are the stage's own, as y is
+        y = arrays.pop("y")
+        if y in self.checks.recent:
+            self.checks.recent.remove(y)
+        arrays["dy"] = self._watched("dy", dy)
+        result = self._computed(action, work, arrays, dy, saved)
+        dx = result
+        if action != "backward":
+            dx = result[0]
+        what = f"{action} returned an input gradient that is not finite"
+        self.checks.finite_gradient(dx, "dx", what, self._sources())
+        self._returned("dx", dx, [dy, dict(arrays["x"].leaves)], self.number == 0)
+        return result, arrays
 
-    def _after(self, name: str, handed: dict[str, Watched], kept: Kept) -> None:
-        for array, copies in handed.items():
-            self.checks.unchanged(copies, f"{name} wrote to {array}, which the stage was handed")
-        self.checks.after(name, self.number, kept.microbatch)
-        if self.checks.gradients and name != "input gradient":
-            what = f"{name} left the gradient of a parameter that is not finite"
-            self.checks.finite(self.named_gradients(), "gradient", what, self._sources())
+    def _taken(self, between: str) -> dict[str, Watched]:
+        """Take what earlier actions kept of the micro-batch; nothing may have written to it."""
+        arrays = self.kept.pop(self.microbatch)
+        for name, copies in arrays.items():
+            what = f"{name} was written to between {between}"
+            if name == "y":
+                what = f"y {RETURNED}"
+            self.checks.unchanged(copies, what)
+        return arrays
 
-    def _return_gradient(self, name: str, dx: Tree, dy: Tree, kept: Kept) -> None:
-        checks = self.checks
-        others = [dy, dict(kept.arrays["x"].leaves)]
-        if checks.gradients:
-            checks.finite(
-                dx, "dx", f"{name} returned an input gradient that is not finite", self._sources()
-            )
-        result = watched(self.number, kept.microbatch, dx, "dx", without=others)
-        checks.recent.append(result)
-        # To the end of the call where the user gets it.
-        if self.number == 0:
-            checks.input_gradients[kept.microbatch] = result
-
-    def _watched(self, microbatch: int, value: object, name: str) -> Watched:
-        """Watch what a stage keeps for its backward, without gradients: others add to them."""
-        return watched(self.number, microbatch, value, name, without=self.attached.gradient_arrays)
-
-    def _sources(self, x: Tree = ()) -> Sources:
-        """Return what a result was computed from; inputs of later stages were looked at before."""
-        parameters = named_arrays(self.stage, "parameters")
-        return [("the input of this call", x), ("parameter", parameters)]
-
-
-class CheckedLoss(Loss):
-    """A user's loss, with a look at what goes in and comes out."""
-
-    def __init__(self, function: LossFunction, checks: Checks) -> None:
-        super().__init__(function)
-        self._checks = checks
-        self._sources: Sources = ()
-
-    def call(
-        self,
-        output: Tree,
-        target: Tree,
-        factor: float,
-        position: Position | None = None,
-        weigh: Weigh | None = None,
+    def _computed(
+        self, action: str, work: Callable[..., Any], arrays: dict[str, Watched], *arguments: object
     ) -> Any:
-        checks = self._checks
-        y = watched(None, None, output, "y")
-        targets = watched(None, None, target, "targets")
-        self._sources = [("the targets of this call", target)]
-        result = super().call(output, target, factor, position, weigh)
-        checks.unchanged(y, "the loss wrote to the output of the last stage")
-        checks.unchanged(targets, "the loss wrote to its targets")
-        if self.with_head is not None and checks.gradients:
-            what = "the loss left a gradient of the head that is not finite"
-            checks.finite(checks.gradients_of[checks.last_stage](), "gradient", what, self._sources)
+        """Return what `work` returns; it may write neither to these arrays nor to results."""
+        checks = self.checks
+        result = work(*arguments)
+        for name, copies in arrays.items():
+            if name != "y":
+                checks.unchanged(copies, f"{action} wrote to {name}, which the stage was handed")
+        when = f"{action} of stage {self.number}, micro-batch {self.microbatch}"
+        checks.look_at_recent(when)
+        if action in ("backward", "weight gradient"):
+            what = f"{action} left the gradient of a parameter that is not finite"
+            checks.finite_gradient(self.named_gradients(), "gradient", what, self._sources())
         return result
 
-    def checked(self, result: object) -> Any:
-        try:
-            return super().checked(result)
-        except NonFiniteError as error:
-            error.found = f"{error.found}{first_source(self._sources)}; y is finite"
-            raise
+    def _returned(self, name: str, value: Tree, handed: list[object], to_user: bool) -> Watched:
+        """Watch what the stage returned, without what it was handed."""
+        result = self._watched(name, value, handed)
+        self.checks.recent.append(result)
+        if to_user:
+            self.checks.to_end.append((result, f"{name} {RETURNED}"))
+        return result
 
-    def scaled(self, *arguments: Any) -> Tree:  # type: ignore[override]  # it knows the checks
-        gradient = Loss.scaled(*arguments)
-        if self._checks.gradients:
-            what = "the loss returned a gradient of the output that is not finite"
-            self._checks.finite(gradient, "doutput", what, self._sources)
-        return gradient
+    def _watched(self, name: str, value: object, without: object = ()) -> Watched:
+        return watched(self.number, self.microbatch, value, name, without)
+
+    def _sources(self) -> Sources:
+        """Return what results are computed from, besides the input."""
+        return [("parameter", named_arrays(self.stage, "parameters"))]
 
 
+def checked_loss(
+    function: LossFunction, checks: Checks, output: Tree, target: Tree, **options: Any
+) -> Any:
+    """Return what a user's loss returns, with a look at what goes in and comes out."""
+    y = watched(None, None, output, "y")
+    targets = watched(None, None, target, "targets")
+    sources = [("the targets of this call", target)]
+    result = function(output, target, **options)
+    checks.unchanged(y, "the loss wrote to the output of the last stage")
+    checks.unchanged(targets, "the loss wrote to its targets")
+    if isinstance(function, HeadCrossEntropy):
+        what = "the loss left a gradient of the head that is not finite"
+        gradients = checks.stages[checks.last_stage].named_gradients()
+        checks.finite_gradient(gradients, "gradient", what, sources)
+    # With weight 0 nobody looks at the others.
+    is_right = type(result) is tuple and len(result) in (2, 3)
+    if is_right and all(map(checked_weight, result[2:])):
+        if isinstance(result[0], (float, np.floating)):
+            try:
+                check_finite(result[0])
+            except NonFiniteError as error:
+                error.found = f"{error.found}{first_source(sources)}; y is finite"
+                raise
+        what = "the loss returned a gradient of the output that is not finite"
+        checks.finite_gradient(result[1], "doutput", what, sources)
+    return result
+
+
+@dataclass(eq=False, kw_only=True)
 class CheckedMessages(StageMessages):
     """Activations and gradients of one rank, with a look at those that arrive."""
 
-    def __init__(self, mailbox: Mailbox, checks: Checks) -> None:
-        super().__init__(mailbox)
-        self._checks = checks
+    checks: Checks
 
-    def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        tree, lease = super().receive_activation(envelope)
-        self._look_at(tree, "x", envelope)
-        return tree, lease
-
-    def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        tree, lease = super().receive_gradient(envelope)
-        if self._checks.gradients:
-            self._look_at(tree, "dy", envelope)
-        return tree, lease
-
-    def _look_at(self, tree: Tree, name: str, envelope: Envelope) -> None:
+    def receive(self, envelope: Envelope) -> tuple[Tree, Lease]:
+        tree, lease = super().receive(envelope)
         what = f"{envelope.subject} is not finite as it arrived from rank {envelope.peer}"
-        self._checks.finite(tree, name, what, remedy=ON_ITS_WAY)
+        if envelope.direction == BACKWARD:
+            self.checks.finite_gradient(tree, "dy", what, remedy=ON_ITS_WAY)
+        else:
+            self.checks.finite(tree, "x", what, remedy=ON_ITS_WAY)
+        return tree, lease

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,35 +28,41 @@ MOST_CALLS = 8  # calls whose marks wait to be read
 class TimedCall(NamedTuple):
     """What is known of one call: its marks, and (name, start, end) of what was noted besides."""
 
-    start: tuple[Mark, float] | None
+    start: tuple[Mark, float]  # the mark on a GPU, and its time on the host
     actions: Sequence[PlannedAction]
     training: bool
     marks: list
     others: list[tuple[str, float, float]]
 
 
+@dataclass(eq=False)
 class HostClock:
     """Durations of the actions of one rank, by marks that `now` makes."""
 
-    now: Callable[[], Mark] = staticmethod(perf_counter)
-    waits = False  # whether reading marks waits for the device
+    waits: ClassVar[bool] = False  # whether reading marks waits for the device
 
-    def __init__(self) -> None:
-        self.busy = 0.0  # seconds of all actions of the last call
-        # From the first action of the last call to the end of the last one, where this clock knows.
-        self.span = 0.0
-        # Seconds of the last call by the host's clock, and its start.
-        self.host_elapsed = 0.0
-        self.entered = 0.0
-        # (op, stage) -> [seconds, count]
-        self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])
-        # Seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
-        # read.
-        self.training_seconds = np.zeros(2)
-        self.trains = False  # whether the call under way is a training step
-        self.recorder: Recorder | None = None
-        self.ended: deque[TimedCall] = deque()  # calls that are not yet read
-        self.running: TimedCall | None = None
+    # By the clock of the recorder, if there is one.
+    host_now: Callable[[], float] = perf_counter
+    now: Callable[[], Mark] = perf_counter  # makes a mark
+    busy: float = 0.0  # seconds of all actions of the last call
+    # From the first action of the last call to the end of the last one, where this clock knows.
+    span: float = 0.0
+    # Seconds of the last call by the host's clock, and its start.
+    host_elapsed: float = 0.0
+    entered: float = 0.0
+    # (op, stage) -> [seconds, count]
+    totals: dict[tuple[str, int], list] = field(
+        default_factory=lambda: defaultdict(lambda: [0.0, 0])
+    )
+    # Seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
+    # read.
+    training_seconds: np.ndarray = field(default_factory=lambda: np.zeros(2))
+    recorder: Recorder | None = None
+    ended: deque[TimedCall] = field(default_factory=deque)  # calls that are not yet read
+    # Of the call under way: whether it is a training step, its start, and other notes.
+    trains: bool = False
+    start: tuple[Mark, float] = (0.0, 0.0)
+    others: list[tuple[str, float, float]] = field(default_factory=list)
 
     def enter(self) -> None:
         """Note that a call has been entered: its ranks have not agreed yet."""
@@ -69,33 +78,33 @@ class HostClock:
     def elapsed(self) -> float:
         return max(self.host_elapsed, self.span)
 
-    def begin(self, actions: Sequence[PlannedAction], training: bool) -> list:
-        """Begin a call; return the list that takes two marks for each action, in order."""
-        if self.running is not None:  # it has failed
-            self.end()
-        while len(self.ended) > MOST_CALLS or (self.ended and self._can_read(self.ended[0])):
+    def begin(self, training: bool) -> None:
+        """Begin a call."""
+        if len(self.ended) > MOST_CALLS:
             self._read(self.ended.popleft())
         self.trains = training
-        self.running = TimedCall(self._start(), actions, training, [], [])
-        return self.running.marks
+        self.start = self._start()
+        self.others = []
 
-    def end(self) -> None:
-        if self.running is not None:
-            self.ended.append(self.running)
-            self.running = None
-            if self.recorder is not None and not self.waits:
-                self.settle()
+    def end(self, actions: Sequence[PlannedAction], marks: list) -> None:
+        """End a call, which has left two marks for each action, in order."""
+        self.ended.append(TimedCall(self.start, actions, self.trains, marks, self.others))
+        if self.recorder is not None and not self.waits:
+            self.settle()
 
-    def host_seconds(self) -> float:
-        """The time by the recorder's clock, if there is one."""
-        if self.recorder is None:
-            return perf_counter()
-        return self.recorder.now()
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder note actions from now on, by its clock; None ends that."""
+        self.settle()
+        self.recorder = recorder
+        self.host_now = perf_counter
+        if recorder is not None:
+            self.host_now = recorder.now
+        if not self.waits:
+            self.now = self.host_now
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Note something besides the actions, for the recorder; times of `host_seconds`."""
-        if self.recorder is not None and self.running is not None:
-            self.running.others.append((name, start, end))
+        """Note something besides the actions, for the recorder; times of `host_now`."""
+        self.others.append((name, start, end))
 
     def settle(self) -> None:
         """Make the numbers of all calls final; on a GPU this waits for the last action."""
@@ -111,32 +120,25 @@ class HostClock:
         schedule has no R.
         """
         self.settle()
-        names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "F"}
-        if recompute:
-            names["R"] = "B"
+        rows = {"F": 0, "B": 1, "I": 1, "W": 2, "R": int(recompute)}
         seconds, counts = np.zeros((2, 3, stages))
         for (op, stage), (total, count) in self.totals.items():
             # A stage may have both B and I: it may split some backwards only.
-            place = "FBW".index(names[op]), stage
+            place = rows[op], stage
             seconds[place] += total
             if op != "R" or not recompute:
                 counts[place] += count
         return seconds / np.maximum(counts, 1)
 
-    def _can_read(self, call: TimedCall) -> bool:
-        """Whether marks should be read before there are many."""
-        return False
+    def _start(self) -> tuple[Mark, float]:
+        return 0.0, 0.0
 
-    def _start(self) -> tuple[Mark, float] | None:
-        return None
-
-    def _seconds(self, start: tuple[Mark, float] | None, marks: list) -> np.ndarray:
+    def _seconds(self, start: tuple[Mark, float], marks: list) -> np.ndarray:
         """Seconds of the host's clock of each mark."""
         return np.array(marks)
 
     def _read(self, call: TimedCall) -> None:
-        count = len(call.marks) // 2  # fewer than actions after an error
-        times = self._seconds(call.start, call.marks[: 2 * count]).reshape(count, 2)
+        times = self._seconds(call.start, call.marks).reshape(-1, 2)
         durations = times[:, 1] - times[:, 0]
         self.busy = float(durations.sum())
         if call.training:
@@ -146,35 +148,31 @@ class HostClock:
                 entry[0] += seconds
                 entry[1] += 1
         if self.recorder is not None:
-            spans = [*call.others]
+            spans = call.others
             for action, (begun, ended) in zip(call.actions, times.tolist()):
                 spans.append((str(action), begun, ended))
-            for name, begun, ended in sorted(spans, key=lambda span: span[2]):
-                self.recorder.add(name, begun, ended)
+            for span in sorted(spans, key=itemgetter(2)):
+                self.recorder.add(*span)
 
 
+@dataclass(eq=False)
 class DeviceClock(HostClock):
     """The clock of a GPU: marks are events on the current stream, read once the work is done."""
 
     waits = True
 
-    @staticmethod
-    def now() -> Mark:
-        return arrays.record(timing=True)
+    def __post_init__(self) -> None:
+        self.now = partial(arrays.record, timing=True)
 
-    def _can_read(self, call: TimedCall) -> bool:
-        return not call.marks or arrays.is_done(call.marks[-1])
+    def _start(self) -> tuple[Mark, float]:
+        return self.now(), self.host_now()
 
-    def _start(self) -> tuple[Mark, float] | None:
-        return self.host_seconds(), self.now()
-
-    def _seconds(self, start: tuple[Mark, float] | None, marks: list) -> np.ndarray:
-        self.span = 0.0
-        if not marks:
-            return np.zeros(0)
-        assert start is not None  # `_start` has made it
-        zero, first = start
-        if not arrays.is_done(marks[-1]):
-            marks[-1].synchronize()
-        self.span = arrays.seconds_between(first, marks[-1])
-        return np.array([zero + arrays.seconds_between(first, mark) for mark in marks])
+    def _seconds(self, start: tuple[Mark, float], marks: list) -> np.ndarray:
+        first, zero = start
+        seconds = np.zeros(len(marks))
+        if marks:
+            if not arrays.is_done(marks[-1]):
+                marks[-1].synchronize()
+            seconds[:] = [arrays.seconds_between(first, mark) for mark in marks]
+        self.span = seconds.max(initial=0.0)
+        return zero + seconds

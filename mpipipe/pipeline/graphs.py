@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import is_
+from functools import partial
 from typing import Any, TypeAlias
 
 from mpipipe import arrays, nn
@@ -33,17 +33,6 @@ Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
 @dataclass(slots=True)
-class Slot:
-    """Fixed memory for one micro-batch under way."""
-
-    number: int  # counted for each kind
-    x: Array  # input
-    dy: Array | None = None  # gradient of the output, once a backward was recorded
-    # action -> (its graph, what the action returns: each launch writes these arrays)
-    graphs: dict[Key, tuple[arrays.Graph, Any]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Kind:
     """What inputs of one shape and dtype have in common."""
 
@@ -53,32 +42,38 @@ class Kind:
     # Slots that no micro-batch has, by their numbers.
     free: dict[int, Slot] = field(default_factory=dict)
 
-    def take(self, x: Array) -> Slot:
+    def take(self) -> Slot:
         """Take the first free slot, the same in all steps for a micro-batch, or make one."""
         if self.free:
             return self.free.pop(min(self.free))
         self.made += 1
-        return Slot(self.made, arrays.empty_like(x))
+        return Slot(self.made)
 
-    def meets(self, key: Key) -> bool:
-        """Whether an action has run before; from now on it has."""
-        known = key in self.met
-        self.met.add(key)
-        return known
+
+@dataclass(slots=True)
+class Slot:
+    """Fixed memory for one micro-batch under way."""
+
+    number: int  # counted for each kind
+    # What each action reads, once it was recorded: x or dy.
+    inputs: dict[str, Array] = field(default_factory=dict)
+    # action -> (its graph, what the action returns: each launch writes these arrays)
+    graphs: dict[Key, tuple[arrays.Graph, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Saved:
     """What the forward of a micro-batch leaves for its backward."""
 
-    saved: nn.Saved
     # The forward and its backwards depend on this besides the input.
-    mode: Key = ()
-    kind: Kind | None = None  # None if graphs are out of the question
-    slot: Slot | None = None  # None if the forward ran without a graph
+    mode: Key
+    # None if graphs are out of the question.
+    kind: Kind | None = None
+    slot: Slot | None = None
+    by_graph: bool = True  # whether graphs have run all actions so far
+    saved: nn.Saved = None
     # The input gradient leaves this for the weight gradient.
     pending: nn.Pending = None
-    pending_by_graph: bool = False  # whether a recorded input gradient writes `pending` each time
 
     def __del__(self) -> None:
         """Free the slot once what was saved is dropped, also after a failed call."""
@@ -124,35 +119,26 @@ class StageGraphs:
                 graphs += len(slot.graphs)
         return graphs
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> tuple[Array | None, Saved]:
         stage = self.stage
         stage.position = self.position
-        kind = None
+        kept = Saved((stage.headless,))
         if not self.reason:
             self._forget_if_changed()
             x = stage.first_layer.upload(accepted_input(stage, x))
-            if (x.shape, x.dtype) not in self._kinds and len(self._kinds) < MOST_KINDS:
-                self._kinds[x.shape, x.dtype] = Kind()
-            kind = self._kinds.get((x.shape, x.dtype))
-        mode = (stage.headless,)
-        key = ("forward", *mode)
-        if kind is not None and kind.meets(key):
-            slot = kind.take(x)
-            if self._record(slot, key, lambda: stage.forward(slot.x)):
-                arrays.copy_into(slot.x, x)
-                y, saved = self._launch(slot, key)
-                return arrays.copy(y), Saved(saved, mode, kind, slot)
-            kind.free[slot.number] = slot
-        y, saved = stage.forward(x)
-        return y, Saved(saved, mode, kind)
+            shape = x.shape, x.dtype
+            if shape in self._kinds or len(self._kinds) < MOST_KINDS:
+                kept.kind = self._kinds.setdefault(shape, Kind())
+                kept.slot = kept.kind.take()
+        y, kept.saved = self._run("forward", x, kept, stage.forward)
+        return self._copied(y, kept), kept
 
     def _forget_if_changed(self) -> None:
         """Record anew if parameters have moved, or an attribute of a layer was set."""
         stage = self.stage
-        flats = (stage.compute.flat, stage.gradients.flat)
-        owners = tuple(stage.buffers.owners.items())
-        read = (*flats, owners, stage.version)
-        if self._read and all(map(is_, flats, self._read)) and read[2:] == self._read[2:]:
+        places = map(arrays.address, (stage.compute.flat, stage.gradients.flat))
+        read = (*places, *stage.buffers.owners.items(), stage.version)
+        if read == self._read:
             return
         self._read = read
         self._kinds = {}
@@ -164,55 +150,55 @@ class StageGraphs:
             logger.warning("%s", self)
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
-        dx, by_graph = self._backward("backward", dy, kept, self.stage.backward)
-        if by_graph and dx is not None:
-            dx = arrays.copy(dx)
-        return dx
+        work = partial(self.stage.backward, saved=kept.saved)
+        return self._copied(self._run("backward", dy, kept, work), kept)
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
-        result, by_graph = self._backward("backward_input", dy, kept, self.stage.backward_input)
-        dx, kept.pending = result
-        kept.pending_by_graph = by_graph
-        if by_graph and dx is not None:
-            dx = arrays.copy(dx)
-        return dx, kept
+        work = partial(self.stage.backward_input, saved=kept.saved)
+        dx, kept.pending = self._run("backward_input", dy, kept, work)
+        return self._copied(dx, kept), kept
 
     def backward_weight(self, kept: Saved) -> None:
-        stage = self.stage
-        slot = kept.slot
-        key = ("backward_weight", *kept.mode)
-        if (
-            kept.kind is not None
-            and kept.kind.meets(key)
-            and slot is not None
-            and kept.pending_by_graph
-        ):
-            if self._record(slot, key, lambda: stage.backward_weight(kept.pending)):
-                self._launch(slot, key)
-                return
-        stage.backward_weight(kept.pending)
+        self._run("backward_weight", None, kept, lambda _: self.stage.backward_weight(kept.pending))
 
-    def _backward(
-        self, action: str, dy: Array, kept: Saved, work: Callable[[Array, object], object]
-    ) -> tuple[Any, bool]:
-        """Return (what a backward of the stage returns, whether a graph has written it)."""
-        slot = kept.slot
-        key = (action, *kept.mode)
-        if kept.kind is not None and kept.kind.meets(key) and slot is not None:
-            if arrays.is_device(dy) and dy.flags.c_contiguous:
-                if slot.dy is None:
-                    slot.dy = arrays.empty_like(dy)
-                place = slot.dy
-                fits = (dy.shape, dy.dtype) == (place.shape, place.dtype)
-                if fits and self._record(slot, key, lambda: work(place, kept.saved)):
-                    arrays.copy_into(place, dy)
-                    return self._launch(slot, key), True
-        return work(dy, kept.saved), False
-
-    def _launch(self, slot: Slot, key: Key) -> Any:
-        graph, result = slot.graphs[key]
-        graph.launch()
+    @staticmethod
+    def _copied(result: Array | None, kept: Saved) -> Array | None:
+        """Return a result from where the next launch will not write."""
+        if kept.by_graph and result is not None:
+            return arrays.copy(result)
         return result
+
+    def _run(
+        self, action: str, value: Array | None, kept: Saved, work: Callable[[Any], Any]
+    ) -> Any:
+        """Return what `work` returns for a value; by a graph where that is possible."""
+        key = (action, *kept.mode)
+        kind = kept.kind
+        slot = kept.slot
+        if kind is not None and slot is not None:
+            can_record = key in kind.met and kept.by_graph and self._fits(slot, action, value)
+            kind.met.add(key)
+            place = slot.inputs.get(action)
+            if can_record and self._record(slot, key, lambda: work(place)):
+                if place is not None:
+                    arrays.copy_into(place, value)
+                graph, result = slot.graphs[key]
+                graph.launch()
+                return result
+        kept.by_graph = False
+        return work(value)
+
+    @staticmethod
+    def _fits(slot: Slot, action: str, value: Array | None) -> bool:
+        """Whether the slot has a place for what an action reads, which is made now if need be."""
+        if value is None:
+            return True
+        if not (arrays.is_device(value) and value.flags.c_contiguous):
+            return False
+        if action not in slot.inputs:
+            slot.inputs[action] = arrays.empty_like(value)
+        place = slot.inputs[action]
+        return (value.shape, value.dtype) == (place.shape, place.dtype)
 
     def _record(self, slot: Slot, key: Key, work: Callable[[], object]) -> bool:
         """Whether the slot has a graph of an action, which is recorded now if it can be."""

@@ -22,19 +22,20 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree, flatten, unflatten
+from mpipipe.arrays import Array, Tree, flatten
 from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, Position, kernels
 from mpipipe.pipeline.attached import AttachedStage
-from mpipipe.pipeline.batch import UNSAID, BatchFacts, LossFunction, MessageSpec, Value, kinds_of
-from mpipipe.pipeline.units import in_order
+from mpipipe.pipeline.batch import UNSAID, BatchFacts, Call, LossFunction, Value
+from mpipipe.pipeline.units import MessageSpec, in_order
 from mpipipe.stages import takes_parameter
 
 # Gives the factor that a weight asks for.
@@ -55,21 +56,21 @@ class Loss:
 
     def __init__(self, function: LossFunction):
         self.function = function
-        self.takes_factor = takes_parameter(function, "factor")
-        self.takes_position = takes_parameter(function, "position")
-        self.weighs = takes_parameter(function, "weigh")
+        # How many of these it takes: one that takes a later one takes those before it.
+        self.options = 0
+        for number, name in enumerate(("factor", "position", "weigh"), 1):
+            if takes_parameter(function, name):
+                self.options = number
+        self.takes_factor = self.options > 0
+        self.takes_position = self.options > 1
+        self.weighs = self.options == 3
         # True if it takes and gives lists, once for all micro-batches.
         self.over_batch = bool(getattr(function, "over_batch", False))
         self.uploads = not getattr(function, "wants_host_targets", False)
-        self.with_head: HeadCrossEntropy | None = None
+        # Lets the last stage leave its head to a loss that is made for that, in a `with` block.
+        self.taking_head: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(function, HeadCrossEntropy):
-            self.with_head = function
-
-    def taking_head(self) -> AbstractContextManager[None]:
-        """Let the last stage leave its head to a loss that is made for that, in a `with` block."""
-        if self.with_head is None:
-            return nullcontext()
-        return self.with_head.taking_over()
+            self.taking_head = function.taking_over
 
     def call(
         self,
@@ -82,13 +83,10 @@ class Loss:
         """Return what the function returns; the target is on the GPU if the output is."""
         if self.uploads and type(output) is not np.ndarray:
             target = _beside(output, target)
-        if self.weighs:
-            return self.function(output, target, factor=factor, position=position, weigh=weigh)
-        if self.takes_position:
-            return self.function(output, target, factor=factor, position=position)
-        if self.takes_factor:
+        if self.options == 1:  # the common case
             return self.function(output, target, factor=factor)
-        return self.function(output, target)
+        options = ("factor", factor), ("position", position), ("weigh", weigh)
+        return self.function(output, target, **dict(options[: self.options]))
 
     def checked(self, result: Any) -> tuple[Value, Tree, float | None]:
         """Return (value, gradient, weight or None); ArgumentError for another result.
@@ -159,7 +157,7 @@ class Loss:
             pairs = zip(gradient, output)
             return [Loss.scaled(part, factor, of_output) for part, of_output in pairs]
         outputs, structure = flatten(output)
-        spec = MessageSpec(structure, kinds_of(outputs))
+        spec = MessageSpec(structure, tuple((leaf.shape, leaf.dtype) for leaf in outputs))
         likes = spec.with_gradients(outputs)
         if not factor:
             return spec.gradient_tree([*map(arrays.zeros_like, likes)])
@@ -182,11 +180,9 @@ def _beside(output: Tree | list[Tree], target: Tree | list[Tree]) -> Tree | list
         return [_beside(*pair) for pair in zip(output, target, strict=True)]
     if not any(map(arrays.is_device, flatten(output)[0])):
         return target
-    return arrays.mapped(_on_device, target)
-
-
-def _on_device(array: Array) -> Array:
-    return array if arrays.is_device(array) else arrays.upload(array)
+    return arrays.mapped(
+        lambda array: array if arrays.is_device(array) else arrays.upload(array), target
+    )
 
 
 def checked_weight(weight: Any) -> float:
@@ -223,35 +219,37 @@ def check_finite(value: Any) -> None:
 
 def unscaled(tree: Tree, scale: float) -> Tree:
     """Input gradients without the factor that all gradients of the step carry."""
-    if tree is None or scale == 1:
+    if scale == 1:
         return tree
-    leaves, structure = flatten(tree)
     factor = 1 / scale
-    for place, leaf in enumerate(leaves):
-        if leaf is not None:
-            leaves[place] = kernels.of_array(leaf).scale(leaf, factor)
-    return unflatten(leaves, structure)
+
+    def unscaled_leaf(leaf: Array | None) -> Array | None:
+        if leaf is None:
+            return None
+        return kernels.of_array(leaf).scale(leaf, factor)
+
+    return arrays.mapped(unscaled_leaf, tree)
 
 
 # -- What each micro-batch counts ------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Weighing:
     """The shares of micro-batches in the loss of a pipeline, on one rank."""
 
-    def __init__(self, pipe: RankGroup, replicas: RankGroup | None, root: int) -> None:
-        self.pipe = pipe
-        self.replicas = replicas
-        self.root = root  # the rank of the last stage
-        # Whether this rank's loss returns weights; None where none was evaluated yet.
-        self.gives_weights: bool | None = None
-        # The same of all replicas, once all ranks know it.
-        self.all_give_weights: bool | None = None
-        # Shares of this rank's units in the call under way.
-        self.shares: list[float] = []
-        self.shares_are_final = False  # whether a loss without a weight leaves them as they are
-        self._facts: BatchFacts | None = None
-        self._exponent: int | None = None  # c is 2 to the power of minus this one
+    pipe: RankGroup
+    replicas: RankGroup | None
+    root: int  # the rank of the last stage
+    # Whether this rank's loss returns weights; None where none was evaluated yet.
+    gives_weights: bool | None = None
+    # The same of all replicas, once all ranks know it.
+    all_give_weights: bool | None = None
+    # Shares of this rank's units in the call under way.
+    shares: list[float] = field(default_factory=list)
+    shares_are_final: bool = False  # whether a loss without a weight leaves them as they are
+    _facts: BatchFacts = field(default_factory=BatchFacts)  # the facts of that call
+    _exponent: int | None = None  # c is 2 to the power of minus this one
 
     def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
@@ -263,14 +261,12 @@ class Weighing:
     @property
     def exponent(self) -> int:
         """Exponent of c; before the first step with weights that of the number of entries."""
-        assert self._facts is not None  # asked for within a call
         if self._exponent is None:
             return _exponent(self._facts.entries)
         return self._exponent
 
     def weight_of(self, shared: SharedLoss) -> float:
         """Return the sum of the weights of a call, or the rows or entries of all targets."""
-        assert self._facts is not None  # asked for after a call
         if shared.givers:
             return math.ldexp(shared.total, self.exponent)
         return float(self._facts.total)
@@ -281,7 +277,6 @@ class Weighing:
         Raises ArgumentError where the loss should have given a weight, or no weight.
         """
         facts = self._facts
-        assert facts is not None  # a loss is evaluated within a call
         if self.gives_weights is None:
             self.gives_weights = weight is not None
         if self.gives_weights != (weight is not None):
@@ -336,8 +331,8 @@ class Weighing:
         """
         if self.all_give_weights is False:
             return 1.0, None
-        problem = self._problem(shared)
         self.all_give_weights = None
+        problem = self._problem(shared)
         if problem is None:
             self.all_give_weights = shared.givers > 0
         if not self.all_give_weights:
@@ -351,26 +346,24 @@ class Weighing:
 
     def _problem(self, shared: SharedLoss) -> MpipipeError | None:
         """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
-        givers = shared.givers
-        total = shared.total
         groups = [self.pipe]
         replicas = 1
         if self.replicas is not None:
             groups.append(self.replicas)
             replicas = self.replicas.size
-        if 0 < givers < replicas:
+        if 0 < shared.givers < replicas:
             problem: MpipipeError = MismatchError(
                 "the loss returns weights on some replicas only",
-                found=f"{givers} of {replicas} replicas with weights",
+                found=f"{shared.givers} of {replicas} replicas with weights",
                 expected="all or none",
                 remedy="give the same loss to all replicas",
             )
-        elif givers and not 0 < total < math.inf:
+        elif shared.givers and not 0 < shared.total < math.inf:
             found = "weights too large"
-            if total == 0:
+            if shared.total == 0:
                 found = "all weights 0"
             problem = ArgumentError(
-                f"the weights of {shared.what} add up to {total}",
+                f"the weights of {shared.what} add up to {shared.total}",
                 found=found,
                 expected="something that counts, in one micro-batch of one replica at least",
                 remedy="leave out a batch in which nothing is valid, on all ranks",
@@ -401,82 +394,58 @@ def _exponent(count: float) -> int:
 #                                    these three are sums over all replicas
 
 
-class OwnLosses(NamedTuple):
-    """The losses of a call on the rank of the last stage.
-
-    `waiting` are on the device, and `download` brings them.
-    """
-
-    losses: dict[int, Value]
-    waiting: list[int]
-    download: arrays.Download | None
-    where: tuple[int, int, str]  # rank, stage, and which step or call, for errors
-
-    def is_here(self) -> bool:
-        """Whether `read` will not wait."""
-        return self.download is None or self.download.is_done()
-
-    def read(self) -> list[float]:
-        """Return the losses in order; NonFiniteError for the first one that is not finite."""
-        values: Sequence[Array] = ()
-        if self.download is not None:
-            values = self.download.result()
-        for unit, value in zip(self.waiting, values):
-            self.losses[unit] = float(value.item())
-            try:
-                check_finite(self.losses[unit])
-            except MpipipeError as error:
-                error.rank, error.stage, when = self.where
-                error.microbatch = unit
-                error.message = f"{error.message} in {when}"
-                raise
-        return [*map(float, in_order(self.losses))]
-
-
 class SharedLoss:
     """Mean loss over all replicas, and losses of this pipeline's micro-batches; collective.
 
-    `own` are the losses of this pipeline on the rank of its last stage, and None elsewhere. Where
-    there is no other rank they may stay on the device until somebody reads them.
+    Where there is no other rank, losses that a call has left on the device may stay there until
+    somebody reads them. `where` names rank, stage, and step or call, for errors.
     """
 
     def __init__(
-        self, weighing: Weighing, own_losses: OwnLosses | None, microbatches: int, what: str
+        self, weighing: Weighing, call: Call, where: tuple[int, int, str], what: str
     ) -> None:
         pipe = weighing.pipe
         replicas = weighing.replicas
-        root = weighing.root
         self.what = f"the loss of {what}"
-        self._own = own_losses
+        self.was_read = call.targets is None  # whether nothing is left on the device
+        self._losses = call.losses
+        self._download = call.download
+        self._where = where
         self._shares = weighing.shares
-        self._table = np.zeros(microbatches + 3)
-        if own_losses is not None and weighing.gives_weights:
+        self._table = np.zeros(call.agreed.microbatches + 3)
+        if not self.was_read and weighing.gives_weights:
             self._table[-2:] = sum(self._shares), 1
-        is_alone = pipe.size == 1 and replicas is None
-        if is_alone and own_losses is not None and own_losses.download is not None:
+        if self._download is not None and pipe.size == 1 and replicas is None:
             return
         self.read()
-        if replicas is not None and pipe.rank == root:
+        if replicas is not None and pipe.rank == weighing.root:
             total = AllReduce(replicas.comm, self._table[-3:])
             replicas.wait(total, f"{self.what} of the replicas")
         if pipe.size > 1:
-            pipe.wait(own(pipe.comm.Ibcast(self._table, root)), self.what)
+            pipe.wait(own(pipe.comm.Ibcast(self._table, weighing.root)), self.what)
 
     def is_here(self) -> bool:
         """Whether `read` will not wait."""
-        return self._own is None or self._own.is_here()
-
-    @property
-    def was_read(self) -> bool:
-        """Whether nothing is left on the device."""
-        return self._own is None
+        return self._download is None or self._download[1].is_done()
 
     def read(self) -> None:
-        """Take the losses of this rank, which may be on the device."""
-        if self._own is None:
+        """Take the losses of this rank; NonFiniteError for the first one that is not finite."""
+        if self.was_read:
             return
-        losses = self._own.read()
-        self._own = None
+        if self._download is not None:
+            units, download = self._download
+            for unit, value in zip(units, download.result()):
+                self._losses[unit] = float(value.item())
+                try:
+                    check_finite(self._losses[unit])
+                except MpipipeError as error:
+                    error.rank, error.stage, when = self._where
+                    error.microbatch = unit
+                    error.message = f"{error.message} in {when}"
+                    raise
+        self.was_read = True
+        self._download = None
+        losses = [*map(float, in_order(self._losses))]
         self._table[:-3] = self._by_microbatch(losses)
         mean = 0.0
         for share, loss in zip(self._shares, losses):

@@ -8,6 +8,7 @@ calls with the same shapes send no headers and post their receives before the da
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import TypeAlias
 
@@ -18,14 +19,27 @@ from mpipipe.arrays import Array, Branches, Tree, flatten, read_only, unflatten
 from mpipipe.comm import BACKWARD, Envelope, Incoming, Leaf, Lease, Mailbox
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn import sum_of
-from mpipipe.pipeline.batch import MessageSpec
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
+from mpipipe.pipeline.units import MessageSpec
 
-# (edge, micro-batch, "F" or "B") -> data that stays on the rank.
-Local: TypeAlias = "dict[tuple[int, int, str], Tree]"
+# (edge, unit, whether it is an activation) -> data that stays on the rank.
+Local: TypeAlias = "dict[tuple[int, int, bool], Tree]"
 KNOWN_SHAPES = 32  # input shapes whose specs and receive buffers are kept
 
 
+@dataclass(eq=False)
+class KnownShapes:
+    """What calls with inputs of the same shapes have in common on a rank."""
+
+    # By (edge, unit).
+    specs: dict[tuple[int, int], MessageSpec] = field(default_factory=dict)
+    # What `Mailbox.begin_call` takes, by plan.
+    receives: dict[ActionPlan, tuple[list[Incoming], int]] = field(default_factory=dict)
+    # The bound actions of each plan, for the executor.
+    programs: dict[ActionPlan, list] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class StageMessages:
     """Activations and gradients of one rank, sent and received as trees.
 
@@ -33,63 +47,53 @@ class StageMessages:
     once nothing reads the tree.
     """
 
-    def __init__(self, mailbox: Mailbox):
-        self.mailbox = mailbox
-        self.known = False  # whether this call's specs were kept by an earlier one
-        # Specs of this call, by (edge, unit), and of earlier ones, by signature of the inputs.
-        self.specs: dict[tuple[int, int], MessageSpec] = {}
-        self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}
-        self.drops = 0  # how often all of them were dropped
-        # By (signature, id of the plan), with the window.
-        self.receive_schedules: dict[tuple[int, int], tuple[list[Incoming], int]] = {}
-        # The plan of the last call, and the signature of its inputs.
-        self.plan: ActionPlan | None = None
-        self.signature = 0
+    mailbox: Mailbox
+    known: bool = False  # whether this call's specs were kept by an earlier one
+    # Of this call, and of earlier ones by signature of the inputs.
+    shapes: KnownShapes = field(default_factory=KnownShapes)
+    kept: dict[int, KnownShapes] = field(default_factory=dict)
+    plan: ActionPlan | None = None  # the plan of the last call
 
     def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
-        key = signature, id(plan)
-        self.known = signature in self.kept
-        # Every rank drops them at the same call.
-        if not self.known and len(self.kept) == KNOWN_SHAPES:
-            self.drops += 1
-            self.kept.clear()
-            self.receive_schedules.clear()
-            self.mailbox.drop_buffers()
         self.plan = plan
-        self.signature = signature
-        self.specs = self.kept.get(signature, {})
-        if self.known and key not in self.receive_schedules:
-            leaves = []
-            for message in plan.receives:
-                leaves.append(self._leaves(self.specs[message.edge, message.unit], message))
-            window = plan.window * max(map(len, leaves), default=0)
-            self.receive_schedules[key] = (
-                self.mailbox.receive_schedule(plan.receives, leaves),
-                window,
-            )
-        if self.known:
-            self.mailbox.begin_call(*self.receive_schedules[key])
-        else:
+        self.known = signature in self.kept
+        if not self.known:
+            # Every rank drops them at the same call.
+            if len(self.kept) == KNOWN_SHAPES:
+                self.kept.clear()
+                self.mailbox.drop_buffers()
+            self.shapes = KnownShapes()
             self.mailbox.begin_call([], 0)
+            return
+        self.shapes = self.kept[signature]
+        receives = self.shapes.receives
+        if plan not in receives:
+            leaves = [self._leaves(message) for message in plan.receives]
+            window = plan.window * max(map(len, leaves), default=0)
+            receives[plan] = self.mailbox.receive_schedule(plan.receives, leaves), window
+        self.mailbox.begin_call(*receives[plan])
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
         self.mailbox.flush()
-        self.kept[signature] = self.specs
+        self.kept[signature] = self.shapes
 
-    @staticmethod
-    def _leaves(spec: MessageSpec, envelope: Envelope) -> Sequence[tuple[arrays.Shape, np.dtype]]:
+    def spec_of(self, envelope: Envelope) -> MessageSpec:
+        """Return the spec of the activation of a message's edge and unit."""
+        return self.shapes.specs[envelope.edge, envelope.unit]
+
+    def _leaves(self, envelope: Envelope) -> Sequence[Leaf]:
+        spec = self.spec_of(envelope)
         if envelope.direction == BACKWARD:
             return spec.gradients
         return spec.leaves
 
     def bytes_of(self, envelope: Envelope) -> int | None:
         """Bytes of a message; None where its spec is not known."""
-        spec = self.specs.get((envelope.edge, envelope.unit))
-        if spec is None:
+        if (envelope.edge, envelope.unit) not in self.shapes.specs:
             return None
-        return sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(spec, envelope))
+        return sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(envelope))
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
@@ -98,91 +102,78 @@ class StageMessages:
         After a failure they are those of a whole call.
         """
         totals: dict[tuple[int | str, str], int] = {}
-        if self.plan is None:
-            return totals
-        for envelope in self.plan.sends:
-            nbytes = self.bytes_of(envelope)
-            if nbytes is not None:
+        if self.plan is not None:
+            for envelope in self.plan.sends:
                 key = envelope.skip or envelope.edge, ("forward", "backward")[envelope.direction]
-                totals[key] = totals.get(key, 0) + nbytes
+                nbytes = self.bytes_of(envelope)
+                if nbytes is not None:
+                    totals[key] = totals.get(key, 0) + nbytes
         return totals
 
-    def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        key = envelope.edge, envelope.unit
-        if not self.known:
-            self.specs[key] = MessageSpec.decode(self.mailbox.take_header(envelope))
-        spec = self.specs[key]
-        lease = self._take(envelope, spec.leaves)
+    def receive(self, envelope: Envelope) -> tuple[Tree, Lease]:
+        """Return an activation, or the gradient of one, and its lease."""
+        mailbox = self.mailbox
+        is_gradient = envelope.direction == BACKWARD
+        if not self.known and not is_gradient:
+            spec = MessageSpec.decode(mailbox.take_header(envelope))
+            self.shapes.specs[envelope.edge, envelope.unit] = spec
+        leaves = self._leaves(envelope)
+        if self.known:
+            lease: Lease = [mailbox.take() for _ in leaves]
+        else:
+            lease = mailbox.take_unknown(envelope, leaves)
+        spec = self.spec_of(envelope)
+        if is_gradient:
+            return spec.gradient_tree(_views(lease)), lease
         return unflatten(_views(lease), spec.structure), lease
 
-    def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        """Return the gradient of the activation of this edge and unit, and its lease."""
-        spec = self.specs[envelope.edge, envelope.unit]
-        lease = self._take(envelope, spec.gradients)
-        return spec.gradient_tree(_views(lease)), lease
+    def send(self, envelope: Envelope, tree: Tree) -> None:
+        """Start sending an activation, or the gradient of one that was received.
 
-    def _take(self, envelope: Envelope, leaves: Sequence[Leaf]) -> Lease:
-        mailbox = self.mailbox
-        if not self.known:
-            return mailbox.take_unknown(envelope, leaves)
-        return [mailbox.take() for _ in leaves]
-
-    def send_activation(self, envelope: Envelope, tree: Tree) -> None:
-        """Start sending; ArgumentError if shapes differ from calls with the same inputs."""
-        key = envelope.edge, envelope.unit
-        if not self.known:
-            tree = arrays.in_c_order(tree)
-            self.specs[key] = spec = MessageSpec.of(tree)
-            self.mailbox.put_header(envelope, spec.encode())
+        Raises ArgumentError if shapes differ from calls with the same inputs.
+        """
+        if envelope.direction == BACKWARD:
+            leaves = self.spec_of(envelope).gradient_leaves(tree)
         else:
-            spec = self.specs[key]
-            if not spec.matches(tree) and not spec.matches(tree := arrays.in_c_order(tree)):
+            if not self.known or not self.spec_of(envelope).matches(tree):
+                tree = arrays.in_c_order(tree)
+            if not self.known:
+                spec = MessageSpec.of(tree)
+                self.shapes.specs[envelope.edge, envelope.unit] = spec
+                self.mailbox.put_header(envelope, spec.encode())
+            elif not self.spec_of(envelope).matches(tree):
                 raise ArgumentError(
                     "a stage's output depends on more than the shapes of the pipeline's inputs",
                     found=MessageSpec.of(tree),
-                    expected=f"{spec}, as for the same input shapes before",
+                    expected=f"{self.spec_of(envelope)}, as for the same input shapes before",
                     remedy="pad the output to a shape that follows from the input shapes",
                 )
-        self.mailbox.put(envelope, flatten(tree)[0])
-
-    def send_gradient(self, envelope: Envelope, tree: Tree) -> None:
-        """Start sending the gradient of an activation that was received."""
-        spec = self.specs[envelope.edge, envelope.unit]
-        if spec.structure is None and spec.gradients and spec.matches(tree):
-            self.mailbox.put(envelope, [tree])
-        else:
-            self.mailbox.put(envelope, spec.gradient_leaves(tree))
+            leaves = flatten(tree)[0]
+        self.mailbox.put(envelope, leaves)
 
     # -- what comes to an action and leaves it, along the chain of stages and over skips -----------
 
     def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
         """Return what comes to an action, in Branches if some comes over skips, and its lease."""
-        receive = self.receive_activation
-        edge = action.stage
-        way = "F"
-        if action.op != "F":
-            receive = self.receive_gradient
-            edge += 1
-            way = "B"
-        lease: Lease = ()
-        if action.receive is None:
-            main = local.pop((edge, action.unit, way))
-        else:
-            main, lease = receive(action.receive)
-        if not action.takes:
-            return main, lease
-        skips: dict[str, Tree] = {}
+        ends = [("", action.stage + (action.op != "F"), action.receive)]
         for port in action.takes:
-            if port.message is None:
-                tree = local.pop((port.edge, action.unit, way))
+            ends.append((port.name, port.edge, port.message))
+        trees: dict[str, Tree] = {}
+        lease: Lease = ()
+        for name, edge, message in ends:
+            if message is None:
+                tree = local.pop((edge, action.unit, action.op == "F"))
             else:
-                tree, more = receive(port.message)
+                tree, more = self.receive(message)
                 lease = (*lease, *more)
             # Several takers of one name each give a gradient.
-            if port.name in skips:
-                tree = sum_of(skips[port.name], tree)
-            skips[port.name] = tree
-        return Branches(main, **skips), lease
+            if name in trees:
+                tree = sum_of(trees[name], tree)
+            trees[name] = tree
+        main = trees.pop("")
+        if not trees:
+            return main, lease
+        return Branches(main, **trees), lease
 
     def give(
         self, action: PlannedAction, local: Local, main: Tree, skips: dict[str, Tree], lease: Lease
@@ -193,26 +184,16 @@ class StageMessages:
 
         `lease` is that of the arrays which the action took.
         """
-        send = self.send_gradient
-        edge = action.stage
-        way = "B"
-        if action.op == "F":
-            send = self.send_activation
-            edge += 1
-            way = "F"
-        if action.send is None:
-            local[edge, action.unit, way] = read_only(main)
-        else:
-            send(action.send, main)
+        ends = [(action.stage + (action.op == "F"), action.send, main)]
         for port in action.gives:
             if port.wanted:
-                tree = skips[port.name]
-                if lease:
-                    tree = copy_if_aliased(tree, lease)
-                if port.message is None:
-                    local[port.edge, action.unit, way] = read_only(tree)
-                else:
-                    send(port.message, tree)
+                ends.append((port.edge, port.message, skips[port.name]))
+        for edge, message, tree in ends:
+            tree = copy_if_aliased(tree, lease)
+            if message is None:
+                local[edge, action.unit, action.op == "F"] = read_only(tree)
+            else:
+                self.send(message, tree)
 
 
 # -- Arrays that more than one owner reads ---------------------------------------------------------
@@ -227,17 +208,15 @@ def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
     # An array that owns its memory shares none: a received array on the host does not own its.
     if type(tree) is np.ndarray and tree.base is None:
         return tree
-    if tree is None:
-        return None
     buffers = _views(leases)
-    leaves, structure = flatten(tree)
-    owned = []
-    for leaf in leaves:
-        owns_memory = isinstance(leaf, np.ndarray) and leaf.base is None
-        if leaf is not None and not owns_memory and arrays.shares_any(leaf, buffers):
-            leaf = arrays.copy(leaf)
-        owned.append(leaf)
-    return unflatten(owned, structure)
+
+    def owned(leaf: Array | None) -> Array | None:
+        is_owner = isinstance(leaf, np.ndarray) and leaf.base is None
+        if leaf is None or is_owner or not arrays.shares_any(leaf, buffers):
+            return leaf
+        return arrays.copy(leaf)
+
+    return arrays.mapped(owned, tree)
 
 
 def _views(lease: Lease) -> list[Array]:
@@ -295,4 +274,4 @@ def parted(
             remedy="return Branches(tree, name=tree) with a tree for each skip of "
             "schedules.with_skips, and no other",
         )
-    return main, {name: tree for name, tree in trees.items() if name in wanted}
+    return main, trees

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe.arrays import Tree, read_only
+from mpipipe.arrays import read_only
 from mpipipe.comm import Mailbox, make_transport
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, RankGroup, runtime, settings
@@ -19,14 +19,13 @@ from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import (
     STEPS,
     Batch,
-    Batched,
     BatchFacts,
     BatchReader,
     Call,
     LossFunction,
     check_place,
 )
-from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
+from mpipipe.pipeline.check import CheckedMessages, CheckedStage, Checks, checked_loss
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.construction import (
     Arguments,
@@ -39,13 +38,13 @@ from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.gradient_sums import StepGradients
 from mpipipe.pipeline.graphs import use_graphs
-from mpipipe.pipeline.loss import Loss, OwnLosses, SharedLoss, Weighing, unscaled
+from mpipipe.pipeline.loss import Loss, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plans
 from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.state import PipelineState
 from mpipipe.pipeline.ties import tie
-from mpipipe.pipeline.units import Slicing, in_order, merge, split_as
+from mpipipe.pipeline.units import Batched, Slicing, in_order, merge
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.stages import PipelineStage, StageLike
 from mpipipe.text import counted, name_slice, units
@@ -197,7 +196,7 @@ class Pipeline:
         messages = StageMessages(mailbox)
         if arguments.check:
             checks = Checks(self.rank, schedule.stages - 1)
-            messages = CheckedMessages(mailbox, checks)
+            messages = CheckedMessages(mailbox=mailbox, checks=checks)
         tied = tie(pipe, transport, stages, ranks.ties)
         self._gradients = StepGradients(ranks, tied, checks)
         self._poll: Callable[[], None] = mailbox.poll
@@ -222,7 +221,7 @@ class Pipeline:
         if arguments.loss is not None:
             loss = Loss(arguments.loss)
             if checks is not None:
-                loss = CheckedLoss(arguments.loss, checks)
+                loss.function = partial(checked_loss, loss.function, checks)
         clock = HostClock()
         if ranks.device == "cuda":
             clock = DeviceClock()
@@ -359,8 +358,6 @@ class Pipeline:
         call.scale = scale
         for hooks in self._write_hooks():
             hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
-        if executor.checks is not None:
-            executor.checks.gradients = scale == 1
         with self.state:
             with self._gradients.making(executor.stages, accumulate):
                 self._run(call)
@@ -713,17 +710,11 @@ class Pipeline:
 
     def _share_losses(self, call: Call) -> SharedLoss:
         """Tell all ranks the losses of a call."""
-        own_losses = None
-        if call.targets is not None:
-            waiting, download = call.download or ([], None)
-            when = call.name
-            if call.training:
-                when = f"step {self.steps_taken + 1}"
-            where = self.rank, self.schedule.stages - 1, when
-            own_losses = OwnLosses(call.losses, waiting, download, where)
-        return SharedLoss(
-            self.executor.loss.weighing, own_losses, call.agreed.microbatches, call.title
-        )
+        when = call.name
+        if call.training:
+            when = f"step {self.steps_taken + 1}"
+        where = self.rank, self.schedule.stages - 1, when
+        return SharedLoss(self.executor.loss.weighing, call, where, call.title)
 
     def _read_losses(self, wait: bool) -> None:
         """Look at losses that steps have left on the GPU: all, or those that are there by now."""
@@ -756,12 +747,9 @@ class Pipeline:
         where = f"rank {root}, which holds the last stage"
         check_place("gradients", gradients, self.rank == root, where)
         outputs = in_order(call.outputs)
-        slicing = self._batches.slicing
-        parts: list[Tree] = []
-        if outputs:
-            parts = split_as(gradients, slicing.whole(outputs))
+        parts = self._batches.slicing.cut_as(gradients, outputs)
         checks = self.executor.checks
-        for unit, (gradient, y) in enumerate(zip(slicing.cut_as(parts, outputs), outputs)):
+        for unit, (gradient, y) in enumerate(zip(parts, outputs)):
             try:
                 if checks is not None and scale == 1:
                     what = "a gradient that backward was given is not finite"

@@ -114,12 +114,6 @@ def test_which_device(gpu):
     assert arrays.is_array(HOST) and arrays.is_device(arrays.upload(HOST)) and not arrays.is_device(HOST)
 
 
-def test_annotations_nest(gpu):
-    with arrays.annotated("outer"), pytest.raises(ZeroDivisionError), arrays.annotated("inner"):
-        1 / 0  # noqa: B018
-    assert gpu.real or gpu.machine.ranges == []
-
-
 def test_large_arrays_travel_in_pieces_through_few_pages(gpu, monkeypatch):
     monkeypatch.setattr(transfer, "PIECE_BYTES", 1000)
     values = np.random.default_rng(0).normal(size=(13, 101))

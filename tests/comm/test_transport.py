@@ -9,7 +9,7 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.errors import ArgumentError
-from mpipipe.pipeline.batch import MessageSpec
+from mpipipe.pipeline.units import MessageSpec
 
 NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 DTYPES = [*NAMES.split(), ml_dtypes.bfloat16]

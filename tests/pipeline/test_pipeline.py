@@ -178,7 +178,7 @@ def test_more_shapes_than_are_remembered(comm):
                 pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
                 expected = dense.reference(schedule.stages, inputs, targets)[1][comm.rank]
                 within(stages[0].gradient, expected, dense.bounds(schedule.stages, inputs, targets)[1][comm.rank])
-        assert len(pipeline.executor.messages.kept) <= 32 and len(pipeline.executor.messages.receive_schedules) <= 32
+        assert len(pipeline.executor.messages.kept) <= 32
         assert sum(map(len, pipeline.executor.messages.mailbox.slots.values())) < 300
 
 
