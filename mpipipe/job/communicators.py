@@ -20,7 +20,7 @@ from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
 from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
-from mpipipe.job.types import AnyCommunicator, Communicator, Meeting, Ranks, Testable
+from mpipipe.job.types import AnyCommunicator, Communicator, GroupName, Meeting, Ranks, Testable
 from mpipipe.job.wait import MakingWait, advancing_first
 
 Item = TypeVar("Item")
@@ -52,10 +52,12 @@ def wait_for_ranks(
         raise
 
 
-def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
-    """Return a duplicate of `comm`; collective, and never inside MPI for long.
+def make(comm: AnyCommunicator, watched: bool = True) -> tuple[AnyCommunicator, GroupName, bool]:
+    """Make a duplicate of `comm`; collective, and never inside MPI for long.
 
     When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
+    `watched` says whether the watchdog of this rank has a channel to all others. Returns the
+    duplicate, a name of it that is the same on all ranks, and whether all are watched.
     """
     members = world_ranks(comm)
     makings = current_rank().makings
@@ -64,18 +66,18 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
     wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
-    row = np.array([makings[name]], np.int64)
-    table = gather_rows(new, row, "all ranks of a new communicator", members)
-    # Where a making has failed, not all ranks have begun it: they count alike again from here.
-    makings[name] = int(table.max())
-    return new
-
-
-def gather_rows(comm: Communicator, row: np.ndarray, what: str, members: Ranks) -> np.ndarray:
-    """Return the rows of all ranks of a new communicator, before it has a group; collective."""
+    row = np.array([makings[name], watched], np.int64)
     table = np.empty((comm.size, row.size), row.dtype)
-    wait_for_ranks(own(comm.Iallgather(row, table)), what, members, grace=ARRIVAL_SECONDS)
-    return table
+    request = new.Iallgather(row, table)
+    wait_for_ranks(own(request), "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
+    # Where a making has failed, not all ranks have begun it: they count alike again from here.
+    makings[name] = int(table[:, 0].max())
+    return new, (*name, makings[name]), bool(table[:, 1].all())
+
+
+def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
+    """Return a duplicate of `comm`; collective, and never inside MPI for long."""
+    return make(comm)[0]
 
 
 def world_ranks(comm: Communicator) -> Ranks:

@@ -15,14 +15,18 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import settings
 from mpipipe.job.control import ControlKind, ControlMessage, ControlMessages
 from mpipipe.job.flight import Inspectable
-from mpipipe.job.types import Advancing, Communicator, GroupName, Ranks, RankWait, RankWatch
+from mpipipe.job.types import Advancing, Communicator, GroupName, Ranks, RankWait
 from mpipipe.trace import Recorder
+
+if TYPE_CHECKING:
+    from mpipipe.job.watch.watchdog import Watchdog
 
 # Seconds for which a wait gives way to others before it sleeps: the time of a large message.
 YIELD_SECONDS = 2e-2
@@ -82,9 +86,7 @@ class RankContext:
         self.withdrawn: dict[int, Failure] = {}
         # Communicators that this rank has begun to make, by the name of their ranks.
         self.makings: dict[GroupName, int] = defaultdict(int)
-        self.passed: dict[GroupName, int] = {}  # the last calls of groups that are closed
         self.pipelines = 0  # built so far
-        self.groups_named = 0
         self.is_thread = False
         self.thread = threading.main_thread().ident  # the thread that is this rank
         self.patience = YIELD_SECONDS
@@ -94,9 +96,9 @@ class RankContext:
             self.pause = OVERSUBSCRIBED_PAUSE_SECONDS
         self.long_waits: list[RankWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
-        self.watchdog: RankWatch | None = None  # None before the first group
-        # Of a rank that is a thread: seconds without progress that are a hang, if a job sets them.
-        self.watch_limit: float | None = None
+        self.watchdog: Watchdog | None = None  # None before the first group
+        self.watch_limit = settings.watchdog()  # seconds without progress that are a hang
+        self.report_folder: Path | None = None  # for a report of one; None: the working folder
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # some output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank

@@ -22,10 +22,9 @@ from mpipipe.job.context import OpenGroup, current_rank
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Testable
 from mpipipe.job.wait import wait_for
-from mpipipe.job.watch.watchdog import enrol, watch
+from mpipipe.job.watch.watchdog import watch_over
 
 T = TypeVar("T")
-MOST_PASSED = 64  # closed groups whose last calls a rank remembers
 
 
 def group_of(comm: Communicator | None = None) -> RankGroup:
@@ -50,10 +49,15 @@ class RankGroup(OpenGroup):
     """
 
     def __init__(self, comm: Communicator) -> None:
-        watch(comm)
+        watchdog = watch_over(comm)
         members = communicators.world_ranks(comm)
-        super().__init__(communicators.duplicate(comm), members, current_rank())
-        self.key = enrol(self.context, self.comm, members)
+        # Ranks of another job have no channel.
+        watched = watchdog is None or -1 in members or watchdog.channel_of(members) is not None
+        private, name, watched = communicators.make(comm, watched or comm.size == 1)
+        super().__init__(private, members, current_rank())
+        self.key = name
+        if watchdog is not None and not watched:
+            watchdog.open_channel(comm, members)  # type: ignore[arg-type]  # ranks of MPI
         self.context.groups.append(self)
 
     def agreed_on(self, error: BaseException) -> bool:
@@ -141,10 +145,6 @@ class RankGroup(OpenGroup):
         if self.closed or self.failure is not None:
             return
         self.agree("close")
-        passed = self.context.passed
-        passed[self.key] = self.calls
-        if len(passed) > MOST_PASSED:
-            del passed[next(iter(passed))]
         self._detach()
         self.closed = True
         self.comm.Free()

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpipipe.errors import ArgumentError, HangError, MpipipeError, PeerError
-from mpipipe.job import settings
 from mpipipe.job.context import Failure, adopt
 from mpipipe.job.threads import InProcessError, ThreadCommunicator, World
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.channel import make_dump
+from mpipipe.job.watch.dump import make_dump
 
 __all__ = ["InProcessError", "run"]
 __dir__ = __all__.copy
@@ -122,15 +121,6 @@ class ThreadWatch:
         self._token: object = None
         self._since = time.monotonic()
 
-    @property
-    def limit(self) -> float:
-        """Seconds without progress that are a hang."""
-        limits = []
-        for context in self.world.contexts:
-            if context.watch_limit is not None:
-                limits.append(context.watch_limit)
-        return max(limits, default=settings.watchdog())
-
     def look(self) -> None:
         """Compare where the ranks are."""
         contexts = self.world.contexts
@@ -140,14 +130,15 @@ class ThreadWatch:
             self._since = time.monotonic()
             return
         quiet = time.monotonic() - self._since
+        limit = max(context.watch_limit for context in contexts)
         waiting = any(context.long_waits for context in contexts)
-        if quiet < min(self.limit, verdict.TELL_SECONDS) or not waiting:
+        if quiet < min(limit, verdict.TELL_SECONDS) or not waiting:
             return
         dumps = {}
         for rank, context in enumerate(contexts):
-            dumps[rank] = make_dump(context, rank, quiet, self.limit)
+            dumps[rank] = make_dump(context, rank, quiet)
         self.error = verdict.mismatch(dumps)
-        if self.error is None and quiet > self.limit:
+        if self.error is None and quiet > limit:
             self.error = HangError(
                 f"no rank has made progress for {quiet:.1f} s",
                 found="\n    ".join(verdict.judge(dumps).lines()),

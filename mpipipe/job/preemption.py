@@ -25,7 +25,6 @@ from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, heading, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.channel import threads_allowed
 from mpipipe.job.watch.watchdog import FORWARD_SECONDS
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -233,7 +232,7 @@ class Preemption:
         """End the job; the lowest rank that comes to it reports, where no other has."""
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))
-        usable = not finalized() and threads_allowed()
+        usable = not finalized() and runtime.threads_allowed()
         size = self.group.size
         if usable:
             size = runtime.world().size

@@ -56,7 +56,9 @@ def describe_error(error: BaseException, heading: str) -> str:
         text += f": {message}"
     message_is_enough = isinstance(error, (MpipipeError, KeyboardInterrupt))
     cause = error.__cause__ or error
-    frame = users_frame(cause.__traceback__) or users_frame(error.__traceback__)
+    frame = None
+    for trace in (error.__traceback__, cause.__traceback__):
+        frame = users_frame(traceback.extract_tb(trace)) or frame
     if frame is not None:
         text += f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
     text += "\n"
@@ -70,10 +72,10 @@ def describe_error(error: BaseException, heading: str) -> str:
     )
 
 
-def users_frame(trace: TracebackType | None) -> traceback.FrameSummary | None:
+def users_frame(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
     """Return the innermost frame of the user's own code; None where there is none."""
     innermost = None
-    for frame in traceback.extract_tb(trace):
+    for frame in frames:
         if is_users(frame.filename):
             innermost = frame
     return innermost

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from mpipipe.errors import MismatchError
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 # What MPI reads or fills: an array, memory with its type, or its word for "in place".
 Buffer: TypeAlias = Any
 MpiCommunicator: TypeAlias = "MPI.Intracomm"
+MpiRequest: TypeAlias = "MPI.Request"
 AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")
 
 
@@ -62,28 +62,6 @@ class RankWait:
     start: float  # time.perf_counter() then
     note: str = ""  # others read it after `what`
     error: MismatchError | None = None  # found by the watchdog; ends the wait
-
-
-class RankWatch(Protocol):
-    """The watchdog of a rank."""
-
-    limit: float
-    folder: Path | None
-
-    def configure(self, limit: float, folder: Path | None) -> None:
-        """Set the seconds without progress that are a hang, and the folder of a report."""
-
-    def look(self) -> None:
-        """Look around, in a long wait."""
-
-    def blame(self) -> str:
-        """Say what others do that keeps this rank waiting; "" if that is not known."""
-
-    def ended_neighbours(self) -> set[int]:
-        """Return the world ranks on this host whose process has ended."""
-
-    def stop(self) -> None:
-        """Stop watching: MPI is about to be finalized."""
 
 
 class Communicator(Protocol):

@@ -267,18 +267,16 @@ def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(laun
     """As under srun, which tells the others of it by SIGTERM."""
     script = """
 import os, signal, subprocess, time
-from functools import partial
 from types import SimpleNamespace
+from mpipipe.job.context import RankContext
 from mpipipe.job.stop_signals import StopSignals
-from mpipipe.job.watch.channel import RankPlace, WatchChannel
-from mpipipe.job.watch.watchdog import Watchdog
+from mpipipe.job.watch.dump import RankPlace
+from mpipipe.job.watch.watchdog import WatchChannel, Watchdog
 child = subprocess.Popen(["sleep", "60"])
 hosts = ("here", os.getpid()), ("here", child.pid), ("there", 2**22 + 1)
 places = [RankPlace(host, pid, True, -1) for host, pid in hosts]
-watchdog = Watchdog(SimpleNamespace())
-channel = SimpleNamespace(members=(4, 5, 6), places=places, rank=0)
-channel.states_on_host = partial(WatchChannel.states_on_host, channel)
-watchdog._channels = [channel]
+watchdog = Watchdog(RankContext())
+watchdog._channels = [WatchChannel(SimpleNamespace(rank=0), (4, 5, 6), places)]
 ends = []
 def hopeless():
     return watchdog.ended_neighbours() == {5}

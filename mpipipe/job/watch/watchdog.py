@@ -18,6 +18,8 @@ computes is silent then, and the report says why.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,25 +28,13 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-import numpy as np
-
-from mpipipe.job import runtime, settings
-from mpipipe.job.communicators import gather_rows
+from mpipipe.job import communicators, runtime, settings
 from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.report import abort_job
-from mpipipe.job.types import Communicator, GroupName, Ranks, RankWait
+from mpipipe.job.requests import own
+from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, RankWait
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.channel import (
-    GONE,
-    UNKNOWN,
-    Dump,
-    RankPlace,
-    WatchChannel,
-    make_dump,
-    open_channel,
-    stacks_of,
-    threads_allowed,
-)
+from mpipipe.job.watch.dump import GONE, UNKNOWN, Dump, RankPlace, make_dump, offer_stacks
 
 logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
@@ -58,13 +48,60 @@ FORWARD_SECONDS = 1.0
 HASTE_SECONDS = 0.02
 
 
+class WatchChannel:
+    """The watchdogs of the ranks of a communicator, which has no other messages.
+
+    `members` are their ranks in COMM_WORLD.
+    """
+
+    def __init__(self, comm: MpiCommunicator, members: Ranks, places: Sequence[RankPlace]) -> None:
+        self.comm = comm
+        self.members = members
+        self.places = dict(zip(members, places))
+        self.sending: list[MpiRequest] = []
+        self._receiving: MpiRequest | None = None
+
+    def states_on_host(self) -> dict[int, str]:
+        """Return the state of the process of each world rank on the host of this one."""
+        host = self.places[self.members[self.comm.rank]].host
+        return {member: place.state for member, place in self.places.items() if place.host == host}
+
+    def send(self, member: int, asked: float, dump: Dump | None) -> None:
+        """Ask a rank where it is, or answer what it `asked` at that time; never waits."""
+        content = (self.members[self.comm.rank], asked, dump)
+        self.sending.append(own(self.comm.isend(content, self.members.index(member))))
+
+    def read(self) -> Iterator[tuple[int, float, Dump | None]]:
+        """Give (world rank, time of the question, its answer or None) of all that has arrived."""
+        self.sending = [request for request in self.sending if not request.Test()]
+        status = runtime.mpi().Status()
+        while self._receiving is not None or self.comm.Iprobe(status=status):
+            if self._receiving is None:
+                buffer = bytearray(status.Get_count())
+                self._receiving = own(self.comm.irecv(buffer, status.Get_source()))
+            content = self._receiving.test()[1]
+            if content is None:
+                break
+            self._receiving = None
+            yield content
+
+
+@dataclass
+class Question:
+    """A question of one watchdog to the ranks of a channel."""
+
+    channel: WatchChannel
+    wait: RankWait
+    asked: float  # time.monotonic() then
+    quiet: float  # seconds without progress until then
+    answers: dict[int, Dump] = field(default_factory=dict)  # world rank -> what it says
+
+
 class Watchdog:
     """Watches over one rank, that of `context`, and over the others while this one waits."""
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.limit = settings.watchdog()  # seconds without progress of any rank
-        self.folder: Path | None = None  # a report goes there; None: into the working folder
         self.dumps: dict[int, Dump] = {}  # all ranks, since the last progress of this one
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
         self._channels: list[WatchChannel] = []
@@ -72,8 +109,6 @@ class Watchdog:
         self._now = time.monotonic()
         self._lock = threading.Lock()
         self._question: Question | None = None
-        self._questions = 0
-        self._yielding = 0.0  # seconds for which a lower rank asks in place of this one
         self._again = 0.0  # seconds of quiet at which to ask again
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -84,24 +119,20 @@ class Watchdog:
         """Seconds between two looks."""
         if self._question is not None or any(channel.sending for channel in self._channels):
             return HASTE_SECONDS
-        return min(verdict.TELL_SECONDS, self.limit, settings.timeout()) / 10
+        return min(verdict.TELL_SECONDS, self.context.watch_limit, settings.timeout()) / 10
 
     @property
     def window(self) -> float:
         """Seconds that a rank has for its answer."""
-        return min(10.0, max(1.0, self.limit / 3))
+        return min(10.0, max(1.0, self.context.watch_limit / 3))
 
     # -- life --------------------------------------------------------------------------------------
 
-    def covers(self, members: Ranks) -> bool:
-        """True if one channel has all these ranks, or none can, for ranks of another job."""
-        return -1 in members or self._channel_of(members) is not None
-
-    def _channel_of(self, members: Sequence[int]) -> WatchChannel | None:
+    def channel_of(self, members: Sequence[int]) -> WatchChannel | None:
         """Return the largest channel that has all these ranks."""
         largest = None
         for channel in self._channels:
-            if set(channel.members).issuperset(members):
+            if channel.places.keys() >= set(members):
                 if largest is None or len(channel.members) > len(largest.members):
                     largest = channel
         return largest
@@ -115,24 +146,23 @@ class Watchdog:
                     ended.add(member)
         return ended
 
-    def add(self, channel: WatchChannel) -> None:
+    def open_channel(self, comm: MpiCommunicator, members: Ranks) -> None:
+        """Watch over the ranks of `comm` from now on, on a duplicate; collective."""
+        private = communicators.duplicate(comm)
+        private.Set_name("mpipipe watchdog")
+        threaded = runtime.threads_allowed()
+        place = RankPlace(socket.gethostname(), os.getpid(), threaded, offer_stacks())
+        # All ranks have just come, so that none waits inside MPI for one that never comes.
+        places = private.allgather(place)
         with self._lock:
-            self._channels.append(channel)
-        self._start()
+            self._channels.append(WatchChannel(private, members, places))
+        self.start()
 
-    def configure(self, limit: float, folder: Path | None) -> None:
-        """Set the limit in seconds, inf for none, and the folder of a report."""
-        with self._lock:
-            self.limit = limit
-            self.folder = folder
-            self.quiet = 0.0
-            self._again = 0.0
-        self._start()
-
-    def _start(self) -> None:
-        if self.limit == inf or self._thread is not None or not self._channels:
+    def start(self) -> None:
+        """Start the thread, where there is something to watch and MPI allows it."""
+        if self.context.watch_limit == inf or self._thread is not None or not self._channels:
             return
-        if self._stop.is_set() or not threads_allowed():
+        if self._stop.is_set() or not runtime.threads_allowed():
             return
         self._thread = threading.Thread(target=self._watch, name="mpipipe watchdog", daemon=True)
         self._thread.start()
@@ -182,55 +212,46 @@ class Watchdog:
         self._loudness = logging.DEBUG
 
     def _look(self, elapsed: float) -> None:
-        token = self.context.progress_token()
+        token = (self.context.progress_token(), self.context.watch_limit)
         self.quiet += elapsed
         if token != self._token:
             self._token = token
             self.quiet = 0.0
             self._again = 0.0
-            self._yielding = 0.0
             self.dumps = {}
             self._question = None
-        self._yielding = max(0.0, self._yielding - elapsed)
         for channel in self._channels:
             try:
-                messages = channel.read()
+                for member, asked, dump in channel.read():
+                    self._take(channel, member, asked, dump)
             except Exception as error:  # the network is gone: a rank is silent then
                 self._log(error)
-                continue
-            for source, number, dump in messages:
-                self._take(channel, source, number, dump)
-        if self._question is not None:
-            self._question.waited += elapsed
-            self._go_on(self._question)
-            return
         waits = tuple(self.context.long_waits)
-        if self._yielding == 0 and waits:
+        if self._question is not None:
+            self._go_on(self._question)
+        elif waits and waits[0].members:
             self._ask(waits[0])
 
-    def _take(self, channel: WatchChannel, source: int, number: int, dump: Dump | None) -> None:
-        """Take a dump as an answer, or answer a question, whose number comes back."""
+    def _take(self, channel: WatchChannel, member: int, asked: float, dump: Dump | None) -> None:
+        """Take a dump as an answer, or answer a question, whose time comes back."""
         question = self._question
-        if dump is not None:
-            if question is not None and number == question.number:
-                question.silent.discard(source)
-                question.dumps.append(dump)
-            return
-        if source < channel.rank or question is None:
-            self._question = None
-            # until the other one asks again
-            self._yielding = self.window + 2.0 + min(self.quiet, self.limit / 2)
-        channel.send(source, number, self._dump(channel))
+        if dump is None:
+            if question is None or channel.members.index(member) < channel.comm.rank:
+                self._question = None
+                # The other one asks in place of this one, and asks again.
+                patience = self.window + 2.0 + min(self.quiet, self.context.watch_limit / 2)
+                self._again = max(self._again, self.quiet + patience)
+            channel.send(member, asked, self._dump(channel))
+        elif question is not None and asked == question.asked:
+            question.answers[member] = dump
 
-    def _dump(self, channel: WatchChannel) -> Dump:
-        watcher = None
-        if self._thread is not None:
-            watcher = self._thread.ident
+    def _dump(self, channel: WatchChannel | None) -> Dump:
+        if channel is None:
+            return make_dump(self.context, runtime.world().rank, self.quiet)
         states = None
-        if self.quiet >= self.limit:
+        if self.quiet >= self.context.watch_limit:
             states = channel.states_on_host()
-        rank = channel.members[channel.rank]
-        return make_dump(self.context, rank, self.quiet, self.limit, states, watcher)
+        return make_dump(self.context, channel.members[channel.comm.rank], self.quiet, states)
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -239,91 +260,62 @@ class Watchdog:
 
         Before their first group there is none. Then nothing is known but who has not come.
         """
-        channel = self._channel_of(wait.members)
-        if channel is None:
-            patience = self.limit
-            rank = runtime.world().rank
-        else:
-            patience = min(self.limit, settings.timeout() / 3)
-            rank = channel.rank
+        channel = self.channel_of(wait.members)
+        patience = self.context.watch_limit
+        if channel is not None:
+            patience = min(patience, settings.timeout() / 3)
             if wait.meeting is not None:
                 patience = min(patience, verdict.TELL_SECONDS)
-        patience = max(patience + STAGGER * min(rank, MOST_STAGGERED), self._again)
-        if self.quiet < patience or not wait.members:
+        own_rank = runtime.world().rank
+        patience += STAGGER * min(own_rank, MOST_STAGGERED)
+        if self.quiet < max(patience, self._again):
             return
         if channel is None:
-            missing = set(wait.members) - {rank} - self.context.left.keys()
-            dump = make_dump(self.context, rank, self.quiet, self.limit)
-            self._report({rank: dump}, dict.fromkeys(sorted(missing), UNKNOWN))
+            self._report({own_rank: self._dump(None)}, dict.fromkeys(sorted(wait.members), UNKNOWN))
             return
-        others = set(range(len(channel.members))) - {channel.rank}
-        self._questions += 1
-        self._question = Question(channel, self._questions, wait, others)
-        for peer in others:
-            channel.send(peer, self._questions, None)
+        self._question = Question(channel, wait, self._now, self.quiet)
+        for member in channel.members:
+            if member != own_rank:
+                channel.send(member, self._now, None)
 
     def _go_on(self, question: Question) -> None:
         channel = question.channel
-        if question.silent and question.waited < self.window:
+        dump = self._dump(channel)
+        dumps = {dump.rank: dump, **question.answers}
+        silent = {rank: place for rank, place in channel.places.items() if rank not in dumps}
+        if silent and self.quiet - question.quiet < self.window:
             return
-        dumps = {dump.rank: dump for dump in (self._dump(channel), *question.dumps)}
         least = min(dump.quiet for dump in dumps.values())
-        if least >= self.limit:
-            places = {}
-            for rank in sorted(question.silent):
-                if channel.members[rank] not in self.context.left:
-                    places[channel.members[rank]] = channel.places[rank]
-            self._report(dumps, places)
+        if least >= self.context.watch_limit:
+            self._report(dumps, silent)
         self.dumps = dumps
         question.wait.error = verdict.mismatch(dumps)
         self._question = None
-        self._again = self.quiet + min(self.quiet, self.limit - least)
+        self._again = self.quiet + min(self.quiet, self.context.watch_limit - least)
 
     def _report(self, dumps: dict[int, Dump], silent: dict[int, RankPlace]) -> None:
-        """End the job with what the dumps say."""
+        """End the job with what the dumps say; a rank that has left is not silent."""
         world = runtime.world()
+        for rank in (*dumps, *self.context.left):
+            silent.pop(rank, None)
         try:
-            judgement = verdict.judge(dict(sorted(dumps.items())), silent, self.quiet)
-            stacks = {rank: stacks_of(place) for rank, place in silent.items()}
-            verdict.publish(judgement, dumps, stacks, self.folder, world.rank, world.size)
+            folder = self.context.report_folder
+            verdict.publish(dumps, silent, folder, world.rank, world.size)
         finally:
             time.sleep(FORWARD_SECONDS)
             abort_job(world, verdict.HUNG)
 
 
-@dataclass
-class Question:
-    """A question of one watchdog to the ranks of a channel, and the answers so far."""
+def watch_over(comm: Communicator) -> Watchdog | None:
+    """Return the watchdog of this rank, also for the wait for other ranks of its first group.
 
-    channel: WatchChannel
-    number: int
-    wait: RankWait
-    silent: set[int]  # ranks of the channel that have not answered
-    waited: float = 0.0  # seconds since then
-    dumps: list[Dump] = field(default_factory=list)  # the answers
-
-
-# -- Which ranks watch over each other: every new group is in some channel -------------------------
-
-
-def watch(comm: Communicator) -> None:
-    """Give this rank its watchdog, also for the wait for other ranks of its first group."""
+    Ranks that are threads have one for all of them: see inprocess.py.
+    """
     context = current_rank()
     with context.lock:
         if context.watchdog is None and not runtime.in_process(comm):
             context.watchdog = Watchdog(context)
-
-
-def enrol(context: RankContext, comm: Communicator, members: Ranks) -> GroupName:
-    """Name a new group on all its ranks alike, and give all of them one channel; collective."""
-    context.groups_named += 1
-    watchdog = context.watchdog
-    covered = comm.size == 1 or not isinstance(watchdog, Watchdog) or watchdog.covers(members)
-    row = np.array([covered, members[comm.rank], context.groups_named], np.int64)
-    table = gather_rows(comm, row, "all ranks of a new group", members)
-    if isinstance(watchdog, Watchdog) and not table[:, 0].all():
-        watchdog.add(open_channel(comm, members))  # type: ignore[arg-type]  # ranks of MPI
-    return tuple(table[0, 1:].tolist())
+    return context.watchdog
 
 
 @contextmanager
@@ -333,21 +325,14 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
     None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
     """
     context = current_rank()
-    watchdog = context.watchdog
-    limit = seconds or inf
+    before = (context.watch_limit, context.report_folder)
+    context.watch_limit = seconds or inf
     if seconds is None:
-        limit = settings.watchdog()
-    if watchdog is None:  # this rank is a thread, or no group was ever made
-        outer = context.watch_limit
-        context.watch_limit = limit
-        try:
-            yield
-        finally:
-            context.watch_limit = outer
-        return
-    before = watchdog.limit, watchdog.folder
-    watchdog.configure(limit, folder)
+        context.watch_limit = settings.watchdog()
+    context.report_folder = folder
+    if context.watchdog is not None:
+        context.watchdog.start()
     try:
         yield
     finally:
-        watchdog.configure(*before)
+        context.watch_limit, context.report_folder = before
