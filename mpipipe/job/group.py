@@ -51,9 +51,8 @@ class RankGroup(OpenGroup):
     def __init__(self, comm: Communicator) -> None:
         watchdog = watch_over(comm)
         members = communicators.world_ranks(comm)
-        # Ranks of another job have no channel.
-        watched = watchdog is None or -1 in members or watchdog.channel_of(members) is not None
-        private, name, watched = communicators.make(comm, watched or comm.size == 1)
+        watched = watchdog is None or watchdog.covers(members)
+        private, name, watched = communicators.make(comm, watched)
         super().__init__(private, members, current_rank())
         self.key = name
         if watchdog is not None and not watched:

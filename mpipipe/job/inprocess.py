@@ -136,7 +136,7 @@ class ThreadWatch:
             return
         dumps = {}
         for rank, context in enumerate(contexts):
-            dumps[rank] = make_dump(context, rank, quiet)
+            dumps[rank] = make_dump(context, rank, quiet, {})
         self.error = verdict.mismatch(dumps)
         if self.error is None and quiet > limit:
             self.error = HangError(

@@ -25,6 +25,7 @@ from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, heading, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
+from mpipipe.job.watch.dump import GONE
 from mpipipe.job.watch.watchdog import FORWARD_SECONDS
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -48,7 +49,7 @@ class Preempted(SystemExit):
         self.agreed = frozenset(group.members)
 
 
-class Preemption:
+class Preemption(StopSignals):
     """Says on all ranks at the same step that the job has to leave; a context manager.
 
     A scheduler that wants the nodes back sends a signal some time before it kills the job. From
@@ -111,7 +112,6 @@ class Preemption:
         comm = runtime.resolve(comm)
         self.group = group_of(comm)
         self.reason = ""
-        self._closed = False
         self.whereabouts: Callable[[], str] | None = None
         self._say = say or (lambda text: write(f"{text}\n"))
         with self.group.raise_together("making a Preemption"):
@@ -125,9 +125,7 @@ class Preemption:
             self.time_limit = TimeLimit(seconds, margin)
             if runtime.in_process(comm):
                 numbers = ()
-            self._signals = StopSignals(
-                numbers, grace, self._told, self._end_at_once, self._hopeless
-            )
+            super().__init__(numbers, grace)
 
     def due(self, saving: bool = False) -> bool:
         """Find out on all ranks whether the job has to leave now; collective, after each step.
@@ -153,8 +151,8 @@ class Preemption:
         """Return whether any rank has got a signal, or has its time `over`."""
         if not self.reason:
             text = ""
-            if self._signals.first is not None:
-                text = self._signals.first.name
+            if self.first is not None:
+                text = self.first.name
             if over:
                 text = str(self.time_limit)
             if self.group.agree(call, values=[text != ""]).any():
@@ -190,18 +188,10 @@ class Preemption:
         `text` says where the job has come to and what it has saved, as in "after step 7, saved as
         step-00000007".
         """
-        self._signals.leave()
+        self.leaving = True
         if self.group.rank == 0:
             self._announce(f"{self.reason}: left {text}")
         raise Preempted(self.group)
-
-    def close(self) -> None:
-        """Give the handlers of signals back, unless one has come.
-
-        Then a later Preemption for it is due at once.
-        """
-        self._closed = True
-        self._signals.close()
 
     def __enter__(self) -> Preemption:
         return self
@@ -214,21 +204,22 @@ class Preemption:
 
     # -- called by a thread ------------------------------------------------------------------------
 
-    def _told(self, name: str) -> None:
+    def tell(self, name: str) -> None:
+        """Say on rank 0 that a signal has come."""
         if self.group.rank == 0:
             place = "has come"
             if self.whereabouts is not None:
                 place = self.whereabouts()
             self._announce(f"{name} {place}\n{FOLLOWS}")
 
-    def _hopeless(self) -> bool:
+    def hopeless(self) -> bool:
         """Return whether another rank has died: its launcher then signals the others."""
-        context = self.group.context
-        if context.watchdog is None or self.reason or self._closed:
+        watchdog = self.group.context.watchdog
+        if watchdog is None or self.reason or self.closed:
             return False
-        return bool(context.watchdog.ended_neighbours())
+        return GONE in watchdog.states_on_host().values()
 
-    def _end_at_once(self, text: str, code: int) -> None:
+    def end(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))

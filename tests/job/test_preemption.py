@@ -218,7 +218,7 @@ with Preemption(comm, say=lambda text: seen.append((time.monotonic(), text))) as
         comm.Send(np.empty(1), dest=0)
     print(f"rank {rank} due {preemption.due()}")
     sys.stdout.flush()
-    preemption._signals.leave()
+    preemption.leaving = True
 """
     job = launch(2, LOOP + script)
     assert job.returncode == 0, job.stderr
@@ -266,21 +266,25 @@ with Preemption(comm) as second:
 def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(launch):
     """As under srun, which tells the others of it by SIGTERM."""
     script = """
-import os, signal, subprocess, time
-from types import SimpleNamespace
+import os, signal, socket, subprocess, time
 from mpipipe.job.context import RankContext
 from mpipipe.job.stop_signals import StopSignals
-from mpipipe.job.watch.dump import RankPlace
-from mpipipe.job.watch.watchdog import WatchChannel, Watchdog
+from mpipipe.job.watch.dump import GONE, RankPlace
+from mpipipe.job.watch.watchdog import Watchdog
 child = subprocess.Popen(["sleep", "60"])
-hosts = ("here", os.getpid()), ("here", child.pid), ("there", 2**22 + 1)
-places = [RankPlace(host, pid, True, -1) for host, pid in hosts]
+here = socket.gethostname()
+hosts = (here, os.getpid()), (here, child.pid), ("there", 2**22 + 1)
 watchdog = Watchdog(RankContext())
-watchdog._channels = [WatchChannel(SimpleNamespace(rank=0), (4, 5, 6), places)]
+watchdog.places = {4 + index: RankPlace(host, pid, True, -1) for index, (host, pid) in enumerate(hosts)}
 ends = []
 def hopeless():
-    return watchdog.ended_neighbours() == {5}
-StopSignals([signal.SIGTERM], 600, print, lambda *end: ends.append(end), hopeless)
+    states = watchdog.states_on_host()
+    return set(states) == {4, 5} and states[5] == GONE != states[4]
+class Stops(StopSignals):
+    def tell(self, name): print(name)
+    def hopeless(self): return hopeless()
+    def end(self, *end): ends.append(end)
+Stops([signal.SIGTERM], 600)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(1.2)
 print(ends)
@@ -294,4 +298,4 @@ print(ends)
 
 def test_a_thread_cannot_catch_signals():
     with ThreadPoolExecutor() as pool, pytest.raises(ArgumentError, match="in the main thread only"):
-        pool.submit(stop_signals.StopSignals, [signal.SIGUSR2]).result()
+        pool.submit(stop_signals.StopSignals, [signal.SIGUSR2], 600).result()

@@ -53,9 +53,7 @@ class Dump(NamedTuple):
 Dumps: TypeAlias = Mapping[int, Dump]  # world rank -> what it says
 
 
-def make_dump(
-    context: RankContext, rank: int, quiet: float, states: Mapping[int, str] | None = None
-) -> Dump:
+def make_dump(context: RankContext, rank: int, quiet: float, states: Mapping[int, str]) -> Dump:
     """Describe a rank that has been quiet so long; with its stacks, if that is the limit."""
     snapshots = _snapshots(context)
     thread = context.thread
@@ -81,7 +79,7 @@ def make_dump(
         ended=context.ended,
         where=_where(sys._current_frames().get(thread or 0)),
         stacks=stacks,
-        states=states or {},
+        states=states,
         reached=reached,
     )
 

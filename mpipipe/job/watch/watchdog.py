@@ -1,6 +1,6 @@
 """Finds a hang: one watchdog on each rank, with a thread that speaks MPI while a rank computes.
 
-    this rank waits, and has been quiet for long       ask  ->  all ranks of its channel
+    this rank waits, and has been quiet for long       ask  ->  all ranks of the job
     each says where it is, and how long it is quiet    <- Dump
     some wait for each other in different calls        MismatchError ends the wait
     one has made progress                              no hang: ask again later
@@ -22,7 +22,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -34,7 +34,7 @@ from mpipipe.job.report import abort_job
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, RankWait
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.dump import GONE, UNKNOWN, Dump, RankPlace, make_dump, offer_stacks
+from mpipipe.job.watch.dump import UNKNOWN, Dump, RankPlace, make_dump, offer_stacks
 
 logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
@@ -48,49 +48,10 @@ FORWARD_SECONDS = 1.0
 HASTE_SECONDS = 0.02
 
 
-class WatchChannel:
-    """The watchdogs of the ranks of a communicator, which has no other messages.
-
-    `members` are their ranks in COMM_WORLD.
-    """
-
-    def __init__(self, comm: MpiCommunicator, members: Ranks, places: Sequence[RankPlace]) -> None:
-        self.comm = comm
-        self.members = members
-        self.places = dict(zip(members, places))
-        self.sending: list[MpiRequest] = []
-        self._receiving: MpiRequest | None = None
-
-    def states_on_host(self) -> dict[int, str]:
-        """Return the state of the process of each world rank on the host of this one."""
-        host = self.places[self.members[self.comm.rank]].host
-        return {member: place.state for member, place in self.places.items() if place.host == host}
-
-    def send(self, member: int, asked: float, dump: Dump | None) -> None:
-        """Ask a rank where it is, or answer what it `asked` at that time; never waits."""
-        content = (self.members[self.comm.rank], asked, dump)
-        self.sending.append(own(self.comm.isend(content, self.members.index(member))))
-
-    def read(self) -> Iterator[tuple[int, float, Dump | None]]:
-        """Give (world rank, time of the question, its answer or None) of all that has arrived."""
-        self.sending = [request for request in self.sending if not request.Test()]
-        status = runtime.mpi().Status()
-        while self._receiving is not None or self.comm.Iprobe(status=status):
-            if self._receiving is None:
-                buffer = bytearray(status.Get_count())
-                self._receiving = own(self.comm.irecv(buffer, status.Get_source()))
-            content = self._receiving.test()[1]
-            if content is None:
-                break
-            self._receiving = None
-            yield content
-
-
 @dataclass
 class Question:
-    """A question of one watchdog to the ranks of a channel."""
+    """A question of one watchdog to all the others."""
 
-    channel: WatchChannel
     wait: RankWait
     asked: float  # time.monotonic() then
     quiet: float  # seconds without progress until then
@@ -98,13 +59,21 @@ class Question:
 
 
 class Watchdog:
-    """Watches over one rank, that of `context`, and over the others while this one waits."""
+    """Watches over one rank, that of `context`, and over the others while this one waits.
+
+    Its channel is a communicator of all ranks of the job, once there is one, without other
+    messages; `members` are the world ranks of it.
+    """
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
+        self.channel: MpiCommunicator | None = None
+        self.members: Ranks = ()
+        self.places: dict[int, RankPlace] = {}  # world rank -> where it runs
         self.dumps: dict[int, Dump] = {}  # all ranks, since the last progress of this one
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
-        self._channels: list[WatchChannel] = []
+        self._sending: list[MpiRequest] = []
+        self._receiving: MpiRequest | None = None
         self._token: object = None
         self._now = time.monotonic()
         self._lock = threading.Lock()
@@ -117,7 +86,7 @@ class Watchdog:
     @property
     def period(self) -> float:
         """Seconds between two looks."""
-        if self._question is not None or any(channel.sending for channel in self._channels):
+        if self._question is not None or self._sending:
             return HASTE_SECONDS
         return min(verdict.TELL_SECONDS, self.context.watch_limit, settings.timeout()) / 10
 
@@ -128,26 +97,18 @@ class Watchdog:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def channel_of(self, members: Sequence[int]) -> WatchChannel | None:
-        """Return the largest channel that has all these ranks."""
-        largest = None
-        for channel in self._channels:
-            if channel.places.keys() >= set(members):
-                if largest is None or len(channel.members) > len(largest.members):
-                    largest = channel
-        return largest
+    def covers(self, members: Ranks) -> bool:
+        """Return whether these ranks need no channel: all of the job do, once."""
+        ranks = list(range(runtime.world().size))
+        return self.channel is not None or len(ranks) == 1 or sorted(members) != ranks
 
-    def ended_neighbours(self) -> set[int]:
-        """Return the world ranks on this host whose process has ended."""
-        ended = set()
-        for channel in self._channels:
-            for member, state in channel.states_on_host().items():
-                if state == GONE:
-                    ended.add(member)
-        return ended
+    def states_on_host(self) -> dict[int, str]:
+        """Return the state of the process of each world rank on the host of this one."""
+        host = socket.gethostname()
+        return {rank: place.state for rank, place in self.places.items() if place.host == host}
 
     def open_channel(self, comm: MpiCommunicator, members: Ranks) -> None:
-        """Watch over the ranks of `comm` from now on, on a duplicate; collective."""
+        """Watch over the ranks of `comm`, all of the job, on a duplicate; collective."""
         private = communicators.duplicate(comm)
         private.Set_name("mpipipe watchdog")
         threaded = runtime.threads_allowed()
@@ -155,12 +116,14 @@ class Watchdog:
         # All ranks have just come, so that none waits inside MPI for one that never comes.
         places = private.allgather(place)
         with self._lock:
-            self._channels.append(WatchChannel(private, members, places))
+            self.members = members
+            self.places = dict(zip(members, places))
+            self.channel = private
         self.start()
 
     def start(self) -> None:
         """Start the thread, where there is something to watch and MPI allows it."""
-        if self.context.watch_limit == inf or self._thread is not None or not self._channels:
+        if self.context.watch_limit == inf or self._thread is not None or self.channel is None:
             return
         if self._stop.is_set() or not runtime.threads_allowed():
             return
@@ -220,69 +183,86 @@ class Watchdog:
             self._again = 0.0
             self.dumps = {}
             self._question = None
-        for channel in self._channels:
-            try:
-                for member, asked, dump in channel.read():
-                    self._take(channel, member, asked, dump)
-            except Exception as error:  # the network is gone: a rank is silent then
-                self._log(error)
+        try:
+            for member, asked, dump in self._read():
+                self._take(member, asked, dump)
+        except Exception as error:  # the network is gone: a rank is silent then
+            self._log(error)
         waits = tuple(self.context.long_waits)
         if self._question is not None:
             self._go_on(self._question)
         elif waits and waits[0].members:
             self._ask(waits[0])
 
-    def _take(self, channel: WatchChannel, member: int, asked: float, dump: Dump | None) -> None:
+    def _read(self) -> Iterator[tuple[int, float, Dump | None]]:
+        """Give (world rank, time of the question, its answer or None) of all that has arrived."""
+        channel = self.channel
+        if channel is None:
+            return
+        self._sending = [request for request in self._sending if not request.Test()]
+        status = runtime.mpi().Status()
+        while self._receiving is not None or channel.Iprobe(status=status):
+            if self._receiving is None:
+                buffer = bytearray(status.Get_count())
+                self._receiving = own(channel.irecv(buffer, status.Get_source()))
+            content = self._receiving.test()[1]
+            if content is None:
+                break
+            self._receiving = None
+            yield content
+
+    def _send(self, member: int, asked: float, dump: Dump | None) -> None:
+        """Ask a rank where it is, or answer what it `asked` at that time; never waits."""
+        assert self.channel is not None
+        peer = self.members.index(member)
+        self._sending.append(own(self.channel.isend((runtime.world().rank, asked, dump), peer)))
+
+    def _take(self, member: int, asked: float, dump: Dump | None) -> None:
         """Take a dump as an answer, or answer a question, whose time comes back."""
         question = self._question
         if dump is None:
-            if question is None or channel.members.index(member) < channel.comm.rank:
+            if question is None or member < runtime.world().rank:
                 self._question = None
                 # The other one asks in place of this one, and asks again.
                 patience = self.window + 2.0 + min(self.quiet, self.context.watch_limit / 2)
                 self._again = max(self._again, self.quiet + patience)
-            channel.send(member, asked, self._dump(channel))
+            self._send(member, asked, self._dump())
         elif question is not None and asked == question.asked:
             question.answers[member] = dump
 
-    def _dump(self, channel: WatchChannel | None) -> Dump:
-        if channel is None:
-            return make_dump(self.context, runtime.world().rank, self.quiet)
-        states = None
+    def _dump(self) -> Dump:
+        states = {}
         if self.quiet >= self.context.watch_limit:
-            states = channel.states_on_host()
-        return make_dump(self.context, channel.members[channel.comm.rank], self.quiet, states)
+            states = self.states_on_host()
+        return make_dump(self.context, runtime.world().rank, self.quiet, states)
 
     # -- asking ------------------------------------------------------------------------------------
 
     def _ask(self, wait: RankWait) -> None:
-        """Ask all ranks of the largest channel that has those which this rank waits for.
+        """Ask all ranks where they are, if this one has waited for long.
 
-        Before their first group there is none. Then nothing is known but who has not come.
+        Before their first common call nothing is known but who has not come.
         """
-        channel = self.channel_of(wait.members)
         patience = self.context.watch_limit
-        if channel is not None:
+        if self.channel is not None:
             patience = min(patience, settings.timeout() / 3)
             if wait.meeting is not None:
                 patience = min(patience, verdict.TELL_SECONDS)
-        own_rank = runtime.world().rank
-        patience += STAGGER * min(own_rank, MOST_STAGGERED)
+        rank = runtime.world().rank
+        patience += STAGGER * min(rank, MOST_STAGGERED)
         if self.quiet < max(patience, self._again):
             return
-        if channel is None:
-            self._report({own_rank: self._dump(None)}, dict.fromkeys(sorted(wait.members), UNKNOWN))
-            return
-        self._question = Question(channel, wait, self._now, self.quiet)
-        for member in channel.members:
-            if member != own_rank:
-                channel.send(member, self._now, None)
+        if self.channel is None:
+            self._report({rank: self._dump()}, dict.fromkeys(sorted(wait.members), UNKNOWN))
+        self._question = Question(wait, self._now, self.quiet)
+        for member in self.members:
+            if member != rank:
+                self._send(member, self._now, None)
 
     def _go_on(self, question: Question) -> None:
-        channel = question.channel
-        dump = self._dump(channel)
+        dump = self._dump()
         dumps = {dump.rank: dump, **question.answers}
-        silent = {rank: place for rank, place in channel.places.items() if rank not in dumps}
+        silent = {rank: place for rank, place in self.places.items() if rank not in dumps}
         if silent and self.quiet - question.quiet < self.window:
             return
         least = min(dump.quiet for dump in dumps.values())
