@@ -7,8 +7,6 @@ agreed just before, so that all of them are on their way into it.
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import Any, TypeVar
@@ -21,13 +19,13 @@ from mpipipe.job import runtime
 from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
 from mpipipe.job.types import AnyCommunicator, Communicator, GroupName, Meeting, Ranks, Testable
-from mpipipe.job.wait import MakingWait, advancing_first
+from mpipipe.job.wait import LongWait, poll
 
 Item = TypeVar("Item")
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
-def wait_for_ranks(
+def _wait_for_ranks(
     request: Testable, what: str, members: Ranks, grace: float = 0.0, meeting: Meeting | None = None
 ) -> None:
     """Wait, before there is a group, while the world ranks `members` make a communicator together.
@@ -36,17 +34,12 @@ def wait_for_ranks(
     raised in such a wait, or its script has ended `grace` seconds ago.
     """
     context = current_rank()
-    test = request.Test
-    if context.advancing:
-        test = advancing_first(context, test)
+
+    def made() -> bool:
+        return context.withdrawn.keys().isdisjoint(members) and request.Test()
+
     try:
-        with MakingWait(context, what, members, meeting, grace) as wait:
-            while not context.withdrawn.keys().isdisjoint(members) or not test():
-                if time.perf_counter() - wait.start < context.patience:
-                    os.sched_yield()
-                    continue
-                wait.look()
-                time.sleep(context.pause)
+        poll(made, context, lambda: LongWait(context, what, None, None, members, meeting, grace))
     except BaseException as error:
         context.withdraw(members, error)
         raise
@@ -65,11 +58,11 @@ def make(comm: AnyCommunicator, watched: bool = True) -> tuple[AnyCommunicator, 
     makings[name] += 1
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
-    wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
+    _wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
     row = np.array([makings[name], watched], np.int64)
     table = np.empty((comm.size, row.size), row.dtype)
     request = new.Iallgather(row, table)
-    wait_for_ranks(own(request), "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
+    _wait_for_ranks(own(request), "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
     # Where a making has failed, not all ranks have begun it: they count alike again from here.
     makings[name] = int(table[:, 0].max())
     return new, (*name, makings[name]), bool(table[:, 1].all())
@@ -122,7 +115,7 @@ def rank_on_host(comm: Communicator) -> int:
 
 
 logger = logging.getLogger("mpipipe")
-_keyvals: dict[ModuleType, int] = {}  # for MPI, and for ranks in one process
+_keyvals: dict[ModuleType, Any] = {}  # for MPI, and for ranks in one process
 
 
 def cached(comm: Communicator, key: Hashable, make: Callable[[], Item]) -> Item:

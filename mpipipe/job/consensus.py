@@ -19,15 +19,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import rank_list
-from mpipipe.job.context import OpenGroup
 from mpipipe.job.requests import own
 from mpipipe.job.wait import wait_for
+
+if TYPE_CHECKING:
+    from mpipipe.job.group import RankGroup
 
 VALUES = 14  # most values of one rank in an agreement; RankGroup.gather takes anything larger
 REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
@@ -63,10 +65,10 @@ class Ballot:
     code: int = 0
 
     def __post_init__(self) -> None:
-        self.groups: list[OpenGroup] = []
+        self.groups: list[RankGroup] = []
         self.failed = self.error is not None
 
-    def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
+    def cast(self, group: RankGroup, values: Sequence[int] = ()) -> np.ndarray:
         """Return the values of all ranks, int64 (size, values); collective, also after an error."""
         if len(values) > VALUES:
             raise ArgumentError(
@@ -115,7 +117,7 @@ class Ballot:
         raise problem
 
 
-def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
+def raise_on_all(origin: int, problem: MpipipeError, group: RankGroup) -> NoReturn:
     """Raise an error that all ranks of a group have found alike; rank `origin` reports it."""
     raise found_by_all(problem, [group], origin)
 
@@ -127,14 +129,14 @@ def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoRet
     raise problem
 
 
-def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
+def agreed_by(problem: MpipipeError, group: RankGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
     problem.agreed |= frozenset(group.members)
     return problem
 
 
 def found_by_all(
-    problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0
+    problem: MpipipeError, groups: Sequence[RankGroup], origin: int = 0
 ) -> MpipipeError:
     """Return an error that all ranks of the groups have found; ranks `origin` report it."""
     problem.reported_elsewhere = False
@@ -236,7 +238,7 @@ def digest(call: str, facts: Facts) -> int:
 # -- What travels: every agreement is made of exchanges --------------------------------------------
 
 
-def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
+def _gather(group: RankGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, which all know that something is wrong."""
     content = dumps_anyhow(reasons)
     sizes = exchange(group, [len(content)], what)[:, 0].tolist()
@@ -248,7 +250,7 @@ def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
     return gathered
 
 
-def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
+def spread(group: RankGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
     """Return what every rank has pickled, where all know the `sizes` in bytes."""
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
@@ -256,7 +258,7 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
 
 
-def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
+def exchange(group: RankGroup, row: Sequence[int], what: str) -> np.ndarray:
     """Return the rows of all ranks, int64 (size, 2 + VALUES), by one all-gather.
 
     Shorter rows are filled with zeros.
@@ -269,7 +271,7 @@ def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
     return _all_rows(group, padded, what)
 
 
-def _all_rows(group: OpenGroup, row: np.ndarray, what: str) -> np.ndarray:
+def _all_rows(group: RankGroup, row: np.ndarray, what: str) -> np.ndarray:
     """Return the rows of all ranks, one below the other."""
     if group.size == 1:
         return row[None]

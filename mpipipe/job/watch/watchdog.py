@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import threading
 import time
@@ -27,8 +28,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from mpipipe.job import communicators, runtime, settings
+from mpipipe.job.consensus import spread
 from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.report import abort_job
 from mpipipe.job.requests import own
@@ -36,10 +39,14 @@ from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, 
 from mpipipe.job.watch import verdict
 from mpipipe.job.watch.dump import UNKNOWN, Dump, RankPlace, make_dump, offer_stacks
 
+if TYPE_CHECKING:
+    from mpipipe.job.group import RankGroup
+
 logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
 MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
+PLACE_BYTES = 512  # of where a rank runs, pickled
 # That one look counts for, or three periods: this process may have been stopped meanwhile.
 MOST_SECONDS = 0.3
 # For the launcher to hand the report on: it may lose what comes just before an abort.
@@ -107,17 +114,17 @@ class Watchdog:
         host = socket.gethostname()
         return {rank: place.state for rank, place in self.places.items() if place.host == host}
 
-    def open_channel(self, comm: MpiCommunicator, members: Ranks) -> None:
-        """Watch over the ranks of `comm`, all of the job, on a duplicate; collective."""
-        private = communicators.duplicate(comm)
+    def open_channel(self, group: RankGroup) -> None:
+        """Watch over the ranks of a group, all of the job; collective."""
+        private = communicators.duplicate(cast("MpiCommunicator", group.comm))
         private.Set_name("mpipipe watchdog")
         threaded = runtime.threads_allowed()
         place = RankPlace(socket.gethostname(), os.getpid(), threaded, offer_stacks())
-        # All ranks have just come, so that none waits inside MPI for one that never comes.
-        places = private.allgather(place)
+        sizes = [PLACE_BYTES] * group.size
+        places = spread(group, pickle.dumps(place), sizes, "the hosts of all ranks")
         with self._lock:
-            self.members = members
-            self.places = dict(zip(members, places))
+            self.members = group.members
+            self.places = dict(zip(group.members, places))
             self.channel = private
         self.start()
 
