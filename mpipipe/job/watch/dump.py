@@ -49,18 +49,17 @@ class Dump(NamedTuple):
     # where a thread waits and another goes on.
     reached: Mapping[GroupName, int] | None = None
 
+    @property
+    def active(self) -> list[Snapshot]:
+        """The plans that are in an action."""
+        return [snapshot for snapshot in self.snapshots if snapshot.doing]
+
 
 Dumps: TypeAlias = Mapping[int, Dump]  # world rank -> what it says
 
 
 def make_dump(context: RankContext, rank: int, quiet: float, states: Mapping[int, str]) -> Dump:
     """Describe a rank that has been quiet so long; with its stacks, if that is the limit."""
-    snapshots = _snapshots(context)
-    thread = context.thread
-    for snapshot in snapshots:
-        if snapshot.doing:
-            thread = snapshot.thread
-            break
     stacks = ""
     if quiet >= context.watch_limit:
         with suppress(OSError), TemporaryFile("w+") as file:
@@ -70,18 +69,22 @@ def make_dump(context: RankContext, rank: int, quiet: float, states: Mapping[int
     reached = None
     if context.single_threaded(context.thread):
         reached = {group.key: group.calls for group in tuple(context.groups)} | context.makings
-    return Dump(
+    dump = Dump(
         rank=rank,
         host=socket.gethostname(),
         quiet=quiet,
         waits=tuple(map(_waits_of, tuple(context.long_waits))),
-        snapshots=snapshots,
+        snapshots=_snapshots(context),
         ended=context.ended,
-        where=_where(sys._current_frames().get(thread or 0)),
+        where="",
         stacks=stacks,
         states=states,
         reached=reached,
     )
+    thread = context.thread
+    for snapshot in dump.active[:1]:
+        thread = snapshot.thread
+    return dump._replace(where=_where(sys._current_frames().get(thread or 0)))
 
 
 def _snapshots(context: RankContext) -> tuple[Snapshot, ...]:

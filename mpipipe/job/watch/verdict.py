@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from mpipipe import files
 from mpipipe.errors import MismatchError
-from mpipipe.job import rank_list
 from mpipipe.job.flight import Message
 from mpipipe.job.rank_list import named
 from mpipipe.job.report import heading, write
@@ -232,27 +231,24 @@ def _occupation(dump: Dump, alone: bool) -> str:
     if dump.where:
         place = f", at {dump.where}"
     what = "busy elsewhere"
-    for snapshot in dump.snapshots:
-        if snapshot.doing and snapshot.computes:
+    for snapshot in dump.active:
+        if snapshot.computes:
             return f"{name} has been computing for {dump.quiet:.0f} s: {snapshot.doing}{place}"
-        if snapshot.doing:
-            what = f"in {snapshot.doing}"
+        what = f"in {snapshot.doing}"
     return f"{name} has been {what} for {dump.quiet:.0f} s{place}"
 
 
 def _waiting(dumps: Dumps) -> list[str]:
     """Say who waits for what, ranks with the same text in one line."""
-    texts = []
+    texts: dict[str, list[int]] = {}
     for rank, dump in sorted(dumps.items()):
         doing = ""
-        for snapshot in dump.snapshots:
-            if snapshot.doing:
-                doing = f", in {snapshot.doing}"
-                break
+        for snapshot in dump.active[:1]:
+            doing = f", in {snapshot.doing}"
         for wait in dump.waits:
-            texts.append((rank, f"for {wait.text}{doing}"))
+            texts.setdefault(f"for {wait.text}{doing}", []).append(rank)
     lines = []
-    for text, ranks in rank_list.by_text(texts).items():
+    for text, ranks in texts.items():
         verb = "wait"
         if len(ranks) == 1:
             verb = "waits"
