@@ -18,7 +18,7 @@ from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
 from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
-from mpipipe.job.types import AnyCommunicator, Communicator, GroupName, Meeting, Ranks, Testable
+from mpipipe.job.types import Communicator, GroupName, Meeting, Ranks, Testable
 from mpipipe.job.wait import LongWait, poll
 
 Item = TypeVar("Item")
@@ -45,7 +45,7 @@ def _wait_for_ranks(
         raise
 
 
-def make(comm: AnyCommunicator, watched: bool = True) -> tuple[AnyCommunicator, GroupName, bool]:
+def make(comm: Communicator, watched: bool = True) -> tuple[Communicator, GroupName, bool]:
     """Make a duplicate of `comm`; collective, and never inside MPI for long.
 
     When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
@@ -68,7 +68,7 @@ def make(comm: AnyCommunicator, watched: bool = True) -> tuple[AnyCommunicator, 
     return new, (*name, makings[name]), bool(table[:, 1].all())
 
 
-def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
+def duplicate(comm: Communicator) -> Communicator:
     """Return a duplicate of `comm`; collective, and never inside MPI for long."""
     return make(comm)[0]
 
@@ -94,7 +94,7 @@ def world_ranks(comm: Communicator) -> Ranks:
 
 def split(comm: Communicator, color: int, key: int, name: str) -> Communicator:
     """Return the ranks with this `color`, by `key`; call it right after an agreement."""
-    part = comm.Split(color, key)
+    part: Communicator = comm.Split(color, key)  # type: ignore[assignment]  # of one group
     part.Set_name(f"mpipipe {name}")
     return part
 
@@ -135,7 +135,7 @@ def attributes(comm: Communicator) -> dict[Hashable, Any]:
     library = runtime.library_of(comm)
     if library not in _keyvals:  # one key for all, although threads may come here at once
         _keyvals.setdefault(library, library.Comm.Create_keyval(delete_fn=_close_all))
-    items: dict[Hashable, Any] | None = comm.Get_attr(_keyvals[library])
+    items: Any = comm.Get_attr(_keyvals[library])
     if items is None:
         items = {}
         comm.Set_attr(_keyvals[library], items)

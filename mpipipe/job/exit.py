@@ -43,7 +43,7 @@ from mpipipe.job.report import (
     write,
 )
 from mpipipe.job.requests import own
-from mpipipe.job.types import MpiCommunicator
+from mpipipe.job.types import Communicator
 
 
 class Stop(Exception):
@@ -205,7 +205,7 @@ class JobRanks(NamedTuple):
     """All ranks of the job: their group, and a communicator for nothing but their end."""
 
     group: RankGroup
-    end: MpiCommunicator
+    end: Communicator
     head: str  # the first line of a report of this rank
 
 

@@ -246,9 +246,7 @@ class ThreadCommunicator:
 
         return self._collective("Iallgather", sendbuf.copy(), finish)
 
-    def Iallgatherv(
-        self, sendbuf: object, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
-    ) -> MeetingRequest:
+    def Iallgatherv(self, sendbuf: object, recvbuf: Buffer) -> MeetingRequest:
         whole, (counts, starts) = recvbuf  # this rank's part lies in place
         own_start = starts[self.rank]
         own_part = whole[own_start : own_start + counts[self.rank]]

@@ -116,7 +116,7 @@ class Watchdog:
 
     def open_channel(self, group: RankGroup) -> None:
         """Watch over the ranks of a group, all of the job; collective."""
-        private = communicators.duplicate(cast("MpiCommunicator", group.comm))
+        private = cast("MpiCommunicator", communicators.duplicate(group.comm))
         private.Set_name("mpipipe watchdog")
         threaded = runtime.threads_allowed()
         place = RankPlace(socket.gethostname(), os.getpid(), threaded, offer_stacks())
