@@ -71,21 +71,12 @@ class Ballot:
 
     def cast(self, group: RankGroup, values: Sequence[int] = ()) -> np.ndarray:
         """Return the values of all ranks, int64 (size, values); collective, also after an error."""
-        if len(values) > VALUES:
-            raise ArgumentError(
-                "too many values in an agreement", found=len(values), expected=f"at most {VALUES}"
-            )
         self.groups.append(group)
         if self.number is None:
             self.number = group.calls + 1
         code = REFUSED
         if not self.failed:
-            try:
-                code = self.code or digest(self.call, self.facts)
-            except Exception as error:
-                self.refuse(
-                    ArgumentError(f"facts that have no text: {type(error).__name__}: {error}")
-                )
+            code = self.code or digest(self.call, self.facts)
         table = exchange(group, [code, self.number, *values], self.text)
         heads = table[:, :2].tolist()
         if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):

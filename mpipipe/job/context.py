@@ -11,12 +11,12 @@ import os
 import socket
 import sys
 import threading
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 from mpipipe.errors import PeerError
 from mpipipe.job import settings
@@ -104,7 +104,7 @@ class RankContext:
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # some output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank
-        self._inspectables: list[weakref.ref[Inspectable]] = []
+        self._inspectables: WeakValueDictionary[int, Inspectable] = WeakValueDictionary()
 
     def add_failure(self, failure: Failure) -> None:
         """Note that a peer has failed: every wait under way on this rank ends."""
@@ -133,12 +133,12 @@ class RankContext:
 
     def add_inspectable(self, thing: Inspectable) -> None:
         """Ask `thing` for a snapshot at every dump from now on, as long as it lives."""
-        self._inspectables = [weakref.ref(living) for living in (*self.inspectables, thing)]
+        self._inspectables[next(_count)] = thing
 
     @property
     def inspectables(self) -> list[Inspectable]:
         living = []
-        for reference in self._inspectables:
+        for reference in self._inspectables.valuerefs():
             thing = reference()
             if thing is not None:
                 living.append(thing)
@@ -164,12 +164,12 @@ class RankContext:
 
     def single_threaded(self, thread: int | None) -> bool:
         """Return whether this thread alone makes calls on this rank: others are daemons."""
-        if self.is_thread:
-            return True
-        for other in threading.enumerate():
-            if other.ident != thread and not other.daemon:
-                return False
-        return True
+        return self.is_thread or not other_threads(thread)
+
+
+def other_threads(thread: int | None) -> list[threading.Thread]:
+    """Return the other threads that the end of the interpreter waits for."""
+    return [x for x in threading.enumerate() if x.ident != thread and not x.daemon]
 
 
 _contexts: list[RankContext] = []
