@@ -180,7 +180,7 @@ class Preemption(StopSignals):
 
         These are `Saver.seconds` on rank 0, for example; what other ranks note counts for nothing.
         """
-        self.time_limit.last_save = seconds
+        self.time_limit.save = seconds
 
     def leave(self, text: str) -> NoReturn:
         """End the program of every rank with exit code 75, and say why; call it on all ranks.
@@ -290,7 +290,7 @@ class TimeLimit:
             margin = min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * self._left(now)))
         self.margin = margin
         self.longest_step = 0.0  # without the first one, which has more to do
-        self.last_save: float | None = None
+        self.save = margin  # seconds that the last one took; before the first one, a margin
         self._mark: float | None = None
 
     def _left(self, now: float) -> float:
@@ -308,22 +308,10 @@ class TimeLimit:
         if self._mark is not None:
             self.longest_step = max(self.longest_step, now - self._mark)
         self._mark = now
-        ready = now + self.lead
+        ready = now + self.longest_step + self.save + self.margin
         if saving:
             ready += self.save
         return self.end is not None and ready > self.end
-
-    @property
-    def lead(self) -> float:
-        """Seconds that one more step, a save and the margin take."""
-        return self.longest_step + self.save + self.margin
-
-    @property
-    def save(self) -> float:
-        """Seconds that a save takes; before the first one it counts as a margin."""
-        if self.last_save is None:
-            return self.margin
-        return self.last_save
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -332,9 +320,9 @@ class TimeLimit:
         try:
             yield
         finally:
-            self.last_save = time.monotonic() - start
+            self.save = time.monotonic() - start
             if self._mark is not None:
-                self._mark += self.last_save
+                self._mark += self.save
 
     def __str__(self) -> str:
         return f"the time limit, {self._left(time.monotonic()):.0f} s ahead"

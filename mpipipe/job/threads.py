@@ -234,17 +234,15 @@ class ThreadCommunicator:
     def Iallreduce(self, sendbuf: Buffer, recvbuf: np.ndarray) -> MeetingRequest:
         if sendbuf is IN_PLACE:
             sendbuf = recvbuf
-
-        def finish(parts: list[np.ndarray]) -> None:
-            recvbuf[...] = reduce(np.add, parts)
-
-        return self._collective("Iallreduce", sendbuf.copy(), finish)
+        content = sendbuf.copy()
+        return self._collective(
+            "Iallreduce", content, lambda parts: np.copyto(recvbuf, reduce(np.add, parts))
+        )
 
     def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> MeetingRequest:
-        def finish(parts: list[np.ndarray]) -> None:
-            recvbuf.reshape(self.size, -1)[...] = [part.reshape(-1) for part in parts]
-
-        return self._collective("Iallgather", sendbuf.copy(), finish)
+        content = sendbuf.reshape(-1).copy()
+        rows = recvbuf.reshape(self.size, -1)
+        return self._collective("Iallgather", content, lambda parts: np.stack(parts, out=rows))
 
     def Iallgatherv(self, sendbuf: object, recvbuf: Buffer) -> MeetingRequest:
         whole, (counts, starts) = recvbuf  # this rank's part lies in place
@@ -258,10 +256,7 @@ class ThreadCommunicator:
         return self._collective("Iallgatherv", own_part.copy(), finish)
 
     def Ibcast(self, buf: np.ndarray, root: int = 0) -> MeetingRequest:
-        def finish(parts: list[np.ndarray]) -> None:
-            buf[...] = parts[root]
-
-        return self._collective("Ibcast", buf.copy(), finish)
+        return self._collective("Ibcast", buf.copy(), lambda parts: np.copyto(buf, parts[root]))
 
     def allgather(self, sendobj: object) -> list[Any]:
         gathered: list[Any] = []
@@ -299,12 +294,12 @@ class ThreadCommunicator:
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
         context = (*self.context, self._collectives, color)
-        keys = {}
+        part = []
         for rank, (other_color, other_key) in enumerate(self.allgather((color, key))):
             if other_color == color:
-                keys[rank] = other_key
-        ranks = sorted(keys, key=keys.__getitem__)
-        members = tuple(self.members[r] for r in ranks)
+                part.append((other_key, rank))
+        ranks = [rank for _, rank in sorted(part)]
+        members = tuple(self.members[rank] for rank in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 
     def Split_type(self, split_type: int) -> ThreadCommunicator:

@@ -70,14 +70,14 @@ def test_a_job_leaves_while_one_step_more_and_a_save_still_fit(clock):
         if seconds == 10:
             with limit.saving():  # nor is a save part of a step
                 clock[0] += 7
-    assert ends == [False, False, False] and limit.longest_step == 10 and limit.lead == 10 + 7 + 2
+    assert ends == [False, False, False] and (limit.longest_step, limit.save, limit.margin) == (10, 7, 2)
     clock[0] += 6.1  # 81.1 of 100
     assert limit.is_over()
 
 
 def test_a_save_under_way_beside_the_steps_needs_time_of_its_own_before_the_last_one(clock):
     limit = TimeLimit(100.0, margin=2.0)
-    limit.last_save = 20.0
+    limit.save = 20.0
     clock[0] += 60  # 20 + 2 of the 40 that are left
     assert not limit.is_over() and limit.is_over(saving=True)
 

@@ -96,6 +96,17 @@ def judge(
     return HangVerdict(culprits, _waiting(dumps))
 
 
+def blame(dumps: Dumps) -> str:
+    """Say what others do that keeps a rank waiting, after "; "; "" if that is not known."""
+    culprits = judge(dumps).culprits
+    if not culprits:
+        return ""
+    text = f"; {culprits[0].text}"
+    if len(culprits) > 1:
+        text += f", and {len(culprits) - 1} ranks more"
+    return text
+
+
 def _blockers(dump: Dump, dumps: Dumps) -> set[int]:
     """Return the ranks that one rank waits for: of a meeting, those that have not come to it."""
     blocking: set[int] = set()

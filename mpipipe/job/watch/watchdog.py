@@ -77,7 +77,6 @@ class Watchdog:
         self.channel: MpiCommunicator | None = None
         self.members: Ranks = ()
         self.places: dict[int, RankPlace] = {}  # world rank -> where it runs
-        self.dumps: dict[int, Dump] = {}  # all ranks, since the last progress of this one
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
         self._sending: list[MpiRequest] = []
         self._receiving: MpiRequest | None = None
@@ -152,16 +151,6 @@ class Watchdog:
         if self._thread is None and time.monotonic() - self._now >= self.period:
             self._tick()
 
-    def blame(self) -> str:
-        """Say what others do that keeps this rank waiting, after "; "; "" if that is not known."""
-        culprits = verdict.judge(self.dumps).culprits
-        if not culprits:
-            return ""
-        text = f"; {culprits[0].text}"
-        if len(culprits) > 1:
-            text += f", and {len(culprits) - 1} ranks more"
-        return text
-
     # -- looking -----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
@@ -188,7 +177,7 @@ class Watchdog:
             self._token = token
             self.quiet = 0.0
             self._again = 0.0
-            self.dumps = {}
+            self.context.dumps = {}
             self._question = None
         try:
             for member, asked, dump in self._read():
@@ -275,7 +264,7 @@ class Watchdog:
         least = min(dump.quiet for dump in dumps.values())
         if least >= self.context.watch_limit:
             self._report(dumps, silent)
-        self.dumps = dumps
+        self.context.dumps = dumps
         question.wait.error = verdict.mismatch(dumps)
         self._question = None
         self._again = self.quiet + min(self.quiet, self.context.watch_limit - least)
