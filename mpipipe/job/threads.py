@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
@@ -64,18 +65,17 @@ class World:
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = [RankContext() for _ in range(ranks)]
-        self.running = ranks
-        self.all_ended = threading.Event()
+        self.end = threading.Barrier(ranks)  # of all ranks whose function has returned
         self.farewells = False  # whether a rank has told the others that it has left
 
     def leave(self, rank: int, returned: bool) -> None:
         """Note that this rank's function has ended; tell the others if they do not end soon."""
         self.contexts[rank].ended = True
-        with self.lock:
-            self.running -= 1
-            if not self.running:
-                self.all_ended.set()
-        if not returned or self.all_ended.wait(QUIET_SECONDS):
+        if not returned:
+            self.end.abort()
+            return
+        with suppress(threading.BrokenBarrierError):
+            self.end.wait(QUIET_SECONDS)
             return
         self.farewells = True
         for group in tuple(self.contexts[rank].groups):
@@ -220,14 +220,11 @@ class ThreadCommunicator:
             self.world.posted[receive.box].append(receive)
         return receive
 
-    def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
+    def Iprobe(self) -> bool:
         with self.world.lock:
             now = time.monotonic()
-            for message in self.world.sent[self.context, self.rank]:
-                fits = source in (ANY, message.source) and tag in (ANY, message.tag)
-                if fits and message.visible <= now:
-                    return True
-            return False
+            sent = self.world.sent[self.context, self.rank]
+            return any(message.visible <= now for message in sent)
 
     # -- collectives -------------------------------------------------------------------------------
 
