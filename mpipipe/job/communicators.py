@@ -61,8 +61,8 @@ def make(comm: Communicator, watched: bool = True) -> tuple[Communicator, GroupN
     _wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
     row = np.array([makings[name], watched], np.int64)
     table = np.empty((comm.size, row.size), row.dtype)
-    request = new.Iallgather(row, table)
-    _wait_for_ranks(own(request), "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
+    request = own(new.Iallgather(row, table))
+    _wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
     # Where a making has failed, not all ranks have begun it: they count alike again from here.
     makings[name] = int(table[:, 0].max())
     return new, (*name, makings[name]), bool(table[:, 1].all())

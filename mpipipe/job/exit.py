@@ -283,7 +283,6 @@ def _finalize(code: int) -> None:
         if stderr is not None:
             os.dup2(stderr, 2)
         timer.cancel()
-    if other_threads(
-        threading.get_ident()
-    ):  # the interpreter would wait for them, and they for other ranks
+    # The interpreter would wait for them, and they for other ranks.
+    if other_threads(threading.get_ident()):
         os._exit(code)

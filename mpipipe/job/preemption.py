@@ -151,8 +151,8 @@ class Preemption(StopSignals):
         """Return whether any rank has got a signal, or has its time `over`."""
         if not self.reason:
             text = ""
-            if self.first is not None:
-                text = self.first.name
+            if self._first is not None:
+                text = self._first.name
             if over:
                 text = str(self.time_limit)
             if self.group.agree(call, values=[text != ""]).any():
@@ -188,7 +188,7 @@ class Preemption(StopSignals):
         `text` says where the job has come to and what it has saved, as in "after step 7, saved as
         step-00000007".
         """
-        self.leaving = True
+        self._leaving = True
         if self.group.rank == 0:
             self._announce(f"{self.reason}: left {text}")
         raise Preempted(self.group)
@@ -204,7 +204,7 @@ class Preemption(StopSignals):
 
     # -- called by a thread ------------------------------------------------------------------------
 
-    def tell(self, name: str) -> None:
+    def _tell(self, name: str) -> None:
         """Say on rank 0 that a signal has come."""
         if self.group.rank == 0:
             place = "has come"
@@ -212,14 +212,14 @@ class Preemption(StopSignals):
                 place = self.whereabouts()
             self._announce(f"{name} {place}\n{FOLLOWS}")
 
-    def hopeless(self) -> bool:
+    def _hopeless(self) -> bool:
         """Return whether another rank has died: its launcher then signals the others."""
         watchdog = self.group.context.watchdog
-        if watchdog is None or self.reason or self.closed:
+        if watchdog is None or self.reason or self._closed:
             return False
         return GONE in watchdog.states_on_host().values()
 
-    def end(self, text: str, code: int) -> None:
+    def _end(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))

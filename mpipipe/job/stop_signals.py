@@ -41,10 +41,9 @@ WAKE = b"\0"  # no signal has this number
 HELD_GRACE = 600.0  # seconds
 DEFAULT = "USR2,TERM"
 _active: list[StopSignals] = []  # the innermost last
-_listening: list[Listener] = []  # one while any are active
-_before: dict[
-    signal.Signals, Handler
-] = {}  # what the program has set for the signals that are caught
+_listening: list[SignalListener] = []  # one while any are active
+# What the program has set for the signals that are caught.
+_before: dict[signal.Signals, Handler] = {}
 _came: dict[signal.Signals, float] = {}  # time.monotonic() of the first of each
 _exit = os._exit  # before a program is watched
 
@@ -77,12 +76,12 @@ class StopSignals:
     """
 
     def __init__(self, numbers: Iterable[signal.Signals], grace: float) -> None:
-        self.numbers = tuple(numbers)
-        self.grace = grace
-        self.closed = False
-        self.leaving = False  # this process is on its way out: launchers signal the slower ones
+        self._numbers = tuple(numbers)
+        self._grace = grace
+        self._closed = False
+        self._leaving = False  # this process is on its way out: launchers signal the slower ones
         self._told = False
-        if not self.numbers:
+        if not self._numbers:
             return
         if threading.current_thread() is not threading.main_thread():
             raise ArgumentError(
@@ -94,59 +93,59 @@ class StopSignals:
         _set_handlers()
 
     @property
-    def first(self) -> signal.Signals | None:
+    def _first(self) -> signal.Signals | None:
         """The first of the signals that has come to this process, also before this object."""
-        return next(filter(self.numbers.__contains__, tuple(_came)), None)
+        return next(filter(self._numbers.__contains__, tuple(_came)), None)
 
     def close(self) -> None:
         """Give the handlers of signals back, unless one has come. May be called twice.
 
         Then a later object for it finds it asked already.
         """
-        self.closed = True
-        if self in _active and not self.leaving and self.first is None:
+        self._closed = True
+        if self in _active and not self._leaving and self._first is None:
             _active.remove(self)
             _set_handlers()
 
     # -- called by the thread ----------------------------------------------------------------------
 
-    def tell(self, name: str) -> None:
+    def _tell(self, name: str) -> None:
         """Say that the first signal has come."""
 
-    def hopeless(self) -> bool:
+    def _hopeless(self) -> bool:
         """Return whether no further step can be done, for a reason that others have told."""
         return False
 
-    def end(self, text: str, code: int) -> None:
+    def _end(self, text: str, code: int) -> None:
         """End the job at once, with a text if there is one."""
         with suppress(OSError):
             os.write(2, f"mpipipe: {text}\n".encode())
         _exit(code)
 
-    def look(self, content: bytes) -> float | None:
+    def _look(self, content: bytes) -> float | None:
         """Act on what has come; return the seconds until the next look, if there must be one."""
-        first = self.first
+        first = self._first
         if first is None:
             return None
         waited = time.monotonic() - _came[first]
-        repeated = self._told and waited > REPEAT_SECONDS and not self.leaving
-        again = next(filter(self.numbers.__contains__, content), None)
+        repeated = self._told and waited > REPEAT_SECONDS and not self._leaving
+        again = next(filter(self._numbers.__contains__, content), None)
         text = None
-        if self.hopeless():
+        if self._hopeless():
             text = ""
-        elif waited >= self.grace:
-            text = f"{first.name}: the job had {self.grace:g} s to leave, which are over"
+        elif waited >= self._grace:
+            text = f"{first.name}: the job had {self._grace:g} s to leave, which are over"
         elif again is not None and repeated:
             first = signal.Signals(again)
             text = f"{first.name}: a second signal ends the job at once"
         if text is not None:
             _active.clear()
-            self.end(text, 128 + first)
-        elif not self._told and not self.leaving:
+            self._end(text, 128 + first)
+        elif not self._told and not self._leaving:
             self._told = True
             with suppress(Exception):  # the thread has to live on
-                self.tell(first.name)
-        return min(max(0.0, self.grace - waited), LOOK_SECONDS)
+                self._tell(first.name)
+        return min(max(0.0, self._grace - waited), LOOK_SECONDS)
 
 
 def _note(number: int, frame: FrameType | None = None) -> None:
@@ -155,9 +154,9 @@ def _note(number: int, frame: FrameType | None = None) -> None:
 
 def _set_handlers() -> None:
     """Catch the signals of all active objects, and no others."""
-    wanted = {number for stops in _active for number in stops.numbers}
+    wanted = {number for stops in _active for number in stops._numbers}
     if wanted and not _listening:
-        _listening.append(Listener())
+        _listening.append(SignalListener())
     for number in wanted - _before.keys():
         _before[number] = signal.signal(number, _note)
         # Libraries in C may not expect that a system call is cut short.
@@ -175,7 +174,7 @@ def _set_handlers() -> None:
             os.close(listener.write)
 
 
-class Listener(threading.Thread):
+class SignalListener(threading.Thread):
     """Learns of signals by a pipe, and lets the innermost object act, until there is none."""
 
     def __init__(self) -> None:
@@ -189,7 +188,7 @@ class Listener(threading.Thread):
         """Listen."""
         content = b""
         while innermost := _active[-1:]:
-            seconds = innermost[0].look(content)
+            seconds = innermost[0]._look(content)
             content = b""
             if select.select([self.read], [], [], seconds)[0]:
                 content = os.read(self.read, 64)
@@ -218,7 +217,7 @@ def change(signals: Iterable[signal.Signals]) -> None:
     One that has come and is not among them does what it would have.
     """
     for holder in _active:
-        holder.numbers = tuple(signals)
+        holder._numbers = tuple(signals)
     _set_handlers()
     for number in _came.keys() - _before.keys():
         del _came[number]

@@ -58,8 +58,8 @@ class World:
         self.tag_ub = tag_ub
         self.random = random.Random(seed)
         self.lock = threading.RLock()
-        self.sent: dict[Box, list[Message]] = defaultdict(list)
-        self.posted: dict[Box, list[Message]] = defaultdict(list)
+        self.sent: dict[Box, list[ThreadRequest]] = defaultdict(list)
+        self.posted: dict[Box, list[ThreadRequest]] = defaultdict(list)
         # (communicator, number of the collective call) -> its kind, and the value of each rank that
         # has come
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
@@ -111,7 +111,7 @@ class World:
 
 
 @dataclass(eq=False, repr=False)
-class Message:
+class ThreadRequest:
     """The request of a sender or of a receiver."""
 
     world: World
@@ -123,11 +123,11 @@ class Message:
     done: bool = False
     error: InProcessError | None = None
 
-    def takes(self, sent: Message) -> bool:
+    def takes(self, sent: ThreadRequest) -> bool:
         """Return whether this receive takes a message that was sent."""
         return self.source in (ANY, sent.source) and self.tag in (ANY, sent.tag)
 
-    def complete(self, sent: Message) -> None:
+    def complete(self, sent: ThreadRequest) -> None:
         """Copy the message, which must fit exactly."""
         self.done = sent.done = True
         found = (sent.array.nbytes, sent.array.dtype)
@@ -195,27 +195,27 @@ class ThreadCommunicator:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def Isend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Message:
+    def Isend(self, buf: np.ndarray, dest: int, tag: int = 0) -> ThreadRequest:
         if self.world.synchronous:
             return self.Issend(buf, dest, tag)
         message = self.Issend(buf.copy(), dest, tag)
         message.done = True
         return message
 
-    def Issend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Message:
+    def Issend(self, buf: np.ndarray, dest: int, tag: int = 0) -> ThreadRequest:
         world = self.world
         limits = (("tag out of range", tag, world.tag_ub), ("no such rank", dest, self.size - 1))
         for what, number, largest in limits:
             if not 0 <= number <= largest:
                 raise InProcessError(what, rank=self.rank, found=number, expected=f"0 to {largest}")
         visible = time.monotonic() + world.random.uniform(0, world.delay)
-        message = Message(world, (self.context, dest), self.rank, tag, buf, visible)
+        message = ThreadRequest(world, (self.context, dest), self.rank, tag, buf, visible)
         with world.lock:
             world.sent[message.box].append(message)
         return message
 
-    def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> Message:
-        receive = Message(self.world, (self.context, self.rank), source, tag, buf)
+    def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> ThreadRequest:
+        receive = ThreadRequest(self.world, (self.context, self.rank), source, tag, buf)
         with self.world.lock:
             self.world.posted[receive.box].append(receive)
         return receive

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from mpipipe.job.threads import ThreadCommunicator
 
-# Where threads will not do: the end of a job, measurements of MPI itself.
 # What MPI reads or fills: an array, memory with its type, or its word for "in place".
 Buffer: TypeAlias = Any
+# Where threads will not do: the end of a job, measurements of MPI itself.
 MpiCommunicator: TypeAlias = "MPI.Intracomm"
 MpiRequest: TypeAlias = "MPI.Request"
 # Only `runtime.in_process` asks which of the two it is.

@@ -218,7 +218,7 @@ with Preemption(comm, say=lambda text: seen.append((time.monotonic(), text))) as
         comm.Send(np.empty(1), dest=0)
     print(f"rank {rank} due {preemption.due()}")
     sys.stdout.flush()
-    preemption.leaving = True
+    preemption._leaving = True
 """
     job = launch(2, LOOP + script)
     assert job.returncode == 0, job.stderr
@@ -281,9 +281,9 @@ def hopeless():
     states = watchdog.states_on_host()
     return set(states) == {4, 5} and states[5] == GONE != states[4]
 class Stops(StopSignals):
-    def tell(self, name): print(name)
-    def hopeless(self): return hopeless()
-    def end(self, *end): ends.append(end)
+    def _tell(self, name): print(name)
+    def _hopeless(self): return hopeless()
+    def _end(self, *end): ends.append(end)
 Stops([signal.SIGTERM], 600)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(1.2)

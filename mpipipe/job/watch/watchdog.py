@@ -69,14 +69,14 @@ class Watchdog:
     """Watches over one rank, that of `context`, and over the others while this one waits.
 
     Its channel is a communicator of all ranks of the job, once there is one, without other
-    messages; `members` are the world ranks of it.
+    messages.
     """
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
         self.channel: MpiCommunicator | None = None
-        self.members: Ranks = ()
-        self.places: dict[int, RankPlace] = {}  # world rank -> where it runs
+        # world rank -> where it runs, in the order of the channel's ranks
+        self.places: dict[int, RankPlace] = {}
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
         self._sending: list[MpiRequest] = []
         self._receiving: MpiRequest | None = None
@@ -122,7 +122,6 @@ class Watchdog:
         sizes = [PLACE_BYTES] * group.size
         places = spread(group, pickle.dumps(place), sizes, "the hosts of all ranks")
         with self._lock:
-            self.members = group.members
             self.places = dict(zip(group.members, places))
             self.channel = private
         self.start()
@@ -210,7 +209,7 @@ class Watchdog:
     def _send(self, member: int, asked: float, dump: Dump | None) -> None:
         """Ask a rank where it is, or answer what it `asked` at that time; never waits."""
         assert self.channel is not None
-        peer = self.members.index(member)
+        peer = list(self.places).index(member)
         self._sending.append(own(self.channel.isend((runtime.world().rank, asked, dump), peer)))
 
     def _take(self, member: int, asked: float, dump: Dump | None) -> None:
@@ -251,7 +250,7 @@ class Watchdog:
         if self.channel is None:
             self._report({rank: self._dump()}, dict.fromkeys(sorted(wait.members), UNKNOWN))
         self._question = Question(wait, self._now, self.quiet)
-        for member in self.members:
+        for member in self.places:
             if member != rank:
                 self._send(member, self._now, None)
 
