@@ -18,31 +18,11 @@ from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
 from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator, GroupName, Meeting, Ranks, Testable
-from mpipipe.job.wait import LongWait, poll
+from mpipipe.job.types import Communicator, GroupName, Ranks
+from mpipipe.job.wait import wait_for_ranks
 
 Item = TypeVar("Item")
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
-
-
-def _wait_for_ranks(
-    request: Testable, what: str, members: Ranks, grace: float = 0.0, meeting: Meeting | None = None
-) -> None:
-    """Wait, before there is a group, while the world ranks `members` make a communicator together.
-
-    Messages of other groups, also of those that have failed, say that a rank does not come: it
-    raised in such a wait, or its script has ended `grace` seconds ago.
-    """
-    context = current_rank()
-
-    def made() -> bool:
-        return context.withdrawn.keys().isdisjoint(members) and request.Test()
-
-    try:
-        poll(made, context, lambda: LongWait(context, what, None, None, members, meeting, grace))
-    except BaseException as error:
-        context.withdraw(members, error)
-        raise
 
 
 def make(comm: Communicator, watched: bool = True) -> tuple[Communicator, GroupName, bool]:
@@ -58,11 +38,11 @@ def make(comm: Communicator, watched: bool = True) -> tuple[Communicator, GroupN
     makings[name] += 1
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
-    _wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
+    wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
     row = np.array([makings[name], watched], np.int64)
     table = np.empty((comm.size, row.size), row.dtype)
     request = own(new.Iallgather(row, table))
-    _wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
+    wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
     # Where a making has failed, not all ranks have begun it: they count alike again from here.
     makings[name] = int(table[:, 0].max())
     return new, (*name, makings[name]), bool(table[:, 1].all())

@@ -66,17 +66,17 @@ def wait_for(
     else:
         context = group.context
     if not context.recorders:
-        return poll(request.Test, context, lambda: LongWait(context, what, group, peer))
+        return _wait(request.Test, context, lambda: LongWait(context, what, group, peer))
     key = None
     if group is not None and peer is None:
         key = group.key
     with ExitStack() as stack:
         for recorder in context.recorders.copy():  # a pipeline may be freed meanwhile
             stack.enter_context(recorder.waiting(what, key))
-        poll(request.Test, context, lambda: LongWait(context, what, group, peer))
+        _wait(request.Test, context, lambda: LongWait(context, what, group, peer))
 
 
-def poll(test: Callable[[], bool], context: RankContext, begin: Callable[[], LongWait]) -> None:
+def _wait(test: Callable[[], bool], context: RankContext, begin: Callable[[], LongWait]) -> None:
     """Return once `test` returns true; `begin` makes a long wait of it."""
     if context.advancing:
         test = _advancing_first(context, test)
@@ -214,6 +214,26 @@ class LongWait(RankWait):
         )
 
 
+def wait_for_ranks(
+    request: Testable, what: str, members: Ranks, grace: float = 0.0, meeting: Meeting | None = None
+) -> None:
+    """Wait, before there is a group, while the world ranks `members` make a communicator together.
+
+    Messages of other groups, also of those that have failed, say that a rank does not come: it
+    raised in such a wait, or its script has ended `grace` seconds ago.
+    """
+    context = current_rank()
+
+    def made() -> bool:
+        return context.withdrawn.keys().isdisjoint(members) and request.Test()
+
+    try:
+        _wait(made, context, lambda: LongWait(context, what, None, None, members, meeting, grace))
+    except BaseException as error:
+        context.withdraw(members, error)
+        raise
+
+
 class Condition:
     """A request that is complete once a function returns true."""
 
@@ -231,7 +251,7 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     waits for no other.
     """
     context = current_rank()
-    poll(lambda: ended(LOOK_SECONDS), context, lambda: LongWait(context, what))
+    _wait(lambda: ended(LOOK_SECONDS), context, lambda: LongWait(context, what))
 
 
 Result = TypeVar("Result")

@@ -289,7 +289,9 @@ def publish(
         if culprit.rank in dumps:
             dump = dumps[culprit.rank]
             texts[f"rank-{dump.rank}"] = "\n".join([*_states({dump.rank: dump}), dump.stacks])
-        elif stacks := silent[culprit.rank].stacks():
+            continue
+        stacks = silent[culprit.rank].stacks()
+        if stacks:
             texts[f"rank-{culprit.rank}"] = stacks
     try:
         parent = Path()
