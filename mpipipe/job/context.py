@@ -100,7 +100,8 @@ class RankContext:
         self.long_waits: list[RankWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: Watchdog | None = None  # None before the first group
-        self.dumps: Dumps = {}  # what all ranks say, since the last progress of this one
+        # What all ranks say, since the last progress of this one.
+        self.dumps: Dumps = {}
         self.watch_limit = settings.watchdog()  # seconds without progress that are a hang
         self.report_folder: Path | None = None  # for a report of one; None: the working folder
         self.ended = False  # whether the program of this rank is over

@@ -36,7 +36,8 @@ from mpipipe.job.watch.watchdog import watch_over
 
 T = TypeVar("T")
 MESSAGE_BYTES = 1024
-TEXT_BYTES = 900  # of a control message; the rest of a text is cut
+# The rest of the text of a control message is cut.
+TEXT_BYTES = 900
 # What a control message says of its sender: it cannot go on with this group (and the number of the
 # failure); its script has ended (after the call of this number), so that a receiver in a later one
 # fails; it makes no communicator with the receiver any more (and the number of the failure).

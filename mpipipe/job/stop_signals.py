@@ -169,7 +169,8 @@ def _set_handlers() -> None:
         if not wanted:
             _listening.remove(listener)
             signal.set_wakeup_fd(listener.previous)
-            listener.join()  # in a forked child it is over
+            # A forked child has no such thread: it is over there.
+            listener.join()
             os.close(listener.read)
             os.close(listener.write)
 

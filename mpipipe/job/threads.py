@@ -65,7 +65,8 @@ class World:
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = [RankContext() for _ in range(ranks)]
-        self.end = threading.Barrier(ranks)  # of all ranks whose function has returned
+        # Ranks whose function has returned wait for the others here.
+        self.end = threading.Barrier(ranks)
         self.farewells = False  # whether a rank has told the others that it has left
 
     def leave(self, rank: int, returned: bool) -> None:

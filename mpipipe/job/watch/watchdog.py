@@ -46,7 +46,8 @@ logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
 MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
-PLACE_BYTES = 512  # of where a rank runs, pickled
+# The place where a rank runs, pickled, takes no more.
+PLACE_BYTES = 512
 # That one look counts for, or three periods: this process may have been stopped meanwhile.
 MOST_SECONDS = 0.3
 # For the launcher to hand the report on: it may lose what comes just before an abort.
