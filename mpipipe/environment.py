@@ -91,7 +91,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
     (2, [0, 1], None)
     """
     comm = runtime.resolve(comm)
-    everyone = collect(group_of(comm), _here(gpus))
+    everyone = collect(group_of(comm), comm, _here(gpus))
     if everyone is None:
         return None
     first = everyone[0]

@@ -66,9 +66,9 @@ class RankGroup:
     def __init__(self, comm: Communicator) -> None:
         watchdog = watch_over(comm)
         self.members = communicators.world_ranks(comm)
-        watched = watchdog is None or watchdog.covers(self.members)
+        opens = watchdog is not None and watchdog.may_open(self.members)
         # The key names this group on all its ranks alike.
-        self.comm, self.key, watched = communicators.make(comm, watched)
+        self.comm, self.key, opens = communicators.make(comm, opens)
         self.context = current_rank()
         self.rank = comm.rank
         self.size = comm.size
@@ -86,7 +86,7 @@ class RankGroup:
         self._sending: list[Request] = []
         # a message that has arrived, and its buffer
         self._receiving: tuple[Request, np.ndarray] | None = None
-        if watchdog is not None and not watched:
+        if watchdog is not None and opens:
             watchdog.open_channel(self)
         self.context.groups.append(self)
 
@@ -296,14 +296,22 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
         return b"", caught
 
 
-def collect(group: RankGroup, value: object) -> list[Any] | None:
+def collect(group: RankGroup, comm: Communicator, value: object) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
 
-    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks at once.
+    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks. `comm` has the
+    ranks of the group, and no other messages are under way on it.
     """
-    values = []
-    for root in range(group.size):
-        part = group.broadcast("collecting what all ranks have", value, root)
-        if group.rank == 0:
-            values.append(part)
-    return values or None
+    call = "collecting what all ranks have"
+    content = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = group.agree(call, values=[content.size])[:, 0].tolist()
+    with group.failing(call):
+        if comm.rank > 0:
+            group.wait(own(comm.Isend(content, 0, 0)), "rank 0, to take what this rank has", peer=0)
+            return None
+        values = [value]
+        for peer in range(1, comm.size):
+            buffer = np.empty(sizes[peer], np.uint8)
+            group.wait(own(comm.Irecv(buffer, peer, 0)), f"what rank {peer} has", peer=peer)
+            values.append(pickle.loads(buffer.tobytes()))
+    return values

@@ -1,6 +1,6 @@
 """Finds a hang: one watchdog on each rank, with a thread that speaks MPI while a rank computes.
 
-    this rank waits, and has been quiet for long       ask  ->  all ranks of the job
+    this rank waits, and has been quiet for long       ask  ->  all ranks of the channel
     each says where it is, and how long it is quiet    <- Dump
     some wait for each other in different calls        MismatchError ends the wait
     one has made progress                              no hang: ask again later
@@ -69,8 +69,8 @@ class Question:
 class Watchdog:
     """Watches over one rank, that of `context`, and over the others while this one waits.
 
-    Its channel is a communicator of all ranks of the job, once there is one, without other
-    messages.
+    Its channel is a communicator without other messages: of the ranks of the first group, until
+    one with all of these and more is made.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -104,10 +104,9 @@ class Watchdog:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def covers(self, members: Ranks) -> bool:
-        """Return whether these ranks need no channel: all of the job do, once."""
-        ranks = list(range(runtime.world().size))
-        return self.channel is not None or len(ranks) == 1 or sorted(members) != ranks
+    def may_open(self, members: Ranks) -> bool:
+        """Return whether these ranks may have a channel: all that this rank watches, and more."""
+        return len(members) > 1 and set(self.places) < set(members)
 
     def states_on_host(self) -> dict[int, str]:
         """Return the state of the process of each world rank on the host of this one."""
@@ -115,7 +114,7 @@ class Watchdog:
         return {rank: place.state for rank, place in self.places.items() if place.host == host}
 
     def open_channel(self, group: RankGroup) -> None:
-        """Watch over the ranks of a group, all of the job; collective."""
+        """Watch over the ranks of a group; collective."""
         private = cast("MpiCommunicator", communicators.duplicate(group.comm))
         private.Set_name("mpipipe watchdog")
         threaded = runtime.threads_allowed()
