@@ -121,10 +121,10 @@ def naming_exits() -> Iterator[None]:
     try:
         yield
     except SystemExit as leaving:
-        last = traceback.extract_tb(leaving.__traceback__)[-1]
-        if Path(last.filename).is_relative_to(PACKAGE):
+        frames = traceback.extract_tb(leaving.__traceback__)
+        if Path(frames[-1].filename).is_relative_to(PACKAGE):
             raise
-        last = users_frame(leaving.__traceback__) or last
+        last = users_frame(frames) or frames[-1]
         raise ConfigError(
             f"code of yours ends the program, with the exit code {leaving.code}",
             found=f"line {last.lineno} of {last.filename}: {last.line}",

@@ -3,8 +3,8 @@
 This room initialises MPI, and only when called.
 
 where a rank stands      runtime (world), settings, cores, types
-its state                context: also what it knows of the others, by the messages of control
-agreement                group, consensus, communicators
+its state                context
+agreement                group: also what is known of others; consensus, communicators
 waiting                  wait, requests
 hangs                    flight, watch/
 the end of a job         exit, report

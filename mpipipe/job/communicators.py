@@ -7,8 +7,6 @@ agreed just before, so that all of them are on their way into it.
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,42 +18,19 @@ from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
 from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
-from mpipipe.job.types import AnyCommunicator, Communicator, Meeting, Ranks, Testable
-from mpipipe.job.wait import MakingWait, advancing_first
+from mpipipe.job.types import Communicator, GroupName, Ranks
+from mpipipe.job.wait import wait_for_ranks
 
 Item = TypeVar("Item")
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
-def wait_for_ranks(
-    request: Testable, what: str, members: Ranks, grace: float = 0.0, meeting: Meeting | None = None
-) -> None:
-    """Wait, before there is a group, while the world ranks `members` make a communicator together.
-
-    Messages of other groups, also of those that have failed, say that a rank does not come: it
-    raised in such a wait, or its script has ended `grace` seconds ago.
-    """
-    context = current_rank()
-    test = request.Test
-    if context.advancing:
-        test = advancing_first(context, test)
-    try:
-        with MakingWait(context, what, members, meeting, grace) as wait:
-            while not context.withdrawn.keys().isdisjoint(members) or not test():
-                if time.perf_counter() - wait.start < context.patience:
-                    os.sched_yield()
-                    continue
-                wait.look()
-                time.sleep(context.pause)
-    except BaseException as error:
-        context.withdraw(members, error)
-        raise
-
-
-def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
-    """Return a duplicate of `comm`; collective, and never inside MPI for long.
+def make(comm: Communicator, opens: bool = False) -> tuple[Communicator, GroupName, bool]:
+    """Make a duplicate of `comm`; collective, and never inside MPI for long.
 
     When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
+    `opens` says whether the watchdog of this rank may open a channel to the others. Returns the
+    duplicate, a name of it that is the same on all ranks, and whether all may do so.
     """
     members = world_ranks(comm)
     makings = current_rank().makings
@@ -64,18 +39,18 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
     wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
-    row = np.array([makings[name]], np.int64)
-    table = gather_rows(new, row, "all ranks of a new communicator", members)
-    # Where a making has failed, not all ranks have begun it: they count alike again from here.
-    makings[name] = int(table.max())
-    return new
-
-
-def gather_rows(comm: Communicator, row: np.ndarray, what: str, members: Ranks) -> np.ndarray:
-    """Return the rows of all ranks of a new communicator, before it has a group; collective."""
+    row = np.array([makings[name], opens], np.int64)
     table = np.empty((comm.size, row.size), row.dtype)
-    wait_for_ranks(own(comm.Iallgather(row, table)), what, members, grace=ARRIVAL_SECONDS)
-    return table
+    request = own(new.Iallgather(row, table))
+    wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)
+    # Where a making has failed, not all ranks have begun it: they count alike again from here.
+    makings[name] = int(table[:, 0].max())
+    return new, (*name, makings[name]), bool(table[:, 1].all())
+
+
+def duplicate(comm: Communicator) -> Communicator:
+    """Return a duplicate of `comm`; collective, and never inside MPI for long."""
+    return make(comm)[0]
 
 
 def world_ranks(comm: Communicator) -> Ranks:
@@ -99,7 +74,7 @@ def world_ranks(comm: Communicator) -> Ranks:
 
 def split(comm: Communicator, color: int, key: int, name: str) -> Communicator:
     """Return the ranks with this `color`, by `key`; call it right after an agreement."""
-    part = comm.Split(color, key)
+    part: Communicator = comm.Split(color, key)  # type: ignore[assignment]  # of one group
     part.Set_name(f"mpipipe {name}")
     return part
 
@@ -120,7 +95,7 @@ def rank_on_host(comm: Communicator) -> int:
 
 
 logger = logging.getLogger("mpipipe")
-_keyvals: dict[ModuleType, int] = {}  # for MPI, and for ranks in one process
+_keyvals: dict[ModuleType, Any] = {}  # for MPI, and for ranks in one process
 
 
 def cached(comm: Communicator, key: Hashable, make: Callable[[], Item]) -> Item:
@@ -140,7 +115,7 @@ def attributes(comm: Communicator) -> dict[Hashable, Any]:
     library = runtime.library_of(comm)
     if library not in _keyvals:  # one key for all, although threads may come here at once
         _keyvals.setdefault(library, library.Comm.Create_keyval(delete_fn=_close_all))
-    items: dict[Hashable, Any] | None = comm.Get_attr(_keyvals[library])
+    items: Any = comm.Get_attr(_keyvals[library])
     if items is None:
         items = {}
         comm.Set_attr(_keyvals[library], items)

@@ -19,17 +19,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import rank_list
-from mpipipe.job.context import OpenGroup
 from mpipipe.job.requests import own
 from mpipipe.job.wait import wait_for
 
+if TYPE_CHECKING:
+    from mpipipe.job.group import RankGroup
+
 VALUES = 14  # most values of one rank in an agreement; RankGroup.gather takes anything larger
+LONGEST = 200  # characters of a value in an error
+ABSENT = ("None", "None")  # a fact that a rank does not have
 REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
 Facts: TypeAlias = tuple[tuple[str, object], ...]  # ((name, value), ...)
 
@@ -38,10 +42,9 @@ class Reason(NamedTuple):
     """What one rank says once something is wrong."""
 
     error: MpipipeError | None
-    call: str
-    number: int | None  # counts the calls
+    call: tuple[str, int | None]  # its name and number
     text: str  # the call in words
-    facts: Facts
+    facts: dict[str, tuple[str, str]]  # name -> (value as Python writes it, value in words)
     world_rank: int
 
 
@@ -63,26 +66,17 @@ class Ballot:
     code: int = 0
 
     def __post_init__(self) -> None:
-        self.groups: list[OpenGroup] = []
+        self.groups: list[RankGroup] = []
         self.failed = self.error is not None
 
-    def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
+    def cast(self, group: RankGroup, values: Sequence[int] = ()) -> np.ndarray:
         """Return the values of all ranks, int64 (size, values); collective, also after an error."""
-        if len(values) > VALUES:
-            raise ArgumentError(
-                "too many values in an agreement", found=len(values), expected=f"at most {VALUES}"
-            )
         self.groups.append(group)
         if self.number is None:
             self.number = group.calls + 1
         code = REFUSED
         if not self.failed:
-            try:
-                code = self.code or digest(self.call, self.facts)
-            except Exception as error:
-                self.refuse(
-                    ArgumentError(f"facts that have no text: {type(error).__name__}: {error}")
-                )
+            code = self.code or digest(self.call, self.facts)
         table = exchange(group, [code, self.number, *values], self.text)
         heads = table[:, :2].tolist()
         if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):
@@ -105,8 +99,9 @@ class Ballot:
         error = self.error
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
+        facts = {name: (repr(value), _in_words(value)) for name, value in self.facts}
         world_rank = self.groups[0].world_rank
-        reasons = [Reason(error, self.call, self.number, self.text, self.facts, world_rank)]
+        reasons = [Reason(error, (self.call, self.number), self.text, facts, world_rank)]
         for group in self.groups:
             reasons = _gather(group, reasons, f"the reasons why ranks disagree in {self.text}")
         origin, problem = _first_problem(reasons, self.message, self.remedy)
@@ -115,7 +110,7 @@ class Ballot:
         raise problem
 
 
-def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
+def raise_on_all(origin: int, problem: MpipipeError, group: RankGroup) -> NoReturn:
     """Raise an error that all ranks of a group have found alike; rank `origin` reports it."""
     raise found_by_all(problem, [group], origin)
 
@@ -126,14 +121,14 @@ def raise_for_partners(problem: MpipipeError) -> NoReturn:
     raise problem
 
 
-def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
+def agreed_by(problem: MpipipeError, group: RankGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
     problem.agreed |= frozenset(group.members)
     return problem
 
 
 def found_by_all(
-    problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0
+    problem: MpipipeError, groups: Sequence[RankGroup], origin: int = 0
 ) -> MpipipeError:
     """Return an error that all ranks of the groups have found; ranks `origin` report it."""
     problem.reported_elsewhere = False
@@ -154,33 +149,31 @@ def _first_problem(
         if problem is not None:
             if problem.rank is None and len(reasons) > 1:
                 text = str(problem)
-                same = []
-                for rank, other in enumerate(reasons):
-                    if str(other.error) == text:
-                        same.append(rank)
+                same = [rank for rank, other in enumerate(reasons) if str(other.error) == text]
                 problem.rank = rank_list.numbers(same, len(reasons))
             return index, problem
     first = reasons[0]
-    calls = [(reason.call, reason.number) for reason in reasons]
-    for rank, reason in enumerate(reasons):
-        if calls[rank] != calls[0]:
+    for reason in reasons:
+        if reason.call != first.call:
             return 0, MismatchError(
                 message or "ranks make different calls",
-                rank=_ranks_without(calls, calls[0]),
+                rank=_ranks_without([other.call for other in reasons], first.call),
                 found=reason.text,
                 expected=f"{first.text}, as on rank 0",
                 remedy=remedy or "make the same calls in the same order on all ranks",
             )
-    expected = dict(first.facts)
     for reason in reasons:
-        for name, value in reason.facts:
-            texts = [repr(dict(other.facts).get(name)) for other in reasons]
-            if repr(value) != texts[0]:
+        for name, value in reason.facts.items():
+            values = [other.facts.get(name, ABSENT) for other in reasons]
+            if value != values[0]:
+                label = ""
+                if message:
+                    label = f"{name} "
                 mismatch = MismatchError(
                     message or f"ranks differ in {name}",
-                    rank=_ranks_without(texts, texts[0]),
-                    found=_shown(name, value, message),
-                    expected=f"{_shown(name, expected.get(name), message)}, as on rank 0",
+                    rank=_ranks_without(values, values[0]),
+                    found=f"{label}{value[1]}",
+                    expected=f"{label}{values[0][1]}, as on rank 0",
                     remedy=remedy,
                 )
                 mismatch.fact = name
@@ -190,40 +183,19 @@ def _first_problem(
     )
 
 
-def _ranks_without(values: Sequence[object], value: object) -> int | str:
-    """Return the one rank that has another value, or name several."""
-    ranks = []
-    for rank, other in enumerate(values):
-        if other != value:
-            ranks.append(rank)
-    if len(ranks) == 1:
-        return ranks[0]
-    return rank_list.numbers(ranks)
-
-
-def _shown(name: str, value: object, message: str | None) -> str:
-    text = repr(value)
-    if isinstance(value, str):
-        text = value
-    if len(text) > 200:
-        text = f"{text[:200]}..."
-    if message:
-        return f"{name} {text}"
+def _in_words(value: object) -> str:
+    text = str(value)
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]}..."
     return text
 
 
-def dumps_anyhow(reasons: list[Reason]) -> bytes:
-    """Return entries as bytes; what cannot be pickled, errors and facts, as its text."""
-    try:
-        return pickle.dumps(reasons)
-    except Exception:
-        plain = []
-        for reason in reasons:
-            error = reason.error
-            if error is not None:
-                error = ArgumentError(f"{type(error).__name__}: {error}")
-            plain.append(reason._replace(error=error, facts=(("facts", repr(reason.facts)),)))
-        return pickle.dumps(plain)
+def _ranks_without(values: Sequence[object], value: object) -> int | str:
+    """Return the one rank that has another value, or name several."""
+    ranks = [rank for rank, other in enumerate(values) if other != value]
+    if len(ranks) == 1:
+        return ranks[0]
+    return rank_list.numbers(ranks)
 
 
 def digest(call: str, facts: Facts) -> int:
@@ -235,9 +207,9 @@ def digest(call: str, facts: Facts) -> int:
 # -- What travels: every agreement is made of exchanges --------------------------------------------
 
 
-def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
+def _gather(group: RankGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, which all know that something is wrong."""
-    content = dumps_anyhow(reasons)
+    content = pickle.dumps(reasons)
     sizes = exchange(group, [len(content)], what)[:, 0].tolist()
     gathered: list[Reason] = []
     for block in spread(group, content, sizes, what):
@@ -247,32 +219,28 @@ def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
     return gathered
 
 
-def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
+def spread(group: RankGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
     """Return what every rank has pickled, where all know the `sizes` in bytes."""
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: len(content)] = np.frombuffer(content, np.uint8)
-    table = _all_rows(group, padded, what)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
+    table = _all_rows(group, np.frombuffer(content, np.uint8), max(sizes), what)
+    return [pickle.loads(row.tobytes()) for row in table]
 
 
-def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
+def exchange(group: RankGroup, row: Sequence[int], what: str) -> np.ndarray:
     """Return the rows of all ranks, int64 (size, 2 + VALUES), by one all-gather.
-
-    Shorter rows are filled with zeros.
 
     `what` names the call in errors. An error during the wait ends the life of the group.
     """
     group.begin()
-    padded = np.zeros(2 + VALUES, np.int64)
+    return _all_rows(group, np.array(row, np.int64), 2 + VALUES, what)
+
+
+def _all_rows(group: RankGroup, row: np.ndarray, length: int, what: str) -> np.ndarray:
+    """Return the rows of all ranks, one below the other, each filled up with zeros."""
+    padded = np.zeros(length, row.dtype)
     padded[: len(row)] = row
-    return _all_rows(group, padded, what)
-
-
-def _all_rows(group: OpenGroup, row: np.ndarray, what: str) -> np.ndarray:
-    """Return the rows of all ranks, one below the other."""
     if group.size == 1:
-        return row[None]
-    table = np.empty((group.size, row.size), row.dtype)
+        return padded[None]
+    table = np.empty((group.size, length), row.dtype)
     with group.failing(what):
-        wait_for(own(group.comm.Iallgather(row, table)), what, group)
+        wait_for(own(group.comm.Iallgather(padded, table)), what, group)
     return table

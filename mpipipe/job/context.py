@@ -1,4 +1,4 @@
-"""The state of one rank, for all of its threads, and what it knows of the others of each group.
+"""The state of one rank, for all of its threads.
 
 A rank is a process, or a thread of `job.inprocess`, which calls `adopt`; `current_rank()` is the
 calling rank's state.
@@ -11,21 +11,27 @@ import os
 import socket
 import sys
 import threading
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
-from mpipipe.errors import ArgumentError, PeerError
+from mpipipe.errors import PeerError
 from mpipipe.job import settings
-from mpipipe.job.control import ControlKind, ControlMessage, ControlMessages
 from mpipipe.job.flight import Inspectable
-from mpipipe.job.types import Advancing, Communicator, GroupName, Ranks, RankWait, RankWatch
+from mpipipe.job.types import Advancing, GroupName, RankWait
 from mpipipe.trace import Recorder
+
+if TYPE_CHECKING:
+    from mpipipe.job.group import RankGroup
+    from mpipipe.job.watch.dump import Dumps
+    from mpipipe.job.watch.watchdog import Watchdog
 
 # Seconds for which a wait gives way to others before it sleeps: the time of a large message.
 YIELD_SECONDS = 2e-2
+MOST_FAILED = 64  # groups that have failed, whose messages are read
 PAUSE_SECONDS = 5e-5  # between two polls of a wait that sleeps
 # The same where ranks share cores, and another rank has better use for this one.
 OVERSUBSCRIBED_YIELD_SECONDS = 1e-3
@@ -72,8 +78,9 @@ class RankContext:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # while control messages are read
         # Open groups: every wait of this rank reads the control messages of all of them.
-        self.groups: list[OpenGroup] = []
-        self.failed: list[OpenGroup] = []  # their messages still say who has left
+        self.groups: list[RankGroup] = []
+        # The messages of groups that have failed still say who has left.
+        self.failed: deque[RankGroup] = deque(maxlen=MOST_FAILED)
         # What waits must call -> the thread whose waits call it.
         self.advancing: dict[Advancing, int] = {}
         self.failures: list[Failure] = []  # each once; a wait looks for news at the end
@@ -82,9 +89,7 @@ class RankContext:
         self.withdrawn: dict[int, Failure] = {}
         # Communicators that this rank has begun to make, by the name of their ranks.
         self.makings: dict[GroupName, int] = defaultdict(int)
-        self.passed: dict[GroupName, int] = {}  # the last calls of groups that are closed
         self.pipelines = 0  # built so far
-        self.groups_named = 0
         self.is_thread = False
         self.thread = threading.main_thread().ident  # the thread that is this rank
         self.patience = YIELD_SECONDS
@@ -94,13 +99,15 @@ class RankContext:
             self.pause = OVERSUBSCRIBED_PAUSE_SECONDS
         self.long_waits: list[RankWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
-        self.watchdog: RankWatch | None = None  # None before the first group
-        # Of a rank that is a thread: seconds without progress that are a hang, if a job sets them.
-        self.watch_limit: float | None = None
+        self.watchdog: Watchdog | None = None  # None before the first group
+        # What all ranks say, since the last progress of this one.
+        self.dumps: Dumps = {}
+        self.watch_limit = settings.watchdog()  # seconds without progress that are a hang
+        self.report_folder: Path | None = None  # for a report of one; None: the working folder
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # some output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank
-        self._inspectables: list[weakref.ref[Inspectable]] = []
+        self._inspectables: WeakValueDictionary[int, Inspectable] = WeakValueDictionary()
 
     def add_failure(self, failure: Failure) -> None:
         """Note that a peer has failed: every wait under way on this rank ends."""
@@ -125,16 +132,16 @@ class RankContext:
         for member in set(members) - {world_rank}:
             self.withdrawn[member] = failure
         for group in groups:
-            group.send_all(ControlKind.WITHDRAWN, failure, set(members) - self.left.keys())
+            group.send_all("withdrawn", failure, set(members) - self.left.keys())
 
     def add_inspectable(self, thing: Inspectable) -> None:
         """Ask `thing` for a snapshot at every dump from now on, as long as it lives."""
-        self._inspectables = [weakref.ref(living) for living in (*self.inspectables, thing)]
+        self._inspectables[next(_count)] = thing
 
     @property
     def inspectables(self) -> list[Inspectable]:
         living = []
-        for reference in self._inspectables:
+        for reference in self._inspectables.valuerefs():
             thing = reference()
             if thing is not None:
                 living.append(thing)
@@ -160,12 +167,12 @@ class RankContext:
 
     def single_threaded(self, thread: int | None) -> bool:
         """Return whether this thread alone makes calls on this rank: others are daemons."""
-        if self.is_thread:
-            return True
-        for other in threading.enumerate():
-            if other.ident != thread and not other.daemon:
-                return False
-        return True
+        return self.is_thread or not other_threads(thread)
+
+
+def other_threads(thread: int | None) -> list[threading.Thread]:
+    """Return the other threads that the end of the interpreter waits for."""
+    return [x for x in threading.enumerate() if x.ident != thread and not x.daemon]
 
 
 _contexts: list[RankContext] = []
@@ -236,137 +243,3 @@ def register_progress(thing: Advancing) -> None:
 def unregister_progress(thing: Advancing) -> None:
     """End `register_progress`."""
     current_rank().advancing.pop(thing, None)
-
-
-# -- What one rank of a group knows of the others: who has failed, and who has left ----------------
-#
-# The ranks of a group make the same collective calls in the same order, and each counts its own: 1,
-# 2, 3, ... So a rank that has left after call 7 is missed in call 8.
-
-
-class OpenGroup:
-    """The life of a group, as its ranks learn of it; job.group.RankGroup adds its calls.
-
-    `members` are the ranks of `comm` in COMM_WORLD. No method here waits.
-    """
-
-    def __init__(self, comm: Communicator, members: Ranks, context: RankContext) -> None:
-        self.comm = comm
-        self.members = members
-        self.context = context
-        self.rank = comm.rank
-        self.size = comm.size
-        self.world_rank = members[comm.rank]
-        self.messages = ControlMessages(comm)
-        self.key: GroupName = ()  # names this group on all its ranks alike
-        # Groups of the same object, whose failure is this one's too.
-        self.related: Sequence[OpenGroup] = []
-        # Says how far this rank has come, for peers that will miss it.
-        self.progress: Callable[[], str] | None = None
-        self.calls = 0  # collective calls of the group that this rank has begun
-        self.closed = False
-        self.has_left = False
-        self.failure: Failure | None = None  # why the group cannot be used any more
-        # rank -> (calls, text), where its script has ended
-        self.left: dict[int, tuple[int, str]] = {}
-
-    @property
-    def usable(self) -> bool:
-        """True while messages can be sent on `comm`."""
-        return not self.closed and not finalized()
-
-    def begin(self) -> None:
-        """Begin a collective call."""
-        if not self.usable:
-            raise ArgumentError(
-                "the communicator is gone",
-                found="a call on a communicator that was freed, or after MPI_Finalize",
-                remedy="free communicators, and finalize MPI, after the last call that uses them",
-            )
-        if self.failure is not None:
-            remedy = "start the job anew: an earlier call of these ranks has failed"
-            raise peer_error(self.failure, remedy)
-        self.calls += 1
-
-    @contextmanager
-    def failing(self, what: str) -> Iterator[None]:
-        """End the life of this group, and tell the peers, when anything is raised within."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error, f"{whoami()} failed in {what}: {type(error).__name__}: {error}")
-            raise
-
-    def fail(self, error: BaseException, text: str, making: bool = False) -> None:
-        """Tell every other rank, once, that `error` keeps this one from going on."""
-        if is_rank() and self.usable:
-            self._fail(failure_of(error, text, self.world_rank, making))
-        self._detach()
-
-    def _fail(self, failure: Failure) -> None:
-        with self.context.lock:
-            if self.failure is None:
-                self.failure = failure
-                self.send_all(ControlKind.FAILED, failure)
-
-    def leave(self) -> None:
-        """Tell the peers, once, that the script ends, so that none waits for this rank."""
-        if self.usable and not self.has_left:
-            self.has_left = True
-            calls = f"collective call {self.calls}"
-            if self.progress is not None:
-                calls = self.progress()
-            text = f"rank {self.rank} ({whoami()}) left the job after {calls}"
-            self.send_all(ControlKind.LEFT, Failure(self.calls, text))
-
-    def send_all(
-        self, kind: ControlKind, failure: Failure, members: Container[int] | None = None
-    ) -> None:
-        """Send a control message to all other ranks, or to these world ranks."""
-        if not self.usable:
-            return
-        with self.context.lock:
-            for peer, member in enumerate(self.members):
-                if peer != self.rank and (members is None or member in members):
-                    self.messages.send(peer, kind, *failure)
-
-    def _detach(self) -> None:
-        """Take the group out of the open ones; one that has failed is still read."""
-        context = self.context
-        with context.lock:
-            if self not in context.groups:
-                return
-            context.groups.remove(self)
-            if self.failure is not None:
-                # Of groups of the same ranks two are enough.
-                same = []
-                for other in context.failed:
-                    if other.members == self.members:
-                        same.append(other)
-                for other in same[:-1]:
-                    context.failed.remove(other)
-                context.failed.append(self)
-
-    def read_messages(self) -> None:
-        """Take in the messages of the peers that have arrived."""
-        for message in self.messages.read():
-            self._take(message)
-        for peer, (call, text) in self.left.items():
-            if call < self.calls and self.failure is None:
-                missed = Failure(-1 - self.members[peer], text)
-                self._fail(missed)
-                self.context.add_failure(missed)
-        if self.failure is not None:
-            self._detach()
-
-    def _take(self, message: ControlMessage) -> None:
-        kind, source, number, text = message
-        if kind == ControlKind.LEFT:
-            self.left[source] = number, text
-            self.context.left[self.members[source]] = text
-        elif kind == ControlKind.WITHDRAWN:
-            self.context.withdrawn[self.members[source]] = Failure(number, text)
-        elif self.failure is None:
-            # else this rank has raised what ended the group, and may have gone on since
-            self.failure = Failure(number, text)
-            self.context.add_failure(self.failure)

@@ -30,7 +30,7 @@ import numpy as np
 from mpipipe.errors import ArgumentError, BackendError, MpipipeError
 from mpipipe.job import communicators, rank_list, report, runtime, settings, stop_signals
 from mpipipe.job.consensus import digest
-from mpipipe.job.context import current_rank, finalized, is_rank
+from mpipipe.job.context import current_rank, finalized, is_rank, other_threads
 from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import (
     AGREED,
@@ -43,7 +43,7 @@ from mpipipe.job.report import (
     write,
 )
 from mpipipe.job.requests import own
-from mpipipe.job.types import MpiCommunicator
+from mpipipe.job.types import Communicator
 
 
 class Stop(Exception):
@@ -82,7 +82,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
         return AGREED
     _running.append(world)
     try:
-        with report.suspended(), _watching_os_exit(world):
+        with _watching_os_exit(world):
             end = _run(main, world)
     finally:
         stop_signals.ignore()
@@ -102,7 +102,7 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
             settings.check_settings()
         main()
         # as the interpreter does: they may still use the other ranks
-        for thread in other_threads():
+        for thread in other_threads(threading.get_ident()):
             thread.join()
         if current_rank().unwritten:
             return ExitReport(1, ExitCause.CAUSE)
@@ -149,14 +149,12 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
     Otherwise the other ranks would wait for ever, and some launchers would call the job a success.
     """
     original = os._exit
-    leaving = threading.Event()
 
     def exit_rank(status: int) -> NoReturn:
         if is_rank() and not finalized():
-            leaving.set()
             write(f"{world.head}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            report.wait_for_launcher()  # a program that ends meanwhile waits below
+            report.wait_for_launcher()
             abort_job(runtime.world(), status & 0xFF or 1)
         original(status)
 
@@ -164,8 +162,6 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
     try:
         yield
     finally:
-        if leaving.is_set():  # another thread ends the job
-            time.sleep(report.TAKEN_SECONDS + GRACE)
         os._exit = original
 
 
@@ -205,7 +201,7 @@ class JobRanks(NamedTuple):
     """All ranks of the job: their group, and a communicator for nothing but their end."""
 
     group: RankGroup
-    end: MpiCommunicator
+    end: Communicator
     head: str  # the first line of a report of this rank
 
 
@@ -287,14 +283,6 @@ def _finalize(code: int) -> None:
         if stderr is not None:
             os.dup2(stderr, 2)
         timer.cancel()
-    if other_threads():  # the interpreter would wait for them, and they for other ranks
+    # The interpreter would wait for them, and they for other ranks.
+    if other_threads(threading.get_ident()):
         os._exit(code)
-
-
-def other_threads() -> list[threading.Thread]:
-    """Return the other threads that the end of the interpreter waits for."""
-    threads = []
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            threads.append(thread)
-    return threads

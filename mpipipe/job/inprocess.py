@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mpipipe.errors import ArgumentError, HangError, MpipipeError, PeerError
-from mpipipe.job import settings
-from mpipipe.job.context import Failure, adopt
+from mpipipe.job.context import Failure, RankContext, adopt
 from mpipipe.job.threads import InProcessError, ThreadCommunicator, World
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.channel import make_dump
+from mpipipe.job.watch.dump import make_dump
 
 __all__ = ["InProcessError", "run"]
 __dir__ = __all__.copy
@@ -93,15 +92,16 @@ def run(
         thread = threading.Thread(target=body, args=(rank,), name=name, daemon=True)
         threads.append(thread)
         thread.start()
-    watch = ThreadWatch(world)
-    while watch.error is None and any(thread.is_alive() for thread in threads):
+    token: object = None
+    since = 0.0
+    while any(thread.is_alive() for thread in threads):
         for thread in threads:
             thread.join(LOOK_SECONDS / ranks)
-        watch.look()
-    if watch.error is not None:
-        for thread in threads:
-            thread.join(GRACE_SECONDS)  # a rank that hangs keeps none waiting
-        raise watch.error
+        before = token
+        token = [context.progress_token() for context in world.contexts]
+        if token != before or world.broken:
+            since = time.monotonic()
+        _look_for_hang(world.contexts, threads, time.monotonic() - since)
     if errors:
         first = min(errors, key=lambda rank: (isinstance(errors[rank], PeerError), rank))
         raise errors[first]
@@ -110,50 +110,32 @@ def run(
     return [results[rank] for rank in range(ranks)]
 
 
-class ThreadWatch:
-    """The watchdog of ranks that are threads: it looks at them in their own memory.
+def _look_for_hang(
+    contexts: Sequence[RankContext], threads: Sequence[threading.Thread], quiet: float
+) -> None:
+    """Raise an error where no rank has made progress for the limit, or some wait for each other.
 
-    It sets `error` where none has made progress for the limit, or some wait for each other. It does
+    This is the watchdog of ranks that are threads: it looks at them in their own memory. It does
     not watch ranks while all of them compute.
     """
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.error: MpipipeError | None = None
-        self._token: object = None
-        self._since = time.monotonic()
-
-    @property
-    def limit(self) -> float:
-        """Seconds without progress that are a hang."""
-        limits = []
-        for context in self.world.contexts:
-            if context.watch_limit is not None:
-                limits.append(context.watch_limit)
-        return max(limits, default=settings.watchdog())
-
-    def look(self) -> None:
-        """Compare where the ranks are."""
-        contexts = self.world.contexts
-        token = [context.progress_token() for context in contexts]
-        if token != self._token or self.world.broken:
-            self._token = token
-            self._since = time.monotonic()
-            return
-        quiet = time.monotonic() - self._since
-        waiting = any(context.long_waits for context in contexts)
-        if quiet < min(self.limit, verdict.TELL_SECONDS) or not waiting:
-            return
-        dumps = {}
-        for rank, context in enumerate(contexts):
-            dumps[rank] = make_dump(context, rank, quiet, self.limit)
-        self.error = verdict.mismatch(dumps)
-        if self.error is None and quiet > self.limit:
-            self.error = HangError(
-                f"no rank has made progress for {quiet:.1f} s",
-                found="\n    ".join(verdict.judge(dumps).lines()),
-                remedy=verdict.REMEDY,
-            )
-        if self.error is not None:
-            for context in contexts:
-                context.add_failure(Failure(1, str(self.error)))
+    limit = max(context.watch_limit for context in contexts)
+    waiting = any(context.long_waits for context in contexts)
+    if quiet < min(limit, verdict.TELL_SECONDS) or not waiting:
+        return
+    dumps = {}
+    for rank, context in enumerate(contexts):
+        dumps[rank] = make_dump(context, rank, quiet, {})
+    error: MpipipeError | None = verdict.mismatch(dumps)
+    if error is None and quiet > limit:
+        error = HangError(
+            f"no rank has made progress for {quiet:.1f} s",
+            found="\n    ".join(verdict.judge(dumps).lines()),
+            remedy=verdict.REMEDY,
+        )
+    if error is None:
+        return
+    for context in contexts:
+        context.add_failure(Failure(1, str(error)))
+    for thread in threads:
+        thread.join(GRACE_SECONDS)  # a rank that hangs keeps none waiting
+    raise error

@@ -25,7 +25,7 @@ from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, heading, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.channel import threads_allowed
+from mpipipe.job.watch.dump import GONE
 from mpipipe.job.watch.watchdog import FORWARD_SECONDS
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -49,7 +49,7 @@ class Preempted(SystemExit):
         self.agreed = frozenset(group.members)
 
 
-class Preemption:
+class Preemption(StopSignals):
     """Says on all ranks at the same step that the job has to leave; a context manager.
 
     A scheduler that wants the nodes back sends a signal some time before it kills the job. From
@@ -112,7 +112,6 @@ class Preemption:
         comm = runtime.resolve(comm)
         self.group = group_of(comm)
         self.reason = ""
-        self._closed = False
         self.whereabouts: Callable[[], str] | None = None
         self._say = say or (lambda text: write(f"{text}\n"))
         with self.group.raise_together("making a Preemption"):
@@ -126,9 +125,7 @@ class Preemption:
             self.time_limit = TimeLimit(seconds, margin)
             if runtime.in_process(comm):
                 numbers = ()
-            self._signals = StopSignals(
-                numbers, grace, self._told, self._end_at_once, self._hopeless
-            )
+            super().__init__(numbers, grace)
 
     def due(self, saving: bool = False) -> bool:
         """Find out on all ranks whether the job has to leave now; collective, after each step.
@@ -154,8 +151,8 @@ class Preemption:
         """Return whether any rank has got a signal, or has its time `over`."""
         if not self.reason:
             text = ""
-            if self._signals.first is not None:
-                text = self._signals.first.name
+            if self._first is not None:
+                text = self._first.name
             if over:
                 text = str(self.time_limit)
             if self.group.agree(call, values=[text != ""]).any():
@@ -183,7 +180,7 @@ class Preemption:
 
         These are `Saver.seconds` on rank 0, for example; what other ranks note counts for nothing.
         """
-        self.time_limit.last_save = seconds
+        self.time_limit.save = seconds
 
     def leave(self, text: str) -> NoReturn:
         """End the program of every rank with exit code 75, and say why; call it on all ranks.
@@ -191,18 +188,10 @@ class Preemption:
         `text` says where the job has come to and what it has saved, as in "after step 7, saved as
         step-00000007".
         """
-        self._signals.leave()
+        self._leaving = True
         if self.group.rank == 0:
             self._announce(f"{self.reason}: left {text}")
         raise Preempted(self.group)
-
-    def close(self) -> None:
-        """Give the handlers of signals back, unless one has come.
-
-        Then a later Preemption for it is due at once.
-        """
-        self._closed = True
-        self._signals.close()
 
     def __enter__(self) -> Preemption:
         return self
@@ -215,7 +204,8 @@ class Preemption:
 
     # -- called by a thread ------------------------------------------------------------------------
 
-    def _told(self, name: str) -> None:
+    def _tell(self, name: str) -> None:
+        """Say on rank 0 that a signal has come."""
         if self.group.rank == 0:
             place = "has come"
             if self.whereabouts is not None:
@@ -224,16 +214,16 @@ class Preemption:
 
     def _hopeless(self) -> bool:
         """Return whether another rank has died: its launcher then signals the others."""
-        context = self.group.context
-        if context.watchdog is None or self.reason or self._closed:
+        watchdog = self.group.context.watchdog
+        if watchdog is None or self.reason or self._closed:
             return False
-        return bool(context.watchdog.ended_neighbours())
+        return GONE in watchdog.states_on_host().values()
 
-    def _end_at_once(self, text: str, code: int) -> None:
+    def _end(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))
-        usable = not finalized() and threads_allowed()
+        usable = not finalized() and runtime.threads_allowed()
         size = self.group.size
         if usable:
             size = runtime.world().size
@@ -300,7 +290,7 @@ class TimeLimit:
             margin = min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * self._left(now)))
         self.margin = margin
         self.longest_step = 0.0  # without the first one, which has more to do
-        self.last_save: float | None = None
+        self.save = margin  # seconds that the last one took; before the first one, a margin
         self._mark: float | None = None
 
     def _left(self, now: float) -> float:
@@ -318,22 +308,10 @@ class TimeLimit:
         if self._mark is not None:
             self.longest_step = max(self.longest_step, now - self._mark)
         self._mark = now
-        ready = now + self.lead
+        ready = now + self.longest_step + self.save + self.margin
         if saving:
             ready += self.save
         return self.end is not None and ready > self.end
-
-    @property
-    def lead(self) -> float:
-        """Seconds that one more step, a save and the margin take."""
-        return self.longest_step + self.save + self.margin
-
-    @property
-    def save(self) -> float:
-        """Seconds that a save takes; before the first one it counts as a margin."""
-        if self.last_save is None:
-            return self.margin
-        return self.last_save
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -342,9 +320,9 @@ class TimeLimit:
         try:
             yield
         finally:
-            self.last_save = time.monotonic() - start
+            self.save = time.monotonic() - start
             if self._mark is not None:
-                self._mark += self.last_save
+                self._mark += self.save
 
     def __str__(self) -> str:
         return f"the time limit, {self._left(time.monotonic()):.0f} s ahead"

@@ -21,11 +21,9 @@ def numbers(ranks: Iterable[int], size: int | None = None) -> str:
     if len(ranks) == size != 1:
         return f"all {size}"
     listed = runs(ranks)[:LISTED]
-    more = 0
-    for rank in ranks:
-        if rank > int(listed[-1].rpartition("-")[2]):
-            more += 1
     text = ", ".join(listed)
+    last = int(listed[-1].rpartition("-")[2])
+    more = sum(rank > last for rank in ranks)
     if more:
         text += f" and {more} more"
     return text

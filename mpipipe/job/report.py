@@ -15,8 +15,7 @@ import termios
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
@@ -56,7 +55,9 @@ def describe_error(error: BaseException, heading: str) -> str:
         text += f": {message}"
     message_is_enough = isinstance(error, (MpipipeError, KeyboardInterrupt))
     cause = error.__cause__ or error
-    frame = users_frame(cause.__traceback__) or users_frame(error.__traceback__)
+    frame = None
+    for trace in (error.__traceback__, cause.__traceback__):
+        frame = users_frame(traceback.extract_tb(trace)) or frame
     if frame is not None:
         text += f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
     text += "\n"
@@ -70,10 +71,10 @@ def describe_error(error: BaseException, heading: str) -> str:
     )
 
 
-def users_frame(trace: TracebackType | None) -> traceback.FrameSummary | None:
+def users_frame(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
     """Return the innermost frame of the user's own code; None where there is none."""
     innermost = None
-    for frame in traceback.extract_tb(trace):
+    for frame in frames:
         if is_users(frame.filename):
             innermost = frame
     return innermost
@@ -153,13 +154,12 @@ def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
 
 _libraries: list[ModuleType] = []  # MPI, once the hook is installed
 _deaths: list[BaseException] = []  # the errors that ended the script
-_suspended: list[bool] = []  # while run_or_abort runs a program
 
 
 def install(MPI: ModuleType) -> None:
     """Let an exception that ends this rank's script end the whole job, by MPI_Abort.
 
-    Nothing happens in an interactive session, and in a program that `run_or_abort` runs.
+    Nothing happens in an interactive session.
     """
     if _libraries:
         return
@@ -170,22 +170,12 @@ def install(MPI: ModuleType) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         previous(kind, error, trace)
-        if not _suspended and not sys.flags.interactive and "ps1" not in vars(sys):
+        if not sys.flags.interactive and "ps1" not in vars(sys):
             _deaths.append(error)
 
     sys.excepthook = report_and_remember
     # MPI_Finalize, should the script call it, begins with what is attached to COMM_SELF
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: before_finalize()), True)
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Leave exceptions alone within: `run_or_abort` deals with them."""
-    _suspended.append(True)
-    try:
-        yield
-    finally:
-        _suspended.pop()
 
 
 # -- What happens at the end of a rank's script: its peers learn of it -----------------------------

@@ -123,6 +123,12 @@ def library_of(comm: Communicator) -> ModuleType:
     return mpi()
 
 
+def threads_allowed() -> bool:
+    """Return whether MPI takes calls from several threads at once."""
+    library = mpi()
+    return bool(library.Query_thread() == library.THREAD_MULTIPLE)
+
+
 def tag_upper_bound(comm: Communicator) -> int:
     """Return the largest tag that `comm` takes, or what MPIPIPE_TAG_UB lowers it to."""
     library = library_of(comm)

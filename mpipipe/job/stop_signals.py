@@ -20,13 +20,12 @@ MPI is left to finalize.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import TypeAlias
@@ -42,7 +41,10 @@ WAKE = b"\0"  # no signal has this number
 HELD_GRACE = 600.0  # seconds
 DEFAULT = "USR2,TERM"
 _active: list[StopSignals] = []  # the innermost last
-_held: list[StopSignals] = []  # the one of `hold`
+_listening: list[SignalListener] = []  # one while any are active
+# What the program has set for the signals that are caught.
+_before: dict[signal.Signals, Handler] = {}
+_came: dict[signal.Signals, float] = {}  # time.monotonic() of the first of each
 _exit = os._exit  # before a program is watched
 
 
@@ -70,35 +72,16 @@ class StopSignals:
     """Catches some signals of this process, in its main thread: Python sets handlers there.
 
     `grace` are the seconds from the first signal, which is `first` once it has come, until the job
-    ends at once. A thread calls `tell` with the name of the first signal, `hopeless` from then on,
-    to ask whether no further step can be done, and `end` with a text and an exit code, to end the
-    job at once; the text is "" where others have said why.
+    ends at once. A thread calls `tell` and `end`, and asks whether it is `hopeless`.
     """
 
-    def __init__(
-        self,
-        numbers: Iterable[signal.Signals],
-        grace: float = math.inf,
-        tell: Callable[[str], object] = lambda name: None,
-        end: Callable[[str, int], object] = lambda text, code: None,
-        hopeless: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.numbers = tuple(numbers)
-        self.grace = grace
-        self._tell = tell
-        self._end = end
-        self._hopeless = hopeless
-        self.first: signal.Signals | None = None
-        self._since = 0.0
-        for other in _active:
-            # This process was asked to leave, and has not: it still is.
-            if other.first in self.numbers:
-                self.first = other.first
-                self._since = other._since
-        self._leaving = self._closing = False
-        self._before: dict[int, Handler] = {}
-        self._previous_fd = -1
-        if not self.numbers:
+    def __init__(self, numbers: Iterable[signal.Signals], grace: float) -> None:
+        self._numbers = tuple(numbers)
+        self._grace = grace
+        self._closed = False
+        self._leaving = False  # this process is on its way out: launchers signal the slower ones
+        self._told = False
+        if not self._numbers:
             return
         if threading.current_thread() is not threading.main_thread():
             raise ArgumentError(
@@ -106,103 +89,115 @@ class StopSignals:
                 found=threading.current_thread().name,
                 remedy="make the object in the main thread, or give it no signals",
             )
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in self.numbers:
-            self._catch(number)
         _active.append(self)
-        self._thread = threading.Thread(
-            target=self._listen, name="mpipipe stop signals", daemon=True
-        )
-        self._thread.start()
+        _set_handlers()
 
-    def change(self, numbers: Iterable[signal.Signals]) -> None:
-        """Catch other signals. One that has come and is not among them does what it would have."""
-        new = tuple(numbers)
-        for number in self.numbers:
-            if number not in new:
-                signal.signal(number, self._before.pop(number))
-        for number in new:
-            if number not in self._before:
-                self._catch(number)
-        self.numbers = new
-        if self.first is not None and self.first not in new:
-            first = self.first
-            self.first = None
-            os.kill(os.getpid(), first)
-
-    def _catch(self, number: signal.Signals) -> None:
-        self._before[number] = signal.signal(number, self._note)
-        # Libraries in C may not expect that a system call is cut short.
-        signal.siginterrupt(number, False)
-
-    def _note(self, number: int, frame: FrameType | None = None) -> None:
-        if self.first is None:
-            self._since = time.monotonic()
-            self.first = signal.Signals(number)
-
-    # -- the thread --------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        has_told = False
-        while not self._closing:
-            first = self.first
-            left = None
-            innermost = _active[-1:] == [self]
-            if first is not None and innermost:
-                left = self.grace - (time.monotonic() - self._since)
-                hopeless = self._hopeless()
-                if left <= 0 or hopeless:
-                    text = ""
-                    if not hopeless:
-                        text = (
-                            f"{first.name}: the job had {self.grace:g} s to leave, which are over"
-                        )
-                    self._end(text, 128 + first)
-                    return
-                if not has_told and not self._leaving:
-                    has_told = True
-                    with suppress(Exception):  # the thread has to live on
-                        self._tell(first.name)
-                left = min(left, LOOK_SECONDS)
-            if not select.select([self._read], [], [], left)[0]:
-                continue
-            content = os.read(self._read, 64)
-            if self._previous_fd >= 0:  # somebody else listens, too
-                with suppress(OSError):
-                    os.write(self._previous_fd, content.replace(WAKE, b""))
-            for number in filter(self._before.__contains__, content):
-                self._note(number)
-                late = time.monotonic() - self._since > REPEAT_SECONDS
-                if has_told and late and not self._leaving and innermost:
-                    name = signal.Signals(number).name
-                    self._end(f"{name}: a second signal ends the job at once", 128 + number)
-                    return
-
-    # -- the end -----------------------------------------------------------------------------------
-
-    def leave(self) -> None:
-        """Ignore signals: this process is on its way out, and launchers end the slower ones."""
-        self._leaving = True
+    @property
+    def _first(self) -> signal.Signals | None:
+        """The first of the signals that has come to this process, also before this object."""
+        return next(filter(self._numbers.__contains__, tuple(_came)), None)
 
     def close(self) -> None:
-        """Give the handlers back, unless this process has to leave. May be called twice."""
-        if self._closing or not self.numbers or self._leaving or self.first is not None:
-            return
-        self.release(self._before)
-        os.write(self._write, WAKE)
-        self._thread.join()
-        os.close(self._read)
-        os.close(self._write)
+        """Give the handlers of signals back, unless one has come. May be called twice.
 
-    def release(self, handlers: Mapping[int, Handler]) -> None:
-        """Give the signals to these handlers; the thread ends once it wakes."""
-        self._closing = True
-        _active.remove(self)
-        signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        Then a later object for it finds it asked already.
+        """
+        self._closed = True
+        if self in _active and not self._leaving and self._first is None:
+            _active.remove(self)
+            _set_handlers()
+
+    # -- called by the thread ----------------------------------------------------------------------
+
+    def _tell(self, name: str) -> None:
+        """Say that the first signal has come."""
+
+    def _hopeless(self) -> bool:
+        """Return whether no further step can be done, for a reason that others have told."""
+        return False
+
+    def _end(self, text: str, code: int) -> None:
+        """End the job at once, with a text if there is one."""
+        with suppress(OSError):
+            os.write(2, f"mpipipe: {text}\n".encode())
+        _exit(code)
+
+    def _look(self, content: bytes) -> float | None:
+        """Act on what has come; return the seconds until the next look, if there must be one."""
+        first = self._first
+        if first is None:
+            return None
+        waited = time.monotonic() - _came[first]
+        repeated = self._told and waited > REPEAT_SECONDS and not self._leaving
+        again = next(filter(self._numbers.__contains__, content), None)
+        text = None
+        if self._hopeless():
+            text = ""
+        elif waited >= self._grace:
+            text = f"{first.name}: the job had {self._grace:g} s to leave, which are over"
+        elif again is not None and repeated:
+            first = signal.Signals(again)
+            text = f"{first.name}: a second signal ends the job at once"
+        if text is not None:
+            _active.clear()
+            self._end(text, 128 + first)
+        elif not self._told and not self._leaving:
+            self._told = True
+            with suppress(Exception):  # the thread has to live on
+                self._tell(first.name)
+        return min(max(0.0, self._grace - waited), LOOK_SECONDS)
+
+
+def _note(number: int, frame: FrameType | None = None) -> None:
+    _came.setdefault(signal.Signals(number), time.monotonic())
+
+
+def _set_handlers() -> None:
+    """Catch the signals of all active objects, and no others."""
+    wanted = {number for stops in _active for number in stops._numbers}
+    if wanted and not _listening:
+        _listening.append(SignalListener())
+    for number in wanted - _before.keys():
+        _before[number] = signal.signal(number, _note)
+        # Libraries in C may not expect that a system call is cut short.
+        signal.siginterrupt(number, False)
+    for number in _before.keys() - wanted:
+        signal.signal(number, _before.pop(number))
+    for listener in tuple(_listening):
+        with suppress(BlockingIOError):
+            os.write(listener.write, WAKE)
+        if not wanted:
+            _listening.remove(listener)
+            signal.set_wakeup_fd(listener.previous)
+            # A forked child has no such thread: it is over there.
+            listener.join()
+            os.close(listener.read)
+            os.close(listener.write)
+
+
+class SignalListener(threading.Thread):
+    """Learns of signals by a pipe, and lets the innermost object act, until there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(name="mpipipe stop signals", daemon=True)
+        self.read, self.write = os.pipe()
+        os.set_blocking(self.write, False)
+        self.previous = signal.set_wakeup_fd(self.write, warn_on_full_buffer=False)
+        self.start()
+
+    def run(self) -> None:
+        """Listen."""
+        content = b""
+        while innermost := _active[-1:]:
+            seconds = innermost[0]._look(content)
+            content = b""
+            if select.select([self.read], [], [], seconds)[0]:
+                content = os.read(self.read, 64)
+                if self.previous >= 0:  # somebody else listens, too
+                    with suppress(OSError):
+                        os.write(self.previous, content.replace(WAKE, b""))
+                for number in filter(_before.__contains__, content):
+                    _note(number)
 
 
 # -- a whole process -------------------------------------------------------------------------------
@@ -214,35 +209,32 @@ def hold(names: str) -> None:
         numbers = parse_signals(names)
     except ArgumentError:
         numbers = parse_signals(DEFAULT)
-    if numbers:
-        _held.append(StopSignals(numbers, HELD_GRACE, end=_end_at_once))
+    StopSignals(numbers, HELD_GRACE)
 
 
 def change(signals: Iterable[signal.Signals]) -> None:
-    """Catch these signals in place of those of `hold`, where that was called."""
-    for holder in _held:
-        holder.change(signals)
+    """Catch these signals in place of those of `hold`, where that was called.
+
+    One that has come and is not among them does what it would have.
+    """
+    for holder in _active:
+        holder._numbers = tuple(signals)
+    _set_handlers()
+    for number in _came.keys() - _before.keys():
+        del _came[number]
+        os.kill(os.getpid(), number)
 
 
 def ignore() -> None:
     """Ignore all signals that are caught here, to the very end: the work is over."""
-    while _active:
-        innermost = _active[-1]
-        innermost.release(dict.fromkeys(innermost.numbers, signal.SIG_IGN))
-        os.write(innermost._write, WAKE)
-    _held.clear()
-
-
-def _end_at_once(text: str, code: int) -> None:
-    with suppress(OSError):
-        os.write(2, f"mpipipe: {text}\n".encode())
-    _exit(code)
+    _before.update(dict.fromkeys(_before, signal.SIG_IGN))
+    _forget()
 
 
 def _forget() -> None:
     """Give the handlers back in a forked child: it is no rank, and dies of signals as usual."""
-    while _active:
-        _active[-1].release(_active[-1]._before)
+    _active.clear()
+    _set_handlers()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -11,12 +11,12 @@ and TAG_UB.
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
@@ -33,6 +33,7 @@ PAUSE = 2e-5
 QUIET_SECONDS = 0.5
 Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
 Box: TypeAlias = tuple[Context, int]  # a rank of a communicator
+DeleteFunction: TypeAlias = Callable[["ThreadCommunicator", object, Any], None]
 Finish: TypeAlias = Callable[[list[Any]], object]  # called with the values of all ranks
 
 
@@ -57,25 +58,25 @@ class World:
         self.tag_ub = tag_ub
         self.random = random.Random(seed)
         self.lock = threading.RLock()
-        self.sent: dict[Box, list[Send]] = defaultdict(list)
-        self.posted: dict[Box, list[Receive]] = defaultdict(list)
+        self.sent: dict[Box, list[ThreadRequest]] = defaultdict(list)
+        self.posted: dict[Box, list[ThreadRequest]] = defaultdict(list)
         # (communicator, number of the collective call) -> its kind, and the value of each rank that
         # has come
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = [RankContext() for _ in range(ranks)]
-        self.running = ranks
-        self.all_ended = threading.Event()
+        # Ranks whose function has returned wait for the others here.
+        self.end = threading.Barrier(ranks)
         self.farewells = False  # whether a rank has told the others that it has left
 
     def leave(self, rank: int, returned: bool) -> None:
         """Note that this rank's function has ended; tell the others if they do not end soon."""
         self.contexts[rank].ended = True
-        with self.lock:
-            self.running -= 1
-            if not self.running:
-                self.all_ended.set()
-        if not returned or self.all_ended.wait(QUIET_SECONDS):
+        if not returned:
+            self.end.abort()
+            return
+        with suppress(threading.BrokenBarrierError):
+            self.end.wait(QUIET_SECONDS)
             return
         self.farewells = True
         for group in tuple(self.contexts[rank].groups):
@@ -89,22 +90,18 @@ class World:
             sent = self.sent[box]
             posted = self.posted[box]
             for receive in list(posted):
-                for message in sent:
-                    if message.fits(receive.source, receive.tag):
-                        if message.visible <= time.monotonic():
-                            posted.remove(receive)
-                            sent.remove(message)
-                            receive.complete(message)
-                            message.done = True
-                        break
+                for message in filter(receive.takes, sent):
+                    if message.visible <= time.monotonic():
+                        posted.remove(receive)
+                        sent.remove(message)
+                        receive.complete(message)
+                    break
 
     def check_nothing_left(self, context: Context | None = None) -> None:
         """Raise InProcessError for a message or a receive alone; None: in any communicator."""
+        problems = ("was never received", "was posted, and nothing came")
         with self.lock:
-            for boxes, problem in (
-                (self.sent, "was never received"),
-                (self.posted, "was posted, and nothing came"),
-            ):
+            for boxes, problem in zip((self.sent, self.posted), problems):
                 for (box_context, dest), box in boxes.items():
                     if box and context in (None, box_context):
                         peer = ""
@@ -115,56 +112,36 @@ class World:
 
 
 @dataclass(eq=False, repr=False)
-class Send:
-    """The request of a sender."""
+class ThreadRequest:
+    """The request of a sender or of a receiver."""
 
     world: World
     box: Box
     source: int
     tag: int
     array: np.ndarray
-    visible: float  # time.monotonic() from which on a receive finds it
-    done: bool
-
-    def fits(self, source: int, tag: int) -> bool:
-        """Return whether a receive from this source, with this tag, takes the message."""
-        return source in (ANY, self.source) and tag in (ANY, self.tag)
-
-    def Test(self) -> bool:
-        self.world.progress(self.box)
-        return self.done
-
-    def Cancel(self) -> None:
-        """A message that was sent stays sent."""
-
-
-@dataclass(eq=False, repr=False)
-class Receive:
-    """The request of a receiver."""
-
-    world: World
-    box: Box
-    source: int
-    tag: int
-    array: np.ndarray
+    visible: float = 0.0  # time.monotonic() from which on a receive finds it
     done: bool = False
     error: InProcessError | None = None
 
-    def complete(self, send: Send) -> None:
+    def takes(self, sent: ThreadRequest) -> bool:
+        """Return whether this receive takes a message that was sent."""
+        return self.source in (ANY, sent.source) and self.tag in (ANY, sent.tag)
+
+    def complete(self, sent: ThreadRequest) -> None:
         """Copy the message, which must fit exactly."""
-        self.done = True
-        sent = (send.array.nbytes, send.array.dtype)
+        self.done = sent.done = True
+        found = (sent.array.nbytes, sent.array.dtype)
         expected = (self.array.nbytes, self.array.dtype)
-        if sent != expected:
-            self.error = InProcessError(
-                f"message from rank {send.source} with tag {send.tag} does not fit the receive "
-                "buffer",
-                rank=self.box[1],
-                found=f"{sent[0]} bytes of {sent[1]}",
-                expected=f"{expected[0]} of {expected[1]}",
-            )
+        if found == expected:
+            self.array.reshape(-1)[...] = sent.array.reshape(-1)
             return
-        self.array.reshape(-1)[...] = send.array.reshape(-1)
+        self.error = InProcessError(
+            f"message from rank {sent.source} with tag {sent.tag} does not fit the receive buffer",
+            rank=self.box[1],
+            found=f"{found[0]} bytes of {found[1]}",
+            expected=f"{expected[0]} of {expected[1]}",
+        )
 
     def Test(self) -> bool:
         self.world.progress(self.box)
@@ -173,6 +150,7 @@ class Receive:
         return self.done
 
     def Cancel(self) -> None:
+        """Withdraw a receive; a message that was sent stays sent."""
         with self.world.lock:
             if self in self.world.posted[self.box]:
                 self.world.posted[self.box].remove(self)
@@ -213,70 +191,58 @@ class ThreadCommunicator:
         self.members = members
         self.rank = rank
         self.size = len(members)
-        self.name = ""
-        self._attributes: dict[int, object] = {TAG_UB: world.tag_ub}
+        self._attributes: dict[object, object] = {TAG_UB: world.tag_ub}
         self._collectives = 0
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def Isend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Send:
-        return self._send(buf, dest, tag, self.world.synchronous)
+    def Isend(self, buf: np.ndarray, dest: int, tag: int = 0) -> ThreadRequest:
+        if self.world.synchronous:
+            return self.Issend(buf, dest, tag)
+        message = self.Issend(buf.copy(), dest, tag)
+        message.done = True
+        return message
 
-    def Issend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Send:
-        return self._send(buf, dest, tag, True)
-
-    def _send(self, array: np.ndarray, dest: int, tag: int, synchronous: bool) -> Send:
-        for what, number, largest in (
-            ("tag out of range", tag, self.world.tag_ub),
-            ("no such rank", dest, self.size - 1),
-        ):
+    def Issend(self, buf: np.ndarray, dest: int, tag: int = 0) -> ThreadRequest:
+        world = self.world
+        limits = (("tag out of range", tag, world.tag_ub), ("no such rank", dest, self.size - 1))
+        for what, number, largest in limits:
             if not 0 <= number <= largest:
                 raise InProcessError(what, rank=self.rank, found=number, expected=f"0 to {largest}")
-        world = self.world
-        box = self.context, dest
-        if not synchronous:
-            array = array.copy()
         visible = time.monotonic() + world.random.uniform(0, world.delay)
-        send = Send(world, box, self.rank, tag, array, visible, done=not synchronous)
+        message = ThreadRequest(world, (self.context, dest), self.rank, tag, buf, visible)
         with world.lock:
-            world.sent[box].append(send)
-        return send
+            world.sent[message.box].append(message)
+        return message
 
-    def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> Receive:
-        box = self.context, self.rank
-        receive = Receive(self.world, box, source, tag, buf)
+    def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> ThreadRequest:
+        receive = ThreadRequest(self.world, (self.context, self.rank), source, tag, buf)
         with self.world.lock:
-            self.world.posted[box].append(receive)
+            self.world.posted[receive.box].append(receive)
         return receive
 
-    def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
+    def Iprobe(self) -> bool:
         with self.world.lock:
             now = time.monotonic()
-            for message in self.world.sent[self.context, self.rank]:
-                if message.fits(source, tag) and message.visible <= now:
-                    return True
-            return False
+            sent = self.world.sent[self.context, self.rank]
+            return any(message.visible <= now for message in sent)
 
     # -- collectives -------------------------------------------------------------------------------
 
     def Iallreduce(self, sendbuf: Buffer, recvbuf: np.ndarray) -> MeetingRequest:
         if sendbuf is IN_PLACE:
             sendbuf = recvbuf
-
-        def finish(parts: list[np.ndarray]) -> None:
-            recvbuf[...] = reduce(np.add, parts)
-
-        return self._collective("Iallreduce", sendbuf.copy(), finish)
+        content = sendbuf.copy()
+        return self._collective(
+            "Iallreduce", content, lambda parts: np.copyto(recvbuf, reduce(np.add, parts))
+        )
 
     def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> MeetingRequest:
-        def finish(parts: list[np.ndarray]) -> None:
-            recvbuf.reshape(self.size, -1)[...] = [part.reshape(-1) for part in parts]
+        content = sendbuf.reshape(-1).copy()
+        rows = recvbuf.reshape(self.size, -1)
+        return self._collective("Iallgather", content, lambda parts: np.stack(parts, out=rows))
 
-        return self._collective("Iallgather", sendbuf.copy(), finish)
-
-    def Iallgatherv(
-        self, sendbuf: object, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]
-    ) -> MeetingRequest:
+    def Iallgatherv(self, sendbuf: object, recvbuf: Buffer) -> MeetingRequest:
         whole, (counts, starts) = recvbuf  # this rank's part lies in place
         own_start = starts[self.rank]
         own_part = whole[own_start : own_start + counts[self.rank]]
@@ -288,10 +254,7 @@ class ThreadCommunicator:
         return self._collective("Iallgatherv", own_part.copy(), finish)
 
     def Ibcast(self, buf: np.ndarray, root: int = 0) -> MeetingRequest:
-        def finish(parts: list[np.ndarray]) -> None:
-            buf[...] = parts[root]
-
-        return self._collective("Ibcast", buf.copy(), finish)
+        return self._collective("Ibcast", buf.copy(), lambda parts: np.copyto(buf, parts[root]))
 
     def allgather(self, sendobj: object) -> list[Any]:
         gathered: list[Any] = []
@@ -329,52 +292,44 @@ class ThreadCommunicator:
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
         context = (*self.context, self._collectives, color)
-        keys = {}
+        part = []
         for rank, (other_color, other_key) in enumerate(self.allgather((color, key))):
             if other_color == color:
-                keys[rank] = other_key
-        ranks = sorted(keys, key=keys.__getitem__)
-        members = tuple(self.members[r] for r in ranks)
+                part.append((other_key, rank))
+        ranks = [rank for _, rank in sorted(part)]
+        members = tuple(self.members[rank] for rank in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 
     def Split_type(self, split_type: int) -> ThreadCommunicator:
         """Split by host: all ranks share the memory of one process."""
-        if split_type != COMM_TYPE_SHARED:
-            raise InProcessError(
-                "no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED"
-            )
         return self.Split()
 
-    def Dup(self) -> ThreadCommunicator:
-        return self.Split(0, self.rank)
-
     def Idup(self) -> tuple[ThreadCommunicator, MeetingRequest]:
-        number = self._collectives
+        context = (*self.context, self._collectives, "dup")
         request = self._collective("Idup", None, None)
-        return ThreadCommunicator(
-            self.world, (*self.context, number, "dup"), self.members, self.rank
-        ), request
+        return ThreadCommunicator(self.world, context, self.members, self.rank), request
+
+    def Dup(self) -> ThreadCommunicator:
+        return self.Idup()[0]
 
     def Set_name(self, name: str) -> None:
-        self.name = name
+        """Nothing shows it."""
 
     @classmethod
-    def Create_keyval(cls, *, delete_fn: Callable[[ThreadCommunicator, int, Any], None]) -> int:
-        """Return a new key; `delete_fn(comm, key, value)` is called when a `comm` is freed."""
-        keyval = next(_keyvals)
-        _delete_functions[keyval] = delete_fn
-        return keyval
+    def Create_keyval(cls, *, delete_fn: DeleteFunction) -> DeleteFunction:
+        """Return a key, which is called as `delete_fn(comm, key, value)` when a `comm` is freed."""
+        return delete_fn
 
-    def Get_attr(self, keyval: int) -> Any:
+    def Get_attr(self, keyval: object) -> Any:
         return self._attributes.get(keyval)
 
-    def Set_attr(self, keyval: int, attrval: object) -> None:
+    def Set_attr(self, keyval: object, attrval: object) -> None:
         self._attributes[keyval] = attrval
 
     def Free(self) -> None:
         for keyval, value in self._attributes.items():
-            if keyval in _delete_functions:
-                _delete_functions[keyval](self, keyval, value)
+            if callable(keyval):
+                keyval(self, keyval, value)
         self.Barrier()
         self.world.check_nothing_left(self.context)
 
@@ -386,5 +341,3 @@ COMM_WORLD = None  # each call of `run` has its own
 COMM_TYPE_SHARED = 1
 IN_PLACE = "in place"
 TAG_UB = 0
-_keyvals = itertools.count(1)
-_delete_functions: dict[int, Callable[[ThreadCommunicator, int, Any], None]] = {}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from mpipipe.errors import MismatchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Where threads will not do: the end of a job, measurements of MPI itself.
+    from mpipipe.job.threads import ThreadCommunicator
+
 # What MPI reads or fills: an array, memory with its type, or its word for "in place".
 Buffer: TypeAlias = Any
+# Where threads will not do: the end of a job, measurements of MPI itself.
 MpiCommunicator: TypeAlias = "MPI.Intracomm"
-AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")
+MpiRequest: TypeAlias = "MPI.Request"
+# Only `runtime.in_process` asks which of the two it is.
+Communicator: TypeAlias = "MPI.Intracomm | ThreadCommunicator"
 
 
 class Testable(Protocol):
@@ -62,52 +65,3 @@ class RankWait:
     start: float  # time.perf_counter() then
     note: str = ""  # others read it after `what`
     error: MismatchError | None = None  # found by the watchdog; ends the wait
-
-
-class RankWatch(Protocol):
-    """The watchdog of a rank."""
-
-    limit: float
-    folder: Path | None
-
-    def configure(self, limit: float, folder: Path | None) -> None:
-        """Set the seconds without progress that are a hang, and the folder of a report."""
-
-    def look(self) -> None:
-        """Look around, in a long wait."""
-
-    def blame(self) -> str:
-        """Say what others do that keeps this rank waiting; "" if that is not known."""
-
-    def ended_neighbours(self) -> set[int]:
-        """Return the world ranks on this host whose process has ended."""
-
-    def stop(self) -> None:
-        """Stop watching: MPI is about to be finalized."""
-
-
-class Communicator(Protocol):
-    """What this package uses of a communicator, of mpi4py or of `job.threads`.
-
-    Only `runtime.in_process` asks which of the two it is.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def Isend(self, buf: Buffer, dest: int, tag: int = ..., /) -> Request: ...
-    def Issend(self, buf: Buffer, dest: int, tag: int = ..., /) -> Request: ...
-    def Irecv(self, buf: Buffer, source: int = ..., tag: int = ..., /) -> Request: ...
-    def Iprobe(self) -> bool: ...
-    def Ibcast(self, buf: Buffer, root: int, /) -> Request: ...
-    def Iallgather(self, sendbuf: Buffer, recvbuf: Buffer, /) -> Request: ...
-    def Iallgatherv(self, sendbuf: Buffer, recvbuf: Buffer, /) -> Request: ...
-    def Iallreduce(self, sendbuf: Buffer, recvbuf: Buffer, /) -> Request: ...
-    def Idup(self: AnyCommunicator) -> tuple[AnyCommunicator, Request]: ...
-    def Split(self, color: int = ..., key: int = ..., /) -> Communicator: ...
-    def Split_type(self, split_type: int, /) -> Communicator: ...
-    def Get_attr(self, keyval: int, /) -> Any: ...
-    def Set_attr(self, keyval: int, attrval: object, /) -> None: ...
-    def Set_name(self, name: str, /) -> None: ...
-    def Free(self) -> None: ...

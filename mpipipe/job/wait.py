@@ -20,18 +20,18 @@ wait for it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpipipe.errors import StallError
 from mpipipe.job import settings
 from mpipipe.job.context import (
     Failure,
-    OpenGroup,
     RankContext,
     calling_thread,
     current_rank,
@@ -39,6 +39,10 @@ from mpipipe.job.context import (
     whoami,
 )
 from mpipipe.job.types import Meeting, Ranks, RankWait, Testable
+from mpipipe.job.watch import verdict
+
+if TYPE_CHECKING:
+    from mpipipe.job.group import RankGroup
 
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
@@ -48,7 +52,7 @@ GRACE_SECONDS = 3.0
 
 
 def wait_for(
-    request: Testable, what: object = None, group: OpenGroup | None = None, peer: int | None = None
+    request: Testable, what: object = None, group: RankGroup | None = None, peer: int | None = None
 ) -> None:
     """Return once `request` tests true.
 
@@ -62,22 +66,20 @@ def wait_for(
     else:
         context = group.context
     if not context.recorders:
-        return _wait(request, what, group, peer, context)
+        return _wait(request.Test, context, lambda: LongWait(context, what, group, peer))
     key = None
     if group is not None and peer is None:
         key = group.key
     with ExitStack() as stack:
         for recorder in context.recorders.copy():  # a pipeline may be freed meanwhile
             stack.enter_context(recorder.waiting(what, key))
-        _wait(request, what, group, peer, context)
+        _wait(request.Test, context, lambda: LongWait(context, what, group, peer))
 
 
-def _wait(
-    request: Testable, what: object, group: OpenGroup | None, peer: int | None, context: RankContext
-) -> None:
-    test = request.Test
+def _wait(test: Callable[[], bool], context: RankContext, begin: Callable[[], LongWait]) -> None:
+    """Return once `test` returns true; `begin` makes a long wait of it."""
     if context.advancing:
-        test = advancing_first(context, test)
+        test = _advancing_first(context, test)
     for _ in range(SPIN_POLLS):
         if test():
             return
@@ -86,13 +88,13 @@ def _wait(
         if test():
             return
         os.sched_yield()
-    with LongWait(context, what or "other ranks", group, peer) as long_wait:
+    with begin() as long_wait:
         while not test():
             long_wait.look()
             time.sleep(context.pause)
 
 
-def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[[], bool]:
+def _advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[[], bool]:
     """Return `test`, preceded by a call that advances what this thread has registered."""
 
     def advance_and_test() -> bool:
@@ -103,16 +105,24 @@ def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[
 
 
 class LongWait(RankWait):
-    """A wait that has become long: a rank looks around meanwhile. Arguments as of `wait_for`."""
+    """A wait that has become long: a rank looks around meanwhile. Arguments as of `wait_for`.
+
+    Before there is a group, the world ranks `making` make a communicator together. Such a rank can
+    send nothing but word of its end. The wait may still last `grace` seconds then, for what the
+    rank has sent before.
+    """
 
     def __init__(
         self,
         context: RankContext,
         what: object,
-        group: OpenGroup | None = None,
+        group: RankGroup | None = None,
         peer: int | None = None,
+        making: Ranks = (),
+        meeting: Meeting | None = None,
+        grace: float = 0.0,
     ) -> None:
-        super().__init__(what, (), None, time.perf_counter())
+        super().__init__(what or "other ranks", making, meeting, time.perf_counter())
         if group is not None and peer is not None:
             member = group.members[peer]
             self.members = (member,)
@@ -123,9 +133,11 @@ class LongWait(RankWait):
             self.meeting = (group.key, group.calls)
         self.context = context
         self.group = group
+        self.making = making
+        self.grace = grace
+        self.absent_since = math.inf  # when a rank was missed first
         self.known = len(context.failures)
         self.warned = False
-        self.limit = settings.timeout()
 
     def __enter__(self) -> LongWait:
         self.context.long_waits_begun += 1
@@ -149,7 +161,7 @@ class LongWait(RankWait):
                 group.fail(self.error, f"MismatchError: {self.error}")
             raise self.error
         waited = time.perf_counter() - self.start
-        if waited > self.limit:
+        if waited > settings.timeout():
             self._give_up(waited)
         if waited > WARNING_SECONDS and not self.warned:
             self.warned = True
@@ -158,84 +170,68 @@ class LongWait(RankWait):
     def raise_news(self) -> None:
         """Raise PeerError where this wait cannot end: a peer has failed, or has left."""
         group = self.group
+        now = time.perf_counter()
         news = self.context.failures[self.known :]
         # With several threads, those of the groups concerned alone.
-        if news and (group is None or self.context.single_threaded(calling_thread())):
+        alone = group is None or self.context.single_threaded(calling_thread())
+        if news and alone and now - self.start >= self.grace:
             for failure in news:
                 if failure.number > 0:
                     raise peer_error(failure)
             raise peer_error(news[0])
-        if group is None:
-            return
-        for concerned in (group, *group.related):
-            if concerned.failure is not None:
-                raise peer_error(concerned.failure)
-
-    def _blame(self) -> str:
-        watchdog = self.context.watchdog
-        if watchdog is None:
-            return ""
-        return watchdog.blame()
+        if group is not None:
+            for concerned in (group, *group.related):
+                if concerned.failure is not None:
+                    raise peer_error(concerned.failure)
+        for rank in self.making:
+            if rank in self.context.withdrawn:
+                raise peer_error(self.context.withdrawn[rank])
+            if rank in self.context.left:
+                self.absent_since = min(self.absent_since, now)
+                if now - self.absent_since >= self.grace:
+                    raise peer_error(Failure(-1 - rank, self.context.left[rank]))
 
     def _warn(self) -> None:
-        blame = self._blame()
+        blame = verdict.blame(self.context.dumps)
         if self.meeting is None or blame or self.group is None or self.group.rank == 0:
             logger.warning(
                 "%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, blame
             )
 
     def _give_up(self, waited: float) -> None:
-        blame = self._blame()
-        patience = GRACE_SECONDS
-        if blame or self.meeting is None:
-            patience = 0.0
+        blame = verdict.blame(self.context.dumps)
+        limit = settings.timeout()
+        if self.meeting is not None and not blame and waited <= limit + GRACE_SECONDS:
+            return
         rank = None
         if self.group is not None:
             rank = self.group.rank
-        if waited > self.limit + patience:
-            raise StallError(
-                f"nothing came within {self.limit:g} s",
-                rank=rank,
-                found=f"waiting for {self.what}{blame}",
-                remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
-            )
+        raise StallError(
+            f"nothing came within {limit:g} s",
+            rank=rank,
+            found=f"waiting for {self.what}{blame}",
+            remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
+        )
 
 
-class MakingWait(LongWait):
-    """A wait for the world ranks `members` to make a communicator, before there is a group.
+def wait_for_ranks(
+    request: Testable, what: str, members: Ranks, grace: float = 0.0, meeting: Meeting | None = None
+) -> None:
+    """Wait, before there is a group, while the world ranks `members` make a communicator together.
 
-    Such a rank can send nothing but word of its end. The wait may still last `grace` seconds then,
-    for what the rank has sent before.
+    Messages of other groups, also of those that have failed, say that a rank does not come: it
+    raised in such a wait, or its script has ended `grace` seconds ago.
     """
+    context = current_rank()
 
-    def __init__(
-        self,
-        context: RankContext,
-        what: object,
-        members: Ranks,
-        meeting: Meeting | None,
-        grace: float,
-    ) -> None:
-        super().__init__(context, what)
-        self.members = members
-        self.meeting = meeting
-        self.making = frozenset(members)
-        self.grace = grace
-        self.absent_since: float | None = None
+    def made() -> bool:
+        return context.withdrawn.keys().isdisjoint(members) and request.Test()
 
-    def raise_news(self) -> None:
-        now = time.perf_counter()
-        if now - self.start >= self.grace:
-            super().raise_news()
-        for rank, failure in tuple(self.context.withdrawn.items()):
-            if rank in self.making:
-                raise peer_error(failure)
-        for rank, text in tuple(self.context.left.items()):
-            if rank in self.making:
-                if self.absent_since is None:
-                    self.absent_since = now
-                if now - self.absent_since >= self.grace:
-                    raise peer_error(Failure(-1 - rank, text))
+    try:
+        _wait(made, context, lambda: LongWait(context, what, None, None, members, meeting, grace))
+    except BaseException as error:
+        context.withdraw(members, error)
+        raise
 
 
 class Condition:
@@ -254,13 +250,8 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that
     waits for no other.
     """
-    if ended(0.0):
-        return
     context = current_rank()
-    with LongWait(context, what) as long_wait:
-        while not ended(LOOK_SECONDS):
-            context.advance()
-            long_wait.look()
+    _wait(lambda: ended(LOOK_SECONDS), context, lambda: LongWait(context, what))
 
 
 Result = TypeVar("Result")

@@ -5,7 +5,7 @@ import pytest
 
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.job.consensus import VALUES, Ballot
+from mpipipe.job.consensus import Ballot
 from mpipipe.job.group import RankGroup, group_of
 
 
@@ -118,12 +118,6 @@ def test_two_axes_of_a_grid_agree_together():
     found = inprocess.run(4, job)
     assert [echo for _, echo in found] == [True, True, True, False]
     assert found[0][0] == ([[0], [1]], [[0], [2]])
-
-
-def test_more_values_than_fit_are_refused(comm):
-    group = RankGroup(comm)
-    with pytest.raises(ArgumentError, match="too many values"):
-        group.agree("a call", values=[0] * (VALUES + 1))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -5,7 +5,7 @@ import pytest
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.errors import ArgumentError, PeerError
-from mpipipe.job import inprocess, threads
+from mpipipe.job import inprocess
 from mpipipe.job.inprocess import InProcessError
 
 
@@ -28,7 +28,6 @@ def of_another_length(comm):
         ("different collectives", lambda comm: comm.allgather(1) if comm.rank else finish(comm.Ibcast(np.zeros(1)))),
         ("tag out of range", lambda comm: comm.Isend(np.zeros(1), 0, 40_000)),
         ("no such rank", lambda comm: comm.Isend(np.zeros(1), 5, 0)),
-        ("no such type", lambda comm: comm.Split_type(threads.COMM_TYPE_SHARED + 1)),
     ],
 )
 def test_a_broken_rule_of_message_passing_is_an_error(match, job):

@@ -70,14 +70,14 @@ def test_a_job_leaves_while_one_step_more_and_a_save_still_fit(clock):
         if seconds == 10:
             with limit.saving():  # nor is a save part of a step
                 clock[0] += 7
-    assert ends == [False, False, False] and limit.longest_step == 10 and limit.lead == 10 + 7 + 2
+    assert ends == [False, False, False] and (limit.longest_step, limit.save, limit.margin) == (10, 7, 2)
     clock[0] += 6.1  # 81.1 of 100
     assert limit.is_over()
 
 
 def test_a_save_under_way_beside_the_steps_needs_time_of_its_own_before_the_last_one(clock):
     limit = TimeLimit(100.0, margin=2.0)
-    limit.last_save = 20.0
+    limit.save = 20.0
     clock[0] += 60  # 20 + 2 of the 40 that are left
     assert not limit.is_over() and limit.is_over(saving=True)
 
@@ -218,7 +218,7 @@ with Preemption(comm, say=lambda text: seen.append((time.monotonic(), text))) as
         comm.Send(np.empty(1), dest=0)
     print(f"rank {rank} due {preemption.due()}")
     sys.stdout.flush()
-    preemption._signals.leave()
+    preemption._leaving = True
 """
     job = launch(2, LOOP + script)
     assert job.returncode == 0, job.stderr
@@ -266,23 +266,25 @@ with Preemption(comm) as second:
 def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(launch):
     """As under srun, which tells the others of it by SIGTERM."""
     script = """
-import os, signal, subprocess, time
-from functools import partial
-from types import SimpleNamespace
+import os, signal, socket, subprocess, time
+from mpipipe.job.context import RankContext
 from mpipipe.job.stop_signals import StopSignals
-from mpipipe.job.watch.channel import RankPlace, WatchChannel
+from mpipipe.job.watch.dump import GONE, RankPlace
 from mpipipe.job.watch.watchdog import Watchdog
 child = subprocess.Popen(["sleep", "60"])
-hosts = ("here", os.getpid()), ("here", child.pid), ("there", 2**22 + 1)
-places = [RankPlace(host, pid, True, -1) for host, pid in hosts]
-watchdog = Watchdog(SimpleNamespace())
-channel = SimpleNamespace(members=(4, 5, 6), places=places, rank=0)
-channel.states_on_host = partial(WatchChannel.states_on_host, channel)
-watchdog._channels = [channel]
+here = socket.gethostname()
+hosts = (here, os.getpid()), (here, child.pid), ("there", 2**22 + 1)
+watchdog = Watchdog(RankContext())
+watchdog.places = {4 + index: RankPlace(host, pid, True, -1) for index, (host, pid) in enumerate(hosts)}
 ends = []
 def hopeless():
-    return watchdog.ended_neighbours() == {5}
-StopSignals([signal.SIGTERM], 600, print, lambda *end: ends.append(end), hopeless)
+    states = watchdog.states_on_host()
+    return set(states) == {4, 5} and states[5] == GONE != states[4]
+class Stops(StopSignals):
+    def _tell(self, name): print(name)
+    def _hopeless(self): return hopeless()
+    def _end(self, *end): ends.append(end)
+Stops([signal.SIGTERM], 600)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(1.2)
 print(ends)
@@ -296,4 +298,4 @@ print(ends)
 
 def test_a_thread_cannot_catch_signals():
     with ThreadPoolExecutor() as pool, pytest.raises(ArgumentError, match="in the main thread only"):
-        pool.submit(stop_signals.StopSignals, [signal.SIGUSR2]).result()
+        pool.submit(stop_signals.StopSignals, [signal.SIGUSR2], 600).result()

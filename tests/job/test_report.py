@@ -67,14 +67,7 @@ def test_any_text_can_be_written_and_nobody_needs_to_read(capfd, monkeypatch):
 
 
 SCRIPT = """
-import sys
-from mpipipe.job import report, runtime
-runtime.world()
-calls = []
-sys.excepthook = lambda *error, hook=sys.excepthook: (calls.append(error), hook(*error))
-with report.suspended():
-    sys.excepthook(ValueError, ValueError("dry paint"), None)
-print(len(calls), len(report._deaths), flush=True)
+from mpipipe.job import runtime
 runtime.world().Barrier()
 if runtime.world().rank == 1:
     raise ValueError("wet paint")
@@ -82,9 +75,9 @@ runtime.world().Barrier()
 """
 
 
-def test_an_exception_of_one_rank_ends_a_plain_script_unless_others_deal_with_it(launch):
+def test_an_exception_of_one_rank_ends_a_plain_script(launch):
     job = launch(2, SCRIPT)
-    assert job.returncode != 0 and job.stdout.splitlines() == ["1 0"] * 2, job.stderr
+    assert job.returncode != 0, job.stderr
     assert job.stderr.count("ValueError: wet paint") == 1
     assert "mpipipe: rank 1 of 2 died of ValueError: the job ends here" in job.stderr
 

@@ -15,10 +15,14 @@ from mpipipe.errors import HangError
 from mpipipe.job import inprocess, watching
 from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import RankGroup
-from mpipipe.job.watch.channel import Dump, RankPlace, Waits, state_of
+from mpipipe.job.watch.dump import Dump, RankPlace, Waits
 from mpipipe.job.watch.verdict import judge, mismatch
 
 CALL = ((0, 1), 7)
+
+
+def state_of(pid):
+    return RankPlace("node", pid, True, -1).state
 
 
 def dump(rank, *waits, snapshots=(), ended=False, states=(), reached=()):

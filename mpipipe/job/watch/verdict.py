@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from graphlib import CycleError, TopologicalSorter
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
 from mpipipe import files
 from mpipipe.errors import MismatchError
-from mpipipe.job import rank_list
 from mpipipe.job.flight import Message
 from mpipipe.job.rank_list import named
 from mpipipe.job.report import heading, write
-from mpipipe.job.watch.channel import STATES, Dump, Dumps, RankPlace
+from mpipipe.job.types import GroupName
+from mpipipe.job.watch.dump import BUSY, Dump, Dumps, RankPlace
 from mpipipe.text import counted
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
@@ -87,16 +89,22 @@ def judge(
     if not culprits:
         culprits = lost
     if not culprits:
-        ranks = circle(blockers)
-        if not ranks:
-            for rank in sorted(blockers):
-                if blockers[rank]:
-                    ranks.append(rank)
-        for rank in ranks:
+        for rank in circle(blockers) or sorted(filter(blockers.get, blockers)):
             for_what = "; ".join(wait.text for wait in dumps[rank].waits)
             others = f"waits for {named(blockers[rank])}, which waits too"
             culprits.append(Culprit(rank, f"{_named(dumps[rank])} {others}: {for_what}"))
     return HangVerdict(culprits, _waiting(dumps))
+
+
+def blame(dumps: Dumps) -> str:
+    """Say what others do that keeps a rank waiting, after "; "; "" if that is not known."""
+    culprits = judge(dumps).culprits
+    if not culprits:
+        return ""
+    text = f"; {culprits[0].text}"
+    if len(culprits) > 1:
+        text += f", and {len(culprits) - 1} ranks more"
+    return text
 
 
 def _blockers(dump: Dump, dumps: Dumps) -> set[int]:
@@ -104,36 +112,22 @@ def _blockers(dump: Dump, dumps: Dumps) -> set[int]:
     blocking: set[int] = set()
     for wait in dump.waits:
         missing = set(wait.peers)
-        if wait.meeting is not None:
-            for rank, other in dumps.items():
-                for entered in other.waits:
-                    if entered.meeting == wait.meeting:
-                        missing.discard(rank)
+        for rank, other in dumps.items():
+            if wait.meeting and wait.meeting in [entered.meeting for entered in other.waits]:
+                missing.discard(rank)
         blocking |= missing
     return blocking - {dump.rank}
 
 
 def circle(blockers: Mapping[int, Collection[int]]) -> list[int]:
     """Return ranks that wait for the next one, and the last for the first; [] if there are none."""
-    left = {rank: set(peers) for rank, peers in blockers.items()}
-    while True:
-        going_on = []
-        for rank, peers in left.items():
-            peers.intersection_update(left)
-            if not peers:
-                going_on.append(rank)
-        if not going_on:
-            break
-        for rank in going_on:
-            del left[rank]
-    if not left:
-        return []
-    path: list[int] = []
-    rank = min(left)
-    while rank not in path:
-        path.append(rank)
-        rank = min(left[rank])
-    return path[path.index(rank) :]
+    try:
+        TopologicalSorter(blockers).prepare()
+    except CycleError as error:
+        ranks = error.args[1][:0:-1]  # the first one is the last one, too
+        first = ranks.index(min(ranks))
+        return [*ranks[first:], *ranks[:first]]
+    return []
 
 
 def mismatch(dumps: Dumps) -> MismatchError | None:
@@ -147,14 +141,13 @@ def mismatch(dumps: Dumps) -> MismatchError | None:
     for rank, dump in dumps.items():
         blockers[rank] = set()
         for wait in dump.waits:
-            if wait.meeting is not None and dump.reached is not None:
-                name, number = wait.meeting
-                for peer in wait.peers:
-                    if peer == rank or peer not in dumps:
-                        continue
-                    reached = dumps[peer].reached
-                    if reached is not None and reached.get(name, 0) < number:
-                        blockers[rank].add(peer)
+            if wait.meeting is None or dump.reached is None:
+                continue
+            name, number = wait.meeting
+            for peer in {*wait.peers}.intersection(dumps) - {rank}:
+                reached = dumps[peer].reached
+                if reached is not None and _last_call(reached, name) < number:
+                    blockers[rank].add(peer)
     ranks = circle(blockers)
     if not ranks:
         return None
@@ -166,6 +159,13 @@ def mismatch(dumps: Dumps) -> MismatchError | None:
         expected=f"{second.waits[0].text}, in which rank {second.rank} waits",
         remedy="make the same calls on the same objects, in the same order on all ranks",
     )
+
+
+def _last_call(reached: Mapping[GroupName, int], name: GroupName) -> float:
+    """Return the last call that a rank has begun; one that has closed a group began them all."""
+    if len(name) > 1:
+        return reached.get(name, inf)
+    return reached.get(name, 0)
 
 
 # -- what is wrong, as text ------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _silence(rank: int, place: RankPlace, quiet: float, dumps: Dumps) -> str:
     for dump in dumps.values():
         state = dump.states.get(rank, state)
     name = f"rank {rank} on {place.host} (process {place.pid})"
-    if not place.threaded and state in ("", STATES["R"], STATES["S"]):
+    if not place.threaded and state in ("", *BUSY):
         return (
             f"{name} waits for no message; more is not known, since MPI was initialised "
             "without MPI_THREAD_MULTIPLE"
@@ -242,27 +242,24 @@ def _occupation(dump: Dump, alone: bool) -> str:
     if dump.where:
         place = f", at {dump.where}"
     what = "busy elsewhere"
-    for snapshot in dump.snapshots:
-        if snapshot.doing and snapshot.computes:
+    for snapshot in dump.active:
+        if snapshot.computes:
             return f"{name} has been computing for {dump.quiet:.0f} s: {snapshot.doing}{place}"
-        if snapshot.doing:
-            what = f"in {snapshot.doing}"
+        what = f"in {snapshot.doing}"
     return f"{name} has been {what} for {dump.quiet:.0f} s{place}"
 
 
 def _waiting(dumps: Dumps) -> list[str]:
     """Say who waits for what, ranks with the same text in one line."""
-    texts = []
+    texts: dict[str, list[int]] = {}
     for rank, dump in sorted(dumps.items()):
         doing = ""
-        for snapshot in dump.snapshots:
-            if snapshot.doing:
-                doing = f", in {snapshot.doing}"
-                break
+        for snapshot in dump.active[:1]:
+            doing = f", in {snapshot.doing}"
         for wait in dump.waits:
-            texts.append((rank, f"for {wait.text}{doing}"))
+            texts.setdefault(f"for {wait.text}{doing}", []).append(rank)
     lines = []
-    for text, ranks in rank_list.by_text(texts).items():
+    for text, ranks in texts.items():
         verb = "wait"
         if len(ranks) == 1:
             verb = "waits"
@@ -281,39 +278,32 @@ REMEDY = (
 
 
 def publish(
-    verdict: HangVerdict,
-    dumps: Dumps,
-    stacks: Mapping[int, str],
-    folder: Path | None,
-    rank: int,
-    size: int,
+    dumps: Dumps, silent: Mapping[int, RankPlace], folder: Path | None, rank: int, size: int
 ) -> None:
-    """Write the files and the report of world rank `rank` of `size`. Never raises OSError.
-
-    `stacks` are those of silent ranks, as far as they are known.
-    """
-    lines = [f"no rank has made progress for {dumps[rank].quiet:.1f} s", *verdict.lines()]
-    texts = {}
-    for culprit in verdict.culprits:
+    """Write the files and the report of world rank `rank` of `size`. Never raises OSError."""
+    quiet = dumps[rank].quiet
+    verdict = judge(dict(sorted(dumps.items())), silent, quiet)
+    lines = [f"no rank has made progress for {quiet:.1f} s", *verdict.lines()]
+    texts = {"report": "\n".join([*verdict.lines(), "", *_states(dumps)])}
+    for culprit in verdict.culprits[:LISTED]:
         if culprit.rank in dumps:
             dump = dumps[culprit.rank]
-            texts[culprit.rank] = "\n".join([*_states({culprit.rank: dump}), dump.stacks])
-        elif stacks[culprit.rank]:
-            texts[culprit.rank] = stacks[culprit.rank]
+            texts[f"rank-{dump.rank}"] = "\n".join([*_states({dump.rank: dump}), dump.stacks])
+            continue
+        stacks = silent[culprit.rank].stacks()
+        if stacks:
+            texts[f"rank-{culprit.rank}"] = stacks
     try:
         parent = Path()
         if folder is not None and folder.is_dir():
             parent = folder
         path = files.new_folder(parent / time.strftime("hang-%Y%m%d-%H%M%S"))
-        text = "\n".join([*verdict.lines(), "", *_states(dumps)])
-        (path / "report.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
-        for culprit_rank in list(texts)[:LISTED]:
-            file = path / f"rank-{culprit_rank}.txt"
-            file.write_text(texts[culprit_rank], encoding="utf-8", errors="backslashreplace")
+        for name, text in texts.items():
+            (path / f"{name}.txt").write_text(text, "utf-8", "backslashreplace")
         lines.append(f"stacks: {path}")
     except OSError as error:
         lines.append(f"no file could be written ({error}); stacks of the first rank named:")
-        lines += [*texts.values(), "none"][0].splitlines()
+        lines += [*texts.values(), "none"][1].splitlines()
     lines.append(f"remedy: {REMEDY}")
     write("\n  ".join([heading(rank, size), *lines]) + "\n")
 

@@ -1,6 +1,6 @@
 """Finds a hang: one watchdog on each rank, with a thread that speaks MPI while a rank computes.
 
-    this rank waits, and has been quiet for long       ask  ->  all ranks of its channel
+    this rank waits, and has been quiet for long       ask  ->  all ranks of the channel
     each says where it is, and how long it is quiet    <- Dump
     some wait for each other in different calls        MismatchError ends the wait
     one has made progress                              no hang: ask again later
@@ -18,38 +18,36 @@ computes is silent then, and the report says why.
 from __future__ import annotations
 
 import logging
+import os
+import pickle
+import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
-from mpipipe.job import runtime, settings
-from mpipipe.job.communicators import gather_rows
+from mpipipe.job import communicators, runtime, settings
+from mpipipe.job.consensus import spread
 from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.report import abort_job
-from mpipipe.job.types import Communicator, GroupName, Ranks, RankWait
+from mpipipe.job.requests import own
+from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, RankWait
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.channel import (
-    GONE,
-    UNKNOWN,
-    Dump,
-    RankPlace,
-    WatchChannel,
-    make_dump,
-    open_channel,
-    stacks_of,
-    threads_allowed,
-)
+from mpipipe.job.watch.dump import UNKNOWN, Dump, RankPlace, make_dump, offer_stacks
+
+if TYPE_CHECKING:
+    from mpipipe.job.group import RankGroup
 
 logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
 MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
+# The place where a rank runs, pickled, takes no more.
+PLACE_BYTES = 512
 # That one look counts for, or three periods: this process may have been stopped meanwhile.
 MOST_SECONDS = 0.3
 # For the launcher to hand the report on: it may lose what comes just before an abort.
@@ -58,22 +56,35 @@ FORWARD_SECONDS = 1.0
 HASTE_SECONDS = 0.02
 
 
+@dataclass
+class Question:
+    """A question of one watchdog to all the others."""
+
+    wait: RankWait
+    asked: float  # time.monotonic() then
+    quiet: float  # seconds without progress until then
+    answers: dict[int, Dump] = field(default_factory=dict)  # world rank -> what it says
+
+
 class Watchdog:
-    """Watches over one rank, that of `context`, and over the others while this one waits."""
+    """Watches over one rank, that of `context`, and over the others while this one waits.
+
+    Its channel is a communicator without other messages: of the ranks of the first group, until
+    one with all of these and more is made.
+    """
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.limit = settings.watchdog()  # seconds without progress of any rank
-        self.folder: Path | None = None  # a report goes there; None: into the working folder
-        self.dumps: dict[int, Dump] = {}  # all ranks, since the last progress of this one
+        self.channel: MpiCommunicator | None = None
+        # world rank -> where it runs, in the order of the channel's ranks
+        self.places: dict[int, RankPlace] = {}
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
-        self._channels: list[WatchChannel] = []
+        self._sending: list[MpiRequest] = []
+        self._receiving: MpiRequest | None = None
         self._token: object = None
         self._now = time.monotonic()
         self._lock = threading.Lock()
         self._question: Question | None = None
-        self._questions = 0
-        self._yielding = 0.0  # seconds for which a lower rank asks in place of this one
         self._again = 0.0  # seconds of quiet at which to ask again
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -82,57 +93,44 @@ class Watchdog:
     @property
     def period(self) -> float:
         """Seconds between two looks."""
-        if self._question is not None or any(channel.sending for channel in self._channels):
+        if self._question is not None or self._sending:
             return HASTE_SECONDS
-        return min(verdict.TELL_SECONDS, self.limit, settings.timeout()) / 10
+        return min(verdict.TELL_SECONDS, self.context.watch_limit, settings.timeout()) / 10
 
     @property
     def window(self) -> float:
         """Seconds that a rank has for its answer."""
-        return min(10.0, max(1.0, self.limit / 3))
+        return min(10.0, max(1.0, self.context.watch_limit / 3))
 
     # -- life --------------------------------------------------------------------------------------
 
-    def covers(self, members: Ranks) -> bool:
-        """True if one channel has all these ranks, or none can, for ranks of another job."""
-        return -1 in members or self._channel_of(members) is not None
+    def may_open(self, members: Ranks) -> bool:
+        """Return whether these ranks may have a channel: all that this rank watches, and more."""
+        return len(members) > 1 and set(self.places) < set(members)
 
-    def _channel_of(self, members: Sequence[int]) -> WatchChannel | None:
-        """Return the largest channel that has all these ranks."""
-        largest = None
-        for channel in self._channels:
-            if set(channel.members).issuperset(members):
-                if largest is None or len(channel.members) > len(largest.members):
-                    largest = channel
-        return largest
+    def states_on_host(self) -> dict[int, str]:
+        """Return the state of the process of each world rank on the host of this one."""
+        host = socket.gethostname()
+        return {rank: place.state for rank, place in self.places.items() if place.host == host}
 
-    def ended_neighbours(self) -> set[int]:
-        """Return the world ranks on this host whose process has ended."""
-        ended = set()
-        for channel in self._channels:
-            for member, state in channel.states_on_host().items():
-                if state == GONE:
-                    ended.add(member)
-        return ended
-
-    def add(self, channel: WatchChannel) -> None:
+    def open_channel(self, group: RankGroup) -> None:
+        """Watch over the ranks of a group; collective."""
+        private = cast("MpiCommunicator", communicators.duplicate(group.comm))
+        private.Set_name("mpipipe watchdog")
+        threaded = runtime.threads_allowed()
+        place = RankPlace(socket.gethostname(), os.getpid(), threaded, offer_stacks())
+        sizes = [PLACE_BYTES] * group.size
+        places = spread(group, pickle.dumps(place), sizes, "the hosts of all ranks")
         with self._lock:
-            self._channels.append(channel)
-        self._start()
+            self.places = dict(zip(group.members, places))
+            self.channel = private
+        self.start()
 
-    def configure(self, limit: float, folder: Path | None) -> None:
-        """Set the limit in seconds, inf for none, and the folder of a report."""
-        with self._lock:
-            self.limit = limit
-            self.folder = folder
-            self.quiet = 0.0
-            self._again = 0.0
-        self._start()
-
-    def _start(self) -> None:
-        if self.limit == inf or self._thread is not None or not self._channels:
+    def start(self) -> None:
+        """Start the thread, where there is something to watch and MPI allows it."""
+        if self.context.watch_limit == inf or self._thread is not None or self.channel is None:
             return
-        if self._stop.is_set() or not threads_allowed():
+        if self._stop.is_set() or not runtime.threads_allowed():
             return
         self._thread = threading.Thread(target=self._watch, name="mpipipe watchdog", daemon=True)
         self._thread.start()
@@ -151,16 +149,6 @@ class Watchdog:
         """Do in a long wait what the thread does where there is one."""
         if self._thread is None and time.monotonic() - self._now >= self.period:
             self._tick()
-
-    def blame(self) -> str:
-        """Say what others do that keeps this rank waiting, after "; "; "" if that is not known."""
-        culprits = verdict.judge(self.dumps).culprits
-        if not culprits:
-            return ""
-        text = f"; {culprits[0].text}"
-        if len(culprits) > 1:
-            text += f", and {len(culprits) - 1} ranks more"
-        return text
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -182,148 +170,127 @@ class Watchdog:
         self._loudness = logging.DEBUG
 
     def _look(self, elapsed: float) -> None:
-        token = self.context.progress_token()
+        token = (self.context.progress_token(), self.context.watch_limit)
         self.quiet += elapsed
         if token != self._token:
             self._token = token
             self.quiet = 0.0
             self._again = 0.0
-            self._yielding = 0.0
-            self.dumps = {}
+            self.context.dumps = {}
             self._question = None
-        self._yielding = max(0.0, self._yielding - elapsed)
-        for channel in self._channels:
-            try:
-                messages = channel.read()
-            except Exception as error:  # the network is gone: a rank is silent then
-                self._log(error)
-                continue
-            for source, number, dump in messages:
-                self._take(channel, source, number, dump)
-        if self._question is not None:
-            self._question.waited += elapsed
-            self._go_on(self._question)
-            return
+        try:
+            for member, asked, dump in self._read():
+                self._take(member, asked, dump)
+        except Exception as error:  # the network is gone: a rank is silent then
+            self._log(error)
         waits = tuple(self.context.long_waits)
-        if self._yielding == 0 and waits:
+        if self._question is not None:
+            self._go_on(self._question)
+        elif waits and waits[0].members:
             self._ask(waits[0])
 
-    def _take(self, channel: WatchChannel, source: int, number: int, dump: Dump | None) -> None:
-        """Take a dump as an answer, or answer a question, whose number comes back."""
-        question = self._question
-        if dump is not None:
-            if question is not None and number == question.number:
-                question.silent.discard(source)
-                question.dumps.append(dump)
+    def _read(self) -> Iterator[tuple[int, float, Dump | None]]:
+        """Give (world rank, time of the question, its answer or None) of all that has arrived."""
+        channel = self.channel
+        if channel is None:
             return
-        if source < channel.rank or question is None:
-            self._question = None
-            # until the other one asks again
-            self._yielding = self.window + 2.0 + min(self.quiet, self.limit / 2)
-        channel.send(source, number, self._dump(channel))
+        self._sending = [request for request in self._sending if not request.Test()]
+        status = runtime.mpi().Status()
+        while self._receiving is not None or channel.Iprobe(status=status):
+            if self._receiving is None:
+                buffer = bytearray(status.Get_count())
+                self._receiving = own(channel.irecv(buffer, status.Get_source()))
+            content = self._receiving.test()[1]
+            if content is None:
+                break
+            self._receiving = None
+            yield content
 
-    def _dump(self, channel: WatchChannel) -> Dump:
-        watcher = None
-        if self._thread is not None:
-            watcher = self._thread.ident
-        states = None
-        if self.quiet >= self.limit:
-            states = channel.states_on_host()
-        rank = channel.members[channel.rank]
-        return make_dump(self.context, rank, self.quiet, self.limit, states, watcher)
+    def _send(self, member: int, asked: float, dump: Dump | None) -> None:
+        """Ask a rank where it is, or answer what it `asked` at that time; never waits."""
+        assert self.channel is not None
+        peer = list(self.places).index(member)
+        self._sending.append(own(self.channel.isend((runtime.world().rank, asked, dump), peer)))
+
+    def _take(self, member: int, asked: float, dump: Dump | None) -> None:
+        """Take a dump as an answer, or answer a question, whose time comes back."""
+        question = self._question
+        if dump is None:
+            if question is None or member < runtime.world().rank:
+                self._question = None
+                # The other one asks in place of this one, and asks again.
+                patience = self.window + 2.0 + min(self.quiet, self.context.watch_limit / 2)
+                self._again = max(self._again, self.quiet + patience)
+            self._send(member, asked, self._dump())
+        elif question is not None and asked == question.asked:
+            question.answers[member] = dump
+
+    def _dump(self) -> Dump:
+        states = {}
+        if self.quiet >= self.context.watch_limit:
+            states = self.states_on_host()
+        return make_dump(self.context, runtime.world().rank, self.quiet, states)
 
     # -- asking ------------------------------------------------------------------------------------
 
     def _ask(self, wait: RankWait) -> None:
-        """Ask all ranks of the largest channel that has those which this rank waits for.
+        """Ask all ranks where they are, if this one has waited for long.
 
-        Before their first group there is none. Then nothing is known but who has not come.
+        Before their first common call nothing is known but who has not come.
         """
-        channel = self._channel_of(wait.members)
-        if channel is None:
-            patience = self.limit
-            rank = runtime.world().rank
-        else:
-            patience = min(self.limit, settings.timeout() / 3)
-            rank = channel.rank
+        patience = self.context.watch_limit
+        if self.channel is not None:
+            patience = min(patience, settings.timeout() / 3)
             if wait.meeting is not None:
                 patience = min(patience, verdict.TELL_SECONDS)
-        patience = max(patience + STAGGER * min(rank, MOST_STAGGERED), self._again)
-        if self.quiet < patience or not wait.members:
+        rank = runtime.world().rank
+        patience += STAGGER * min(rank, MOST_STAGGERED)
+        if self.quiet < max(patience, self._again):
             return
-        if channel is None:
-            missing = set(wait.members) - {rank} - self.context.left.keys()
-            dump = make_dump(self.context, rank, self.quiet, self.limit)
-            self._report({rank: dump}, dict.fromkeys(sorted(missing), UNKNOWN))
-            return
-        others = set(range(len(channel.members))) - {channel.rank}
-        self._questions += 1
-        self._question = Question(channel, self._questions, wait, others)
-        for peer in others:
-            channel.send(peer, self._questions, None)
+        if self.channel is None:
+            self._report({rank: self._dump()}, dict.fromkeys(sorted(wait.members), UNKNOWN))
+        self._question = Question(wait, self._now, self.quiet)
+        for member in self.places:
+            if member != rank:
+                self._send(member, self._now, None)
 
     def _go_on(self, question: Question) -> None:
-        channel = question.channel
-        if question.silent and question.waited < self.window:
+        dump = self._dump()
+        dumps = {dump.rank: dump, **question.answers}
+        silent = {rank: place for rank, place in self.places.items() if rank not in dumps}
+        if silent and self.quiet - question.quiet < self.window:
             return
-        dumps = {dump.rank: dump for dump in (self._dump(channel), *question.dumps)}
         least = min(dump.quiet for dump in dumps.values())
-        if least >= self.limit:
-            places = {}
-            for rank in sorted(question.silent):
-                if channel.members[rank] not in self.context.left:
-                    places[channel.members[rank]] = channel.places[rank]
-            self._report(dumps, places)
-        self.dumps = dumps
+        if least >= self.context.watch_limit:
+            self._report(dumps, silent)
+        self.context.dumps = dumps
         question.wait.error = verdict.mismatch(dumps)
         self._question = None
-        self._again = self.quiet + min(self.quiet, self.limit - least)
+        self._again = self.quiet + min(self.quiet, self.context.watch_limit - least)
 
     def _report(self, dumps: dict[int, Dump], silent: dict[int, RankPlace]) -> None:
-        """End the job with what the dumps say."""
+        """End the job with what the dumps say; a rank that has left is not silent."""
         world = runtime.world()
+        for rank in (*dumps, *self.context.left):
+            silent.pop(rank, None)
         try:
-            judgement = verdict.judge(dict(sorted(dumps.items())), silent, self.quiet)
-            stacks = {rank: stacks_of(place) for rank, place in silent.items()}
-            verdict.publish(judgement, dumps, stacks, self.folder, world.rank, world.size)
+            folder = self.context.report_folder
+            verdict.publish(dumps, silent, folder, world.rank, world.size)
         finally:
             time.sleep(FORWARD_SECONDS)
             abort_job(world, verdict.HUNG)
 
 
-@dataclass
-class Question:
-    """A question of one watchdog to the ranks of a channel, and the answers so far."""
+def watch_over(comm: Communicator) -> Watchdog | None:
+    """Return the watchdog of this rank, also for the wait for other ranks of its first group.
 
-    channel: WatchChannel
-    number: int
-    wait: RankWait
-    silent: set[int]  # ranks of the channel that have not answered
-    waited: float = 0.0  # seconds since then
-    dumps: list[Dump] = field(default_factory=list)  # the answers
-
-
-# -- Which ranks watch over each other: every new group is in some channel -------------------------
-
-
-def watch(comm: Communicator) -> None:
-    """Give this rank its watchdog, also for the wait for other ranks of its first group."""
+    Ranks that are threads have one for all of them: see inprocess.py.
+    """
     context = current_rank()
     with context.lock:
         if context.watchdog is None and not runtime.in_process(comm):
             context.watchdog = Watchdog(context)
-
-
-def enrol(context: RankContext, comm: Communicator, members: Ranks) -> GroupName:
-    """Name a new group on all its ranks alike, and give all of them one channel; collective."""
-    context.groups_named += 1
-    watchdog = context.watchdog
-    covered = comm.size == 1 or not isinstance(watchdog, Watchdog) or watchdog.covers(members)
-    row = np.array([covered, members[comm.rank], context.groups_named], np.int64)
-    table = gather_rows(comm, row, "all ranks of a new group", members)
-    if isinstance(watchdog, Watchdog) and not table[:, 0].all():
-        watchdog.add(open_channel(comm, members))  # type: ignore[arg-type]  # ranks of MPI
-    return tuple(table[0, 1:].tolist())
+    return context.watchdog
 
 
 @contextmanager
@@ -333,21 +300,14 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
     None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
     """
     context = current_rank()
-    watchdog = context.watchdog
-    limit = seconds or inf
+    before = (context.watch_limit, context.report_folder)
+    context.watch_limit = seconds or inf
     if seconds is None:
-        limit = settings.watchdog()
-    if watchdog is None:  # this rank is a thread, or no group was ever made
-        outer = context.watch_limit
-        context.watch_limit = limit
-        try:
-            yield
-        finally:
-            context.watch_limit = outer
-        return
-    before = watchdog.limit, watchdog.folder
-    watchdog.configure(limit, folder)
+        context.watch_limit = settings.watchdog()
+    context.report_folder = folder
+    if context.watchdog is not None:
+        context.watchdog.start()
     try:
         yield
     finally:
-        watchdog.configure(*before)
+        context.watch_limit, context.report_folder = before
