@@ -259,8 +259,9 @@ class Call:
     """One call; without slices a unit is a micro-batch."""
 
     name: str
-    number: int  # on all ranks; messages have names within it
-    title: str  # with number and pipeline
+    # The same on all ranks; messages have names within it.
+    number: int
+    title: str  # name, number and pipeline, for errors
     plan: ActionPlan
     agreed: BatchFacts  # facts of the batch that all ranks know
     training: bool  # True if backwards follow

@@ -110,7 +110,8 @@ def agree_on_construction(
     groups.append(pipe)
     schedule = arguments.schedule
     facts: Facts = ()
-    common_facts = facts  # those of all replicas
+    # Facts that all replicas have in common.
+    common_facts = facts
     digests = [0, 0]
     places = None
     error: Exception | None = None

@@ -53,8 +53,8 @@ class PipelineState:
         self.executor = executor
         self.state = "open"
         self.running = False
-        self.thread = 0  # that of the last call
-        self.calls = 0  # on which the ranks have agreed, or not
+        self.thread = 0  # the thread of the last call
+        self.calls = 0  # calls that were begun, also those on which the ranks did not agree
         self.pipe.context.add_inspectable(self)
         # Groups outlive a pipeline that nobody closes: they must not hold it.
         state = weakref.ref(self)

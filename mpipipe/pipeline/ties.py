@@ -32,7 +32,7 @@ from mpipipe.stages import PipelineStage
 class TiedPlace(NamedTuple):
     """One place of a tied parameter, as every rank knows it."""
 
-    key: str  # of the parameter
+    key: str  # names the parameter
     stage: int
     rank: int
     inner: int  # number of the nn.Stage in the stage
