@@ -89,7 +89,7 @@ def _hand_written_torch(
     comm: MpiCommunicator, schedule: schedules.Schedule, module: torch.nn.Module
 ) -> Call:
     """Return the actions of 1F1B on two ranks with a bare module, autograd and mpi4py."""
-    parts = [torch.from_numpy(part) for part in np.split(_batch(), MICROBATCHES)]
+    parts = [*map(torch.from_numpy, np.split(_batch(), MICROBATCHES))]
     activations, gradients = np.empty((2, MICROBATCHES, ROWS, WIDTH), np.float32)
 
     def step() -> None:

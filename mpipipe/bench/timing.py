@@ -39,7 +39,7 @@ def compare(
             seconds = max(group.gather("bench: the seconds of a turn", perf_counter() - start))
             if turn >= warmup:
                 measured.append(seconds)
-    return [median(measured) for measured in times]
+    return [*map(median, times)]
 
 
 def report(

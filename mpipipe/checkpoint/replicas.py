@@ -175,7 +175,7 @@ def _error(differences: Sequence[Difference], everyone: Sequence[Hashes]) -> Rep
     what = f"replicas differ in {differences[0].name}"
     if len(differences) > 1:
         what += f" and {len(differences) - 1} arrays more"
-    texts = [str(difference) for difference in differences[:LISTED]]
+    texts = [*map(str, differences[:LISTED])]
     if len(differences) > LISTED:
         texts.append(f"and {len(differences) - LISTED} arrays more")
     hosts = rank_list.grouped((rank, everyone[rank].host) for rank in odd)

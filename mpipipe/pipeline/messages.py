@@ -69,7 +69,7 @@ class StageMessages:
         self.shapes = self.kept[signature]
         receives = self.shapes.receives
         if plan not in receives:
-            leaves = [self._leaves(message) for message in plan.receives]
+            leaves = [*map(self._leaves, plan.receives)]
             window = plan.window * max(map(len, leaves), default=0)
             receives[plan] = self.mailbox.receive_schedule(plan.receives, leaves), window
         self.mailbox.begin_call(*receives[plan])

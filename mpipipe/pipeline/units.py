@@ -287,7 +287,7 @@ class Slicing(NamedTuple):
                 expected="at least one position for each slice",
                 remedy="take a schedule with fewer slices, or longer sequences",
             )
-        return self.lengths or [len(part) for part in even_split(positions, self.count)]
+        return self.lengths or [*map(len, even_split(positions, self.count))]
 
     def units(self, tree: Tree, spec: MessageSpec) -> list[Tree]:
         """Return the units of a micro-batch, read-only and contiguous."""
@@ -400,7 +400,7 @@ def _specs(whole: MessageSpec, microbatches: int) -> tuple[list[MessageSpec], li
             expected=f"at least {microbatches}",
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )
-    row_counts = [len(part) for part in even_split(rows, microbatches)]
+    row_counts = [*map(len, even_split(rows, microbatches))]
     return _specs_with_rows(whole, row_counts), row_counts
 
 
@@ -435,7 +435,7 @@ class AskedBatch:
         self.rows = [rows] * self.microbatches
         row_counts = getattr(self.function, "rows", None)
         if row_counts is not None:
-            self.rows = [int(count) for count in np.atleast_1d(row_counts)]
+            self.rows = [*map(int, np.atleast_1d(row_counts))]
         is_right = self.fewest <= len(self.rows) <= self.microbatches
         if not is_right or (row_counts is not None and (rows == 0 or min(self.rows) < 1)):
             raise ArgumentError(

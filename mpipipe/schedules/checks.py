@@ -79,7 +79,7 @@ def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: 
 def floats(values: Sequence[float], count: int) -> list[float] | None:
     """Convert to floats; return None if they are not as many numbers from 0 to LARGEST."""
     try:
-        numbers = [float(value) for value in values]
+        numbers = [*map(float, values)]
     except (TypeError, ValueError, OverflowError):
         return None
     if len(numbers) == count and all(0 <= number <= LARGEST for number in numbers):
