@@ -26,7 +26,6 @@ from mpipipe.trace import Recorder
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
-    from mpipipe.job.watch.dump import Dumps
     from mpipipe.job.watch.watchdog import Watchdog
 
 # Seconds for which a wait gives way to others before it sleeps: the time of a large message.
@@ -100,8 +99,6 @@ class RankContext:
         self.long_waits: list[RankWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: Watchdog | None = None  # None before the first group
-        # What all ranks say, since the last progress of this one.
-        self.dumps: Dumps = {}
         self.watch_limit = settings.watchdog()  # seconds without progress that are a hang
         self.report_folder: Path | None = None  # for a report of one; None: the working folder
         self.ended = False  # whether the program of this rank is over

@@ -39,7 +39,6 @@ from mpipipe.job.context import (
     whoami,
 )
 from mpipipe.job.types import Meeting, Ranks, RankWait, Testable
-from mpipipe.job.watch import verdict
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
@@ -191,15 +190,21 @@ class LongWait(RankWait):
                 if now - self.absent_since >= self.grace:
                     raise peer_error(Failure(-1 - rank, self.context.left[rank]))
 
+    def _blame(self) -> str:
+        watchdog = self.context.watchdog
+        if watchdog is None:
+            return ""
+        return watchdog.blame()
+
     def _warn(self) -> None:
-        blame = verdict.blame(self.context.dumps)
+        blame = self._blame()
         if self.meeting is None or blame or self.group is None or self.group.rank == 0:
             logger.warning(
                 "%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, blame
             )
 
     def _give_up(self, waited: float) -> None:
-        blame = verdict.blame(self.context.dumps)
+        blame = self._blame()
         limit = settings.timeout()
         if self.meeting is not None and not blame and waited <= limit + GRACE_SECONDS:
             return

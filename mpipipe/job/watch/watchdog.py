@@ -37,7 +37,7 @@ from mpipipe.job.report import abort_job
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, RankWait
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.dump import UNKNOWN, Dump, RankPlace, make_dump, offer_stacks
+from mpipipe.job.watch.dump import UNKNOWN, Dump, Dumps, RankPlace, make_dump, offer_stacks
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
@@ -78,6 +78,8 @@ class Watchdog:
         self.channel: MpiCommunicator | None = None
         # world rank -> where it runs, in the order of the channel's ranks
         self.places: dict[int, RankPlace] = {}
+        # What all ranks say, since the last progress of this one.
+        self.dumps: Dumps = {}
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
         self._sending: list[MpiRequest] = []
         self._receiving: MpiRequest | None = None
@@ -112,6 +114,10 @@ class Watchdog:
         """Return the state of the process of each world rank on the host of this one."""
         host = socket.gethostname()
         return {rank: place.state for rank, place in self.places.items() if place.host == host}
+
+    def blame(self) -> str:
+        """Say what others do that keeps this rank waiting, after "; "; "" if that is not known."""
+        return verdict.blame(self.dumps)
 
     def open_channel(self, group: RankGroup) -> None:
         """Watch over the ranks of a group; collective."""
@@ -176,7 +182,7 @@ class Watchdog:
             self._token = token
             self.quiet = 0.0
             self._again = 0.0
-            self.context.dumps = {}
+            self.dumps = {}
             self._question = None
         try:
             for member, asked, dump in self._read():
@@ -263,7 +269,7 @@ class Watchdog:
         least = min(dump.quiet for dump in dumps.values())
         if least >= self.context.watch_limit:
             self._report(dumps, silent)
-        self.context.dumps = dumps
+        self.dumps = dumps
         question.wait.error = verdict.mismatch(dumps)
         self._question = None
         self._again = self.quiet + min(self.quiet, self.context.watch_limit - least)
