@@ -32,21 +32,21 @@ def adamw(
     def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
         first = m[at]
         second = v[at]
-        work = np.multiply(grad, 1 - b1)
-        np.multiply(first, b1, out=first)
-        np.add(first, work, out=first)
+        work = grad * (1 - b1)
+        first *= b1
+        first += work
         np.multiply(grad, grad, out=work)
-        np.multiply(work, 1 - b2, out=work)
-        np.multiply(second, b2, out=second)
-        np.add(second, work, out=second)
+        work *= 1 - b2
+        second *= b2
+        second += work
         np.sqrt(second, out=work)
-        np.multiply(work, root, out=work)
-        np.add(work, eps, out=work)
+        work *= root
+        work += eps
         np.divide(first, work, out=work)
-        np.multiply(work, step, out=work)
+        work *= step
         if decays and shrink != 1:
-            np.multiply(part, shrink, out=part)
-        np.subtract(part, work, out=part)
+            part *= shrink
+        part -= work
 
     _update(change, p, g, update)
 
@@ -68,9 +68,10 @@ def sgd(
             added = grad + part * decay
         if u is not None:
             moving = u[at]
-            np.multiply(moving, momentum, out=moving)
-            added = np.add(moving, added, out=moving)
-        np.subtract(part, added * rate, out=part)
+            moving *= momentum
+            moving += added
+            added = moving
+        part -= added * rate
 
     _update(change, p, g, update)
 
@@ -87,7 +88,7 @@ def _update(
         at, decays = piece
         gradients = g[at]
         if update.g_scale != 1:
-            gradients = np.multiply(gradients, update.g_scale)
+            gradients = gradients * update.g_scale
         change(at, p[at], gradients, decays)
         if update.copy is not None:
             with np.errstate(over="ignore", invalid="ignore"):

@@ -32,7 +32,7 @@ LAID = 1 << 14  # elements of which `copy` moves rows
 def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return x + y."""
     if x.size <= ELEMENTS:
-        return np.add(x, y)
+        return x + y
     return elementwise(np.add, np.empty_like(x), x, y)
 
 
@@ -97,7 +97,7 @@ def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bo
         if paired:
             np.multiply(_pairs(x[:, at]), factors[at], out=_pairs(target[:, at]))
         else:
-            turned = np.multiply(_pairs(np.ascontiguousarray(x[:, at])), factors[at])
+            turned = _pairs(np.ascontiguousarray(x[:, at])) * factors[at]
             target[:, at] = turned.view(x.dtype)
 
     each(work, blocks(x.shape[1], x.size // max(1, x.shape[1])))
@@ -153,11 +153,9 @@ def dropout(
     of_y = y.reshape(-1)
 
     def work(at: slice) -> None:
-        np.greater_equal(
-            random_bits(key, counter, at.stop - at.start, at.start), threshold, out=of_keep[at]
-        )
-        np.multiply(flat[at], of_keep[at], out=of_y[at])
-        np.multiply(of_y[at], factor, out=of_y[at])
+        of_keep[at] = random_bits(key, counter, at.stop - at.start, at.start) >= threshold
+        part = np.multiply(flat[at], of_keep[at], out=of_y[at])
+        part *= factor
 
     each(work, blocks(flat.size))
     return y, keep
@@ -168,7 +166,7 @@ def dropout_backward(dy: np.ndarray, keep: np.ndarray, factor: float) -> np.ndar
 
     def work(dy: np.ndarray, keep: np.ndarray, out: np.ndarray) -> None:
         np.multiply(dy, keep, out=out)
-        np.multiply(out, factor, out=out)
+        out *= factor
 
     return elementwise(work, np.empty(dy.shape, dy.dtype), dy, keep)
 
@@ -185,9 +183,9 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
     def work(x: np.ndarray, out: np.ndarray) -> None:
         _tanh_term(x, out)
-        np.add(out, 1, out=out)
-        np.multiply(out, x, out=out)
-        np.multiply(out, 0.5, out=out)
+        out += 1
+        out *= x
+        out *= 0.5
 
     return elementwise(work, np.empty(x.shape, x.dtype), x)
 
@@ -199,18 +197,16 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     """
 
     def work(dy: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
-        t = _tanh_term(x, np.empty(x.shape, x.dtype))
+        t = _tanh_term(x, np.empty_like(x))
         np.multiply(x, x, out=out)
-        np.multiply(out, 3 * _CUBE * _ROOT, out=out)
-        np.add(out, _ROOT, out=out)
-        np.multiply(out, x, out=out)
-        rest = np.multiply(t, t, out=np.empty_like(t))
-        np.subtract(1, rest, out=rest)
-        np.multiply(out, rest, out=out)
-        np.add(out, t, out=out)
-        np.add(out, 1, out=out)
-        np.multiply(out, 0.5, out=out)
-        np.multiply(out, dy, out=out)
+        out *= 3 * _CUBE * _ROOT
+        out += _ROOT
+        out *= x
+        out *= 1 - t * t
+        out += t
+        out += 1
+        out *= 0.5
+        out *= dy
 
     return elementwise(work, np.empty(dy.shape, dy.dtype), dy, x)
 
@@ -218,9 +214,9 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
 def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
     np.multiply(x, x, out=out)
-    np.multiply(out, _ROOT * _CUBE, out=out)
-    np.add(out, _ROOT, out=out)
-    np.multiply(out, x, out=out)
+    out *= _ROOT * _CUBE
+    out += _ROOT
+    out *= x
     return np.tanh(out, out=out)
 
 
@@ -233,8 +229,8 @@ def swiglu(both: np.ndarray) -> np.ndarray:
 
     def work(at: slice) -> None:
         part = _sigmoid(gate[at], inner[at])
-        np.multiply(part, gate[at], out=part)
-        np.multiply(part, up[at], out=part)
+        part *= gate[at]
+        part *= up[at]
 
     each(work, blocks(*inner.shape))
     return inner
@@ -255,12 +251,12 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
         inner = dinner[at]
         dgate = dboth[at, :hidden]
         dup = dboth[at, hidden:]
-        s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
-        a = np.multiply(gate, s)
+        s = _sigmoid(gate, np.empty_like(inner))
+        a = gate * s
         np.multiply(a, s, out=dup)
-        np.add(s, a, out=s)
-        np.subtract(s, dup, out=s)
-        np.multiply(s, up, out=s)
+        s += a
+        s -= dup
+        s *= up
         np.multiply(s, inner, out=dgate)
         np.multiply(a, inner, out=dup)
         np.multiply(a, up, out=inner)
@@ -276,8 +272,9 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """
     np.multiply(x, 0.5, out=out)
     np.tanh(out, out=out)
-    np.multiply(out, 0.5, out=out)
-    return np.add(out, 0.5, out=out)
+    out *= 0.5
+    out += 0.5
+    return out
 
 
 # -- Normalisation of rows; nn/layers/norm.py has the formulas -------------------------------------
@@ -300,9 +297,9 @@ def norm(
             part = _centred(part, out)
         _inverse_root(part, eps, scale[at])
         np.multiply(part, scale[at, None], out=out)
-        np.multiply(out, gain, out=out)
+        out *= gain
         if bias is not None:
-            np.add(out, bias, out=out)
+            out += bias
 
     each(work, blocks(*x.shape))
     return y, scale
@@ -322,24 +319,26 @@ def norm_backward(
     dgain = np.empty((len(pieces), len(gain)), gain.dtype)
     dbias = np.empty_like(dgain)
 
-    def mean(sums: np.ndarray) -> np.ndarray:
-        return np.divide(sums, len(gain), out=sums)
+    def mean(terms: np.ndarray) -> np.ndarray:
+        return (np.matmul(terms, gain) / len(gain))[:, None]
 
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
         part = dy[at]
         out = dx[at]
         r = scale[at, None]
-        normal = np.empty(part.shape, part.dtype)
-        np.multiply(_centred(x[at], normal) if centred else x[at], r, out=normal)
-        product = np.multiply(part, normal)
-        np.add.reduce(product, 0, out=dgain[number])
-        np.multiply(normal, mean(np.matmul(product, gain))[:, None], out=normal)
-        np.multiply(part, gain, out=out)
-        np.subtract(out, normal, out=out)
-        np.multiply(out, r, out=out)
+        normal = x[at]
         if centred:
-            np.subtract(out, mean(np.matmul(part, gain))[:, None] * r, out=out)
+            normal = _centred(normal, out)
+        normal = normal * r
+        product = part * normal
+        np.add.reduce(product, 0, out=dgain[number])
+        normal *= mean(product)
+        np.multiply(part, gain, out=out)
+        out -= normal
+        out *= r
+        if centred:
+            out -= mean(part) * r
             np.add.reduce(part, 0, out=dbias[number])
         if more is not None:
             np.add(more[at], out, out=out)
@@ -352,18 +351,12 @@ def norm_backward(
 
 def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
     """Out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
-    square = np.vecdot(x, x)
-    np.divide(square, x.shape[1], out=square)
-    np.add(square, eps, out=square)
-    np.sqrt(square, out=square)
-    np.reciprocal(square, out=out)
+    np.reciprocal(np.sqrt(np.vecdot(x, x) / x.shape[1] + eps), out=out)
 
 
 def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Out = x minus the mean of each row; return it."""
-    mean = np.add.reduce(x, 1, keepdims=True)
-    np.divide(mean, x.shape[1], out=mean)
-    return np.subtract(x, mean, out=out)
+    return np.subtract(x, np.add.reduce(x, 1, keepdims=True) / x.shape[1], out=out)
 
 
 # -- Losses and their gradients, times a factor that is applied before the gradient is rounded -----
@@ -409,8 +402,8 @@ def softmax_cross_entropy(
         np.exp(to, out=to)
         sums = np.add.reduce(to, 1, keepdims=True)
         value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
-        np.multiply(sums, count, out=sums)
-        np.divide(to, sums, out=to)
+        sums *= count
+        to /= sums
         to[picks, labels] -= 1 / count
         if logits.itemsize == 2:
             copy(to, gradient[at])
@@ -437,10 +430,11 @@ def running_lse(
         t = after[1][at]
         carried = before[0][at]
         top = np.maximum(part.max(1), carried)
-        powers = np.subtract(part, top[:, None])
+        powers = part - top[:, None]
         np.add.reduce(np.exp(powers, out=powers), 1, out=lse)
-        np.add(lse, np.exp(carried - top), out=lse)
-        np.add(np.log(lse, out=lse), top, out=lse)
+        lse += np.exp(carried - top)
+        np.log(lse, out=lse)
+        lse += top
         t[...] = before[1][at]
         rows, hits = _hits(ids[at], columns[0], part.shape[1])
         t[rows] += part[rows, hits]
@@ -461,7 +455,8 @@ def running_lse_backward(
     def work(at: slice) -> None:
         part = float32_like(out[at])
         np.subtract(upcast(logits[at]), lse[at, None], out=part)
-        np.multiply(np.exp(part, out=part), slopes[0][at, None], out=part)
+        np.exp(part, out=part)
+        part *= slopes[0][at, None]
         rows, hits = _hits(ids[at], first, part.shape[1])
         part[rows, hits] += slopes[1][at][rows]
         round_into(out[at], part)

@@ -34,9 +34,9 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
         )
     if not pieces:
         y = np.matmul(x, weight.T)
-        if bias is None:
-            return y
-        return np.add(y, bias, out=y)
+        if bias is not None:
+            y += bias
+        return y
     result = np.empty((count, width), x.dtype)
     whole = slice(None)
 
@@ -48,7 +48,7 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
             columns = whole
         part = np.matmul(x[rows], weight[columns].T, out=result[rows, columns])
         if bias is not None:
-            np.add(part, bias[columns], out=part)
+            part += bias[columns]
 
     each(work, pieces)
     return result
@@ -75,7 +75,7 @@ def linear_backward_weight(
     """
     if grad.size <= PIECE:
         if add:
-            np.add(grad, np.matmul(dy.T, x), out=grad)
+            grad += np.matmul(dy.T, x)
         else:
             np.matmul(dy.T, x, out=grad)
         return
@@ -84,7 +84,7 @@ def linear_backward_weight(
     def work(at: slice) -> None:
         part = grad[at]
         if add:
-            np.add(part, np.matmul(dy[:, at].T, x), out=part)
+            part += np.matmul(dy[:, at].T, x)
         else:
             np.matmul(dy[:, at].T, x, out=part)
 
@@ -112,7 +112,7 @@ def products(
     def work(at: slice) -> None:
         part = c[at]
         if add:
-            np.add(part, np.matmul(a[at], b[at]), out=part)
+            part += np.matmul(a[at], b[at])
         else:
             np.matmul(a[at], b[at], out=part)
 
@@ -123,22 +123,20 @@ def products(
 def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
     """Grad += the sum of the rows of dy."""
     if dy.size <= SUMMED:
-        np.add(grad, np.add.reduce(dy, 0), out=grad)
+        grad += np.add.reduce(dy, 0)
         return
 
     def work(at: slice) -> None:
-        np.add(grad[at], np.add.reduce(dy[:, at], 0), out=grad[at])
+        part = grad[at]
+        part += np.add.reduce(dy[:, at], 0)
 
     # Sums of rows have the same bits however columns are cut.
-    pieces = []
-    if dy.size > SUMMED:
-        pieces = even_pieces(dy.shape[1], WIDTH)
-    each(work, pieces or [slice(None)])
+    each(work, even_pieces(dy.shape[1], WIDTH) or [slice(None)])
 
 
 def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
     """Grad += the sum of the rows of parts."""
     if len(parts) == 1:
-        np.add(grad, parts[0], out=grad)
+        grad += parts[0]
     else:
-        np.add(grad, np.add.reduce(parts, 0), out=grad)
+        grad += np.add.reduce(parts, 0)
