@@ -210,10 +210,8 @@ class SelfAttention(Layer):
 
     def backward_weight(self, pending: Pending) -> None:
         x, dqkv, dy, y, parts = pending
-        self._add_product("qkv", dqkv, x)
-        self._add_product("out", dy, y)
-        self._add("qkv_bias", self.stage.kernels.sum_rows, dqkv)
-        self._add("out_bias", self.stage.kernels.sum_rows, dy)
+        self._add_product("qkv", dqkv, x, "qkv_bias")
+        self._add_product("out", dy, y, "out_bias")
         for name, part in zip(("q_norm", "k_norm"), parts):
             self._add(name, self.stage.kernels.add_parts, part)
 

@@ -341,8 +341,10 @@ class Layer(Differentiable):
         if gradient is not None:
             kernel(*parts, gradient)
 
-    def _add_product(self, key: str, dy: Array, x: Array) -> None:
+    def _add_product(self, key: str, dy: Array, x: Array, bias: str = "") -> None:
         """Add dy^T x to the gradient of a matrix, or to those of its adapters.
+
+        The gradient of a `bias` of this name is the sum of the rows of dy.
 
         Of an adapter: dB = scale dy^T (x A^T), dA = scale (dy B)^T x, with the columns of dy that
         it stands for.
@@ -351,6 +353,9 @@ class Layer(Differentiable):
         gradient = self.__dict__[f"{key}_grad"]
         if gradient is not None:
             kernels.linear_backward_weight(dy, x, gradient)
+        gradient = self.__dict__.get(f"{bias}_grad")
+        if gradient is not None:
+            kernels.sum_rows(dy, gradient)
         for target, start, stop, scale in self.adapters.get(key, ()):
             a = getattr(self, f"{target}.{LORA_A}")
             b = getattr(self, f"{target}.{LORA_B}")

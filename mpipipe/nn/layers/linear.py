@@ -82,8 +82,7 @@ class Linear(Layer):
 
     def backward_weight(self, pending: Pending) -> None:
         dy, x = pending
-        self._add_product("weight", dy, x)
-        self._add("bias", self.stage.kernels.sum_rows, dy)
+        self._add_product("weight", dy, x, "bias")
 
 
 class _TwoProducts(Layer):
@@ -124,10 +123,9 @@ class _TwoProducts(Layer):
 
     def backward_weight(self, pending: Pending) -> None:
         x, dinner, dy, source = pending
-        self._add_product(self._first, dinner, x)
+        self._add_product(self._first, dinner, x, self._first_bias)
         if self.__dict__["down_grad"] is not None or "down" in self.adapters:
             self._add_product("down", dy, self._f_of(source))
-        self._add(self._first_bias, self.stage.kernels.sum_rows, dinner)
         self._add("down_bias", self.stage.kernels.sum_rows, dy)
 
     def _f(self, inner: Array) -> Array:

@@ -233,18 +233,18 @@ class Names(Differentiable):
             y = Branches(y, **outputs)
         return y, (saved, handed)
 
-    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Pending]:
+    def backward_input(self, dy: Tree, saved: Saved, whole: bool = False) -> tuple[Tree, Pending]:
         of_layers, handed = saved
-        dx, pending = self.chain.backward_input(self._begin(dy), of_layers)
+        main, skips = _divided(dy)
+        self.gradients = dict(skips)
+        dx, pending = self.chain.backward_input(main, of_layers, whole)
         return self._with_gradients(dx, handed), pending
 
     def backward_weight(self, pending: Pending) -> None:
         self.chain.backward_weight(pending)
 
     def backward(self, dy: Tree, saved: Saved) -> Tree:
-        of_layers, handed = saved
-        dx = self.chain.backward(self._begin(dy), of_layers)
-        return self._with_gradients(dx, handed)
+        return self.backward_input(dy, saved, True)[0]
 
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
         """Return the gradients of the backward under way; raise ArgumentError outside of one."""
@@ -259,11 +259,6 @@ class Names(Differentiable):
                 f"{', '.join(names) or 'which there is none'}",
             )
         return self.gradients
-
-    def _begin(self, dy: object) -> Tree:
-        main, skips = _divided(dy)
-        self.gradients = dict(skips)
-        return main
 
     def _with_gradients(self, dx: Tree, handed: dict[str, Tree]) -> Tree:
         """Return the gradient of the input with those of what was handed in.

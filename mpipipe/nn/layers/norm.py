@@ -42,6 +42,11 @@ class _Norm(Layer):
         )
         return dx.reshape(dy.shape), parts
 
+    def backward(self, dy: Array, saved: Saved, *more: Array) -> Array:
+        dx, pending = self.backward_input(dy, saved, *more)
+        self.backward_weight(pending)
+        return dx
+
     def backward_weight(self, pending: Pending) -> None:
         for key, parts in zip(("gain", "bias"), pending):
             self._add(key, self.stage.kernels.add_parts, parts)
