@@ -103,7 +103,7 @@ def test_a_loaded_model_goes_into_the_frozen_matrices():
     base.parameters["1.layer.1.qkv"][...] = 0
     base.sync_compute()
     a, b = (stage.parameters[f"1.layer.1.q_proj.lora_{part}"] for part in "AB")
-    close(stage.layers[1].f.layers[0].qkv[:8], 2.0 * b @ a, 6)
+    close(stage.layers[1].layer.layers[1].qkv[:8], 2.0 * b @ a, 6)
     assert without_adapters([other := nn.Stage([nn.Linear(2, 3)])], merged=True) == [other]
 
 
