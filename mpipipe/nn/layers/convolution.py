@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
-from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -243,27 +242,22 @@ class Conv(Layer):
 
     def _padded(self, x: Array, shape: _Shape) -> Array:
         """Return the points that windows see: 0 beyond an edge, or the points at the other edge."""
-        lengths = []
-        pieces = []
-        for axis, (points, padding) in enumerate(zip(x.shape[1:-1], self.padding)):
-            before = shape.before[axis]
-            length = (shape.sizes[axis] - 1) * shape.stride + shape.width[axis]
-            inside = min(points, length - before)
-            # Places in the result, and in x.
-            of_axis = [(slice(before, before + inside), slice(0, inside))]
-            if padding == "periodic":
-                after = max(0, length - before - points)
-                of_axis.append((slice(0, before), slice(points - before, points)))
-                of_axis.append((slice(length - after, length), slice(0, after)))
-            lengths.append(length)
-            pieces.append(of_axis)
-        if not any(shape.before) and all(map(le, lengths, x.shape[1:])):
-            return x  # no window reaches over an edge
-        padded = arrays.zeros((len(x), *lengths, x.shape[-1]), x.dtype, self.stage.device)
-        for several in product(*pieces):
-            places, sources = zip(*several)
-            self.stage.kernels.copy(x[(slice(None), *sources)], padded[(slice(None), *places)])
-        return padded
+        for axis, padding in enumerate(self.padding, 1):
+            points = x.shape[axis]
+            before = shape.before[axis - 1]
+            reach = (shape.sizes[axis - 1] - 1) * shape.stride + shape.width[axis - 1]
+            after = max(0, reach - before - points)
+            edges = []
+            for count, start in ((before, points - before), (after, 0)):
+                if padding == "periodic":
+                    edge = x[(*[slice(None)] * axis, slice(start, start + count))]
+                else:
+                    size = (*x.shape[:axis], count, *x.shape[axis + 1 :])
+                    edge = arrays.zeros(size, x.dtype, self.stage.device)
+                edges.append(edge)
+            if before or after:
+                x = arrays.concatenate((edges[0], x, edges[1]), axis)
+        return x
 
 
 def _even(count: int, most: int) -> int:
