@@ -9,7 +9,7 @@ from operator import add
 
 import numpy as np
 
-from mpipipe.nn.kernels.host import ELEMENTS, blocks
+from mpipipe.nn.kernels.host import ELEMENTS, HostArray, blocks
 from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 from mpipipe.processor import each
 
@@ -17,10 +17,10 @@ WHOLE = Update()
 
 
 def adamw(
-    p: np.ndarray,
-    g: np.ndarray,
-    m: np.ndarray,
-    v: np.ndarray,
+    p: HostArray,
+    g: HostArray,
+    m: HostArray,
+    v: HostArray,
     numbers: AdamWNumbers,
     update: Update = WHOLE,
 ) -> None:
@@ -29,7 +29,7 @@ def adamw(
     step = rate / correction1
     root = 1 / math.sqrt(correction2)
 
-    def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
+    def change(at: slice, part: HostArray, grad: HostArray, decays: bool) -> None:
         first = m[at]
         second = v[at]
         work = grad * (1 - b1)
@@ -52,9 +52,9 @@ def adamw(
 
 
 def sgd(
-    p: np.ndarray,
-    g: np.ndarray,
-    u: np.ndarray | None,
+    p: HostArray,
+    g: HostArray,
+    u: HostArray | None,
     momentum: float,
     decay: float,
     rate: float,
@@ -62,7 +62,7 @@ def sgd(
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
 
-    def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
+    def change(at: slice, part: HostArray, grad: HostArray, decays: bool) -> None:
         added = grad
         if decays and decay:
             added = grad + part * decay
@@ -77,9 +77,9 @@ def sgd(
 
 
 def _update(
-    change: Callable[[slice, np.ndarray, np.ndarray, bool], None],
-    p: np.ndarray,
-    g: np.ndarray,
+    change: Callable[[slice, HostArray, HostArray, bool], None],
+    p: HostArray,
+    g: HostArray,
     update: Update,
 ) -> None:
     """Call change(piece, parameters, scaled gradients, decays) for pieces within ranges."""
@@ -105,8 +105,8 @@ def _update(
 
 
 def sums_of_squares(
-    flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None
-) -> np.ndarray:
+    flat: HostArray, offsets: Sequence[tuple[int, int]], out: HostArray | None = None
+) -> HostArray:
     """Return the sum of flat[start:stop]^2 for each (start, stop), in float64."""
     if out is None:
         out = np.empty(len(offsets))
@@ -114,7 +114,7 @@ def sums_of_squares(
     return out
 
 
-def sum_of_squares(flat: np.ndarray) -> float:
+def sum_of_squares(flat: HostArray) -> float:
     """Return the sum of flat^2, in float64."""
     # Small losses need their sum in every micro-batch, so they pass by the loop.
     if flat.size <= ELEMENTS:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from mpipipe.arrays import float32_like, round_into, upcast
-from mpipipe.nn.kernels.host import ELEMENTS, blocks, elementwise
+from mpipipe.nn.kernels.host import ELEMENTS, HostArray, blocks, elementwise
 from mpipipe.nn.kernels.host.flat import adamw, sgd, sum_of_squares, summed, sums_of_squares  # noqa: F401  # kernels, too
 from mpipipe.nn.kernels.host.products import (  # noqa: F401  # kernels, too
     add_parts,
@@ -29,19 +29,19 @@ LAID = 1 << 14  # elements of which `copy` moves rows
 # -- single passes ---------------------------------------------------------------------------------
 
 
-def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def add(x: HostArray, y: HostArray) -> HostArray:
     """Return x + y."""
     if x.size <= ELEMENTS:
         return x + y
     return elementwise(np.add, np.empty_like(x), x, y)
 
 
-def accumulate(grad: np.ndarray, part: np.ndarray) -> None:
+def accumulate(grad: HostArray, part: HostArray) -> None:
     """Grad += part."""
     elementwise(np.add, grad, grad, part)
 
 
-def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.ndarray:
+def scale(x: HostArray, factor: float, out: HostArray | None = None) -> HostArray:
     """Return x * factor, in `out` where it is given."""
     if x.size <= ELEMENTS:
         return np.multiply(x, factor, out=out)
@@ -50,7 +50,7 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     return elementwise(lambda part, out: np.multiply(part, factor, out=out), out, x)
 
 
-def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
+def copy(source: HostArray, target: HostArray, add: bool = False) -> None:
     """Target = source or, with `add`, target += source, with any strides; too large is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         if add:
@@ -62,7 +62,7 @@ def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
 _add = partial(np.add, casting="same_kind")
 
 
-def _copy(source: np.ndarray, out: np.ndarray) -> None:
+def _copy(source: HostArray, out: HostArray) -> None:
     # Short rows move faster than their elements.
     short = source.ndim > 1 and source.shape[-1] <= SHORT
     if source.size >= LAID and short and source.dtype == out.dtype:
@@ -76,7 +76,7 @@ def _copy(source: np.ndarray, out: np.ndarray) -> None:
 # -- rotary positions ------------------------------------------------------------------------------
 
 
-def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> np.ndarray:
+def rope_table(angles: HostArray, amplitude: float, dtype: np.dtype) -> HostArray:
     """Return the factors for `apply_rope`: complex (seq, 1, head_dim / 2)."""
     table = np.exp(1j * angles)
     if amplitude != 1:
@@ -86,7 +86,7 @@ def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> np.ndar
     return table
 
 
-def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:
+def apply_rope(x: HostArray, table: HostArray, target: HostArray, inverse: bool = False) -> None:
     """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
     factors = table
     if inverse:
@@ -103,7 +103,7 @@ def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bo
     each(work, blocks(x.shape[1], x.size // max(1, x.shape[1])))
 
 
-def _pairs(x: np.ndarray) -> np.ndarray:
+def _pairs(x: HostArray) -> HostArray:
     """Return x (..., head_dim) as complex (..., head_dim / 2), a view."""
     return x.view(_complex_of(x.dtype))
 
@@ -116,7 +116,7 @@ def _complex_of(dtype: np.dtype) -> np.dtype:
 # -- embedding -------------------------------------------------------------------------------------
 
 
-def embed(weight: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def embed(weight: HostArray, ids: HostArray) -> HostArray:
     """Return row `id` of the table for each id."""
     if ids.size * weight.shape[1] <= ELEMENTS:
         return np.take(weight, ids, axis=0, mode="clip")
@@ -126,7 +126,7 @@ def embed(weight: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return rows.reshape(*ids.shape, -1)
 
 
-def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
+def embed_backward(dy: HostArray, ids: HostArray, grad: HostArray) -> None:
     """Add each row of dy to the row of grad that its id names."""
     if ids.size == 0:
         return
@@ -143,8 +143,8 @@ def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
 
 
 def dropout(
-    x: np.ndarray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
-) -> tuple[np.ndarray, np.ndarray]:
+    x: HostArray, key: HostArray, counter: tuple[int, int, int], threshold: int, factor: float
+) -> tuple[HostArray, HostArray]:
     """Return (y, keep): y = x * factor where the random bits reach `threshold`, else 0."""
     flat = x.reshape(-1)
     keep = np.empty(x.shape, bool)
@@ -161,10 +161,10 @@ def dropout(
     return y, keep
 
 
-def dropout_backward(dy: np.ndarray, keep: np.ndarray, factor: float) -> np.ndarray:
+def dropout_backward(dy: HostArray, keep: HostArray, factor: float) -> HostArray:
     """Return dx = dy * factor where `keep`, else 0."""
 
-    def work(dy: np.ndarray, keep: np.ndarray, out: np.ndarray) -> None:
+    def work(dy: HostArray, keep: HostArray, out: HostArray) -> None:
         np.multiply(dy, keep, out=out)
         out *= factor
 
@@ -178,10 +178,10 @@ _ROOT = math.sqrt(2 / math.pi)
 _CUBE = 0.044715
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
+def gelu(x: HostArray) -> HostArray:
     """Return y."""
 
-    def work(x: np.ndarray, out: np.ndarray) -> None:
+    def work(x: HostArray, out: HostArray) -> None:
         _tanh_term(x, out)
         out += 1
         out *= x
@@ -190,13 +190,13 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return elementwise(work, np.empty(x.shape, x.dtype), x)
 
 
-def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def gelu_backward(dy: HostArray, x: HostArray) -> HostArray:
     """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2).
 
     Here t = tanh(u) and u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2).
     """
 
-    def work(dy: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+    def work(dy: HostArray, x: HostArray, out: HostArray) -> None:
         t = _tanh_term(x, np.empty_like(x))
         np.multiply(x, x, out=out)
         out *= 3 * _CUBE * _ROOT
@@ -211,7 +211,7 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     return elementwise(work, np.empty(dy.shape, dy.dtype), dy, x)
 
 
-def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _tanh_term(x: HostArray, out: HostArray) -> HostArray:
     """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
     np.multiply(x, x, out=out)
     out *= _ROOT * _CUBE
@@ -220,7 +220,7 @@ def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.tanh(out, out=out)
 
 
-def swiglu(both: np.ndarray) -> np.ndarray:
+def swiglu(both: HostArray) -> HostArray:
     """Return silu(gate) * up."""
     hidden = both.shape[1] // 2
     gate = both[:, :hidden]
@@ -236,7 +236,7 @@ def swiglu(both: np.ndarray) -> np.ndarray:
     return inner
 
 
-def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def swiglu_backward(both: HostArray, dinner: HostArray) -> tuple[HostArray, HostArray]:
     """Return (gradient of both, h = silu(gate) * up); the latter overwrites `dinner`, which is dh.
 
     With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s).
@@ -265,7 +265,7 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
     return dboth, dinner
 
 
-def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _sigmoid(x: HostArray, out: HostArray) -> HostArray:
     """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2.
 
     This never overflows, and tanh is numpy's fastest such function.
@@ -284,8 +284,8 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float
-) -> tuple[np.ndarray, np.ndarray]:
+    x: HostArray, gain: HostArray, bias: HostArray | None, eps: float
+) -> tuple[HostArray, HostArray]:
     """Return (y, scale)."""
     y = np.empty(x.shape, x.dtype)
     scale = np.empty(len(x), x.dtype)
@@ -306,20 +306,20 @@ def norm(
 
 
 def norm_backward(
-    dy: np.ndarray,
-    x: np.ndarray,
-    scale: np.ndarray,
-    gain: np.ndarray,
+    dy: HostArray,
+    x: HostArray,
+    scale: HostArray,
+    gain: HostArray,
     centred: bool,
-    more: np.ndarray | None = None,
-) -> tuple[np.ndarray, ...]:
+    more: HostArray | None = None,
+) -> tuple[HostArray, ...]:
     """Return (dx, part of dgain) and, where rows were centred, part of dbias."""
     dx = np.empty(x.shape, x.dtype)
     pieces = blocks(*x.shape)
     dgain = np.empty((len(pieces), len(gain)), gain.dtype)
     dbias = np.empty_like(dgain)
 
-    def mean(terms: np.ndarray) -> np.ndarray:
+    def mean(terms: HostArray) -> HostArray:
         return (np.matmul(terms, gain) / len(gain))[:, None]
 
     def work(piece: tuple[int, slice]) -> None:
@@ -349,12 +349,12 @@ def norm_backward(
     return (dx, dgain)
 
 
-def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
+def _inverse_root(x: HostArray, eps: float, out: HostArray) -> None:
     """Out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
     np.reciprocal(np.sqrt(np.vecdot(x, x) / x.shape[1] + eps), out=out)
 
 
-def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _centred(x: HostArray, out: HostArray) -> HostArray:
     """Out = x minus the mean of each row; return it."""
     return np.subtract(x, np.add.reduce(x, 1, keepdims=True) / x.shape[1], out=out)
 
@@ -366,8 +366,8 @@ _subtract = partial(np.subtract, casting="same_kind")
 
 
 def mean_squared_error(
-    output: np.ndarray, target: np.ndarray, factor: float = 1.0
-) -> tuple[float, np.ndarray]:
+    output: HostArray, target: HostArray, factor: float = 1.0
+) -> tuple[float, HostArray]:
     """Return (mean of (output - target)^2 in float64, factor * its gradient).
 
     `target` has any dtype.
@@ -379,8 +379,8 @@ def mean_squared_error(
 
 
 def softmax_cross_entropy(
-    logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
-) -> tuple[float, np.ndarray]:
+    logits: HostArray, ids: HostArray, factor: float = 1.0, out: HostArray | None = None
+) -> tuple[float, HostArray]:
     """Return (mean of -log softmax(logits)[id] in float64, factor * its gradient).
 
     It takes halves, too, and upcasts a piece at a time: logits are the largest arrays of all.
@@ -416,11 +416,11 @@ def softmax_cross_entropy(
 
 
 def running_lse(
-    logits: np.ndarray,
-    ids: np.ndarray,
+    logits: HostArray,
+    ids: HostArray,
     columns: tuple[int, int],
-    before: Sequence[np.ndarray],
-    after: Sequence[np.ndarray],
+    before: Sequence[HostArray],
+    after: Sequence[HostArray],
 ) -> None:
     """Set L and t from those before and some columns of logits."""
 
@@ -443,12 +443,12 @@ def running_lse(
 
 
 def running_lse_backward(
-    logits: np.ndarray,
-    ids: np.ndarray,
+    logits: HostArray,
+    ids: HostArray,
     first: int,
-    lse: np.ndarray,
-    slopes: Sequence[np.ndarray],
-    out: np.ndarray,
+    lse: HostArray,
+    slopes: Sequence[HostArray],
+    out: HostArray,
 ) -> None:
     """Set the gradient of the logits."""
 
@@ -464,7 +464,7 @@ def running_lse_backward(
     each(work, blocks(*logits.shape))
 
 
-def _hits(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _hits(ids: HostArray, first: int, count: int) -> tuple[HostArray, HostArray]:
     """Return the rows whose ids are among some columns, and the columns of these."""
     columns = ids.astype(np.int64) - first
     rows = np.flatnonzero((columns >= 0) & (columns < count))

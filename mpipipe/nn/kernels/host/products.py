@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipipe.nn.kernels.host import HostArray
 from mpipipe.processor import each
 
 WORK = 1 << 22  # multiplications of a product that is cut
@@ -23,7 +24,7 @@ WIDTH = 256  # columns that one thread sums at least
 SUMMED = 1 << 18  # elements, above which a sum of rows is cut
 
 
-def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+def linear(x: HostArray, weight: HostArray, bias: HostArray | None = None) -> HostArray:
     """Return y = x weight^T + bias, in pieces of rows, or of columns where rows are few."""
     count = len(x)
     width, depth = weight.shape
@@ -54,7 +55,7 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
     return result
 
 
-def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def linear_backward_input(dy: HostArray, weight: HostArray) -> HostArray:
     """Return dx = dy weight."""
     return linear(dy, weight.T)
 
@@ -65,9 +66,7 @@ def even_pieces(count: int, least: int) -> list[slice]:
     return [slice(count * i // number, count * (i + 1) // number) for i in range(number)]
 
 
-def linear_backward_weight(
-    dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True
-) -> None:
+def linear_backward_weight(dy: HostArray, x: HostArray, grad: HostArray, add: bool = True) -> None:
     """Grad += dy^T x; without `add` grad = dy^T x.
 
     A large product is made in pieces of the gradient, each added while it is still in cache.
@@ -93,9 +92,9 @@ def linear_backward_weight(
 
 
 def products(
-    a: np.ndarray,
-    b: np.ndarray,
-    c: np.ndarray,
+    a: HostArray,
+    b: HostArray,
+    c: HostArray,
     transpose_a: bool = False,
     transpose_b: bool = False,
     add: bool = False,
@@ -120,7 +119,7 @@ def products(
     each(work, [slice(start, start + step) for start in range(0, count, step)])
 
 
-def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
+def sum_rows(dy: HostArray, grad: HostArray) -> None:
     """Grad += the sum of the rows of dy."""
     if dy.size <= SUMMED:
         grad += np.add.reduce(dy, 0)
@@ -134,7 +133,7 @@ def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
     each(work, even_pieces(dy.shape[1], WIDTH) or [slice(None)])
 
 
-def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
+def add_parts(parts: HostArray, grad: HostArray) -> None:
     """Grad += the sum of the rows of parts."""
     if len(parts) == 1:
         grad += parts[0]
