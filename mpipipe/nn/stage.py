@@ -71,6 +71,14 @@ class Stage(Differentiable):
     before_write : list of callable
         Called without arguments before an optimizer or a load writes parameters (see
         nn.write_hooks).
+    takes, gives : tuple of str
+        The names that its layers take from outside, and that they give.
+    hand_on : callable
+        Takes the names that the layers give, or that the input has, which go to later stages.
+    named_layers : list of (str, Layer)
+        All layers within it, with their full names.
+    layer_of : dict of str to (Layer, str)
+        The layer of each parameter, and what that calls it.
     index, headless : int or None, bool
         Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its
         product to a `HeadCrossEntropy`.
@@ -131,9 +139,16 @@ class Stage(Differentiable):
                     expected="an instance of nn.Layer",
                 )
         self.names = Names(self, self.layers)
+        self.takes = self.names.takes
+        self.gives = self.names.named
+        self.hand_on = self.names.hand_on
+        self.named_layers = self._named_layers()
+        self.layer_of: dict[str, tuple[Layer, str]] = {}
         declared = {}
-        for name, (layer, key) in self._places().items():
-            declared[name] = layer.declared[key]
+        for name, layer in self.named_layers:
+            for key, parameter in layer.declared.items():
+                self.layer_of[full_name(name, key)] = layer, key
+                declared[full_name(name, key)] = parameter
         names = frozen_names(declared, tuple(frozen))
         self.buffers = StageBuffers.of(
             declared, names, self.dtype, self.device, self.seed, self.keeps_halves
@@ -143,10 +158,9 @@ class Stage(Differentiable):
     def _bind(self) -> None:
         """Bind the layers; those with adapters compute with sums of matrices and adapters."""
         self.sync_compute()
-        named = self._named_layers()
         # Layers with adapters (see nn.LoRA), by the name of the matrix.
         adapted: dict[str, Layer] = {}
-        for name, layer in named:
+        for name, layer in self.named_layers:
             layer.bind(self, name)
             for key in layer.adapters:
                 adapted[f"{name}.{key}"] = layer
@@ -160,7 +174,7 @@ class Stage(Differentiable):
         if adapted:
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
-        _mark_frozen(named)
+        _mark_frozen(self.named_layers)
         self.end_backward(False)
 
     def __repr__(self) -> str:
@@ -224,7 +238,7 @@ class Stage(Differentiable):
     def ties(self) -> dict[str, list[str]]:
         """Names of the parameters on this stage that carry a tie, by its key."""
         ties: dict[str, list[str]] = {}
-        for name, (layer, key) in self._places().items():
+        for name, (layer, key) in self.layer_of.items():
             tie = layer.declared[key].tie
             if tie is not None:
                 ties.setdefault(tie, []).append(name)
@@ -234,7 +248,7 @@ class Stage(Differentiable):
     def state(self) -> dict[str, Array]:
         """Arrays that are not parameters, such as running means of a module of PyTorch, by name."""
         arrays_by_name = {}
-        for name, layer in self._named_layers():
+        for name, layer in self.named_layers:
             for key, array in layer.state.items():
                 arrays_by_name[full_name(name, key)] = array
         return arrays_by_name
@@ -284,11 +298,6 @@ class Stage(Differentiable):
         return self.buffers.tied_copies
 
     @property
-    def layer_of(self) -> dict[str, tuple[Layer, str]]:
-        """The layer of each parameter that is trained, and what that calls it."""
-        return {name: place for name, place in self._places().items() if name in self.gradients}
-
-    @property
     def first_layer(self) -> Layer:
         """The layer that sees the input, within the first one."""
         return leaf(self.names.chain, 0)
@@ -299,22 +308,6 @@ class Stage(Differentiable):
             named += layer.walk(str(place))
         return named
 
-    @cached_property
-    def _preparing(self) -> list[Layer]:
-        """Layers that prepare for each call."""
-        preparing = []
-        for _, layer in self._named_layers():
-            if type(layer).begin_call is not Layer.begin_call:
-                preparing.append(layer)
-        return preparing
-
-    def _places(self) -> dict[str, tuple[Layer, str]]:
-        places = {}
-        for name, layer in self._named_layers():
-            for key in layer.declared:
-                places[full_name(name, key)] = layer, key
-        return places
-
     # -- the copy of parameters that layers compute with, and the sums with their adapters
 
     def refresh(self) -> None:
@@ -322,7 +315,7 @@ class Stage(Differentiable):
 
         A pipeline does this at the start of each call.
         """
-        for layer in self._preparing:
+        for _, layer in self.named_layers:
             layer.begin_call()
         if not self.buffers.optimizer_writes:
             self.sync_compute()
@@ -451,9 +444,8 @@ class Stage(Differentiable):
         source: Mapping[str, Array] = self.gradients
         if used:
             source = parts
-        layer_of = self.layer_of
         for name in parts:
-            layer, key = layer_of[name]
+            layer, key = self.layer_of[name]
             setattr(layer, f"{key}_grad", source[name])
 
     def end_backward(self, ends: bool, runs_again: bool = False) -> None:
@@ -483,7 +475,7 @@ class Stage(Differentiable):
 
     def drop_sequences(self) -> None:
         """Drop sequences in slices that a failed call has left."""
-        for _, layer in self._named_layers():
+        for _, layer in self.named_layers:
             attend: Any = getattr(layer, "_attend", None)
             if getattr(attend, "slice_rows", None) is not None:
                 attend.begin(Position(-1))
@@ -498,7 +490,7 @@ class Stage(Differentiable):
             to others cannot take these.
         """
         names = []
-        for name, layer in self._named_layers():
+        for name, layer in self.named_layers:
             fits = rows == 1 or not mixes(layer)
             lengths = getattr(getattr(layer, "attend", None), "slice_rows", None)
             if lengths is None or rows is None:
@@ -517,26 +509,6 @@ class Stage(Differentiable):
     def has_names(self) -> bool:
         """Whether names come in, go out, or are handed from layer to layer."""
         return self.names.are_used
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """The names that its layers take from outside."""
-        return self.names.takes
-
-    @property
-    def gives(self) -> tuple[str, ...]:
-        """The names that its layers give."""
-        return self.names.named
-
-    def hand_on(self, names: Sequence[str]) -> None:
-        """Hand these names on to later stages, and no other; a pipeline says so.
-
-        Parameters
-        ----------
-        names : sequence of str
-            Names that its layers give, or that its input has.
-        """
-        self.names.hand_on(names)
 
     def taken(self, name: str) -> Tree:
         """Return what stands under a name, in the forward of a layer that lists it in `takes`.
