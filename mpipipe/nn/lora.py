@@ -211,7 +211,7 @@ def _without_adapters(stage: Any, merged: bool) -> SimpleNamespace:
         if not is_adapter(name):
             views[name] = array
     if merged:
-        for name, (layer, _) in stage.buffers.merged.items():
+        for name, (layer, _) in stage.merged.items():
             views[name] = arrays.copied(views[name])
             merge_into(stage, name, layer, views[name])
     return SimpleNamespace(
@@ -224,4 +224,4 @@ def _without_adapters(stage: Any, merged: bool) -> SimpleNamespace:
 
 def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
     """Return stages with the parameters of the plain model, to load or, merged, to save."""
-    return [_without_adapters(stage, merged) if stage.buffers.merged else stage for stage in stages]
+    return [_without_adapters(stage, merged) if stage.merged else stage for stage in stages]

@@ -30,7 +30,7 @@ from mpipipe.nn.rope import RopeTables
 from mpipipe.text import counted
 
 
-class Stage(Differentiable):
+class Stage(StageBuffers, Differentiable):
     """Consecutive layers whose parameters, and gradients, lie in one array each.
 
     Parameters
@@ -60,8 +60,8 @@ class Stage(Differentiable):
         "cpu" or "cuda".
     kernels : Kernels
         The functions that layers compute with there (see nn.kernels).
-    buffers : StageBuffers
-        Where all arrays lie (see nn.parameters).
+    parameters, gradients, frozen, ... : FlatBuffer, set of str
+        Its arrays: see `StageBuffers` in nn.parameters.
     names : Names
         The layers one after the other, with the names that they take and give.
     position : Position
@@ -103,7 +103,6 @@ class Stage(Differentiable):
 
     # Unless its layers take or give names: a subclass that does so itself sets it to True.
     takes_branches = False
-    keeps_halves = False  # True if parameters in half precision have no originals in float32
 
     # What a pipeline asks of any stage: see mpipipe.stages.
     shows_gradients = True
@@ -150,9 +149,7 @@ class Stage(Differentiable):
                 self.layer_of[full_name(name, key)] = layer, key
                 declared[full_name(name, key)] = parameter
         names = frozen_names(declared, tuple(frozen))
-        self.buffers = StageBuffers.of(
-            declared, names, self.dtype, self.device, self.seed, self.keeps_halves
-        )
+        super().__init__(declared, names, self.dtype, self.device, seed)
         self._bind()
 
     def _bind(self) -> None:
@@ -169,11 +166,11 @@ class Stage(Differentiable):
         if self.compute is self.parameters:
             sums = FlatBuffer(shapes, self.dtype, self.device)
         for name, layer in adapted.items():
-            self.buffers.merged[name] = layer, sums[name]
+            self.merged[name] = layer, sums[name]
             setattr(layer, name.rpartition(".")[2], sums[name])
         if adapted:
-            self.before_write.append(partial(setattr, self.buffers, "written", True))
-            merge(self, self.buffers.merged, anew=True)
+            self.before_write.append(partial(setattr, self, "written", True))
+            merge(self, self.merged, anew=True)
         _mark_frozen(self.named_layers)
         self.end_backward(False)
 
@@ -196,43 +193,10 @@ class Stage(Differentiable):
 
     # -- parameters and gradients
 
-    @property
-    def parameters(self) -> FlatBuffer:
-        """All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere."""
-        return self.buffers.parameters
-
-    @property
-    def gradients(self) -> FlatBuffer:
-        """Gradients of what is trained, with the offsets of `parameters`."""
-        return self.buffers.gradients
-
-    @property
-    def compute(self) -> FlatBuffer:
-        """What layers compute with: `parameters`, or its copy in a half dtype.
-
-        `refresh` makes that copy.
-        """
-        return self.buffers.compute
-
-    @property
-    def gpu(self) -> int | None:
-        """Number of the GPU with the arrays; None on the host."""
-        return self.buffers.gpu
-
     @cached_property
     def tables(self) -> RopeTables:
         """The rotary tables that the layers share."""
         return RopeTables(self.kernels.rope_table, self.dtype)
-
-    @property
-    def decay_ranges(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, decay) ranges of the flat buffers."""
-        return self.buffers.decay_ranges
-
-    @property
-    def frozen(self) -> set[str]:
-        """Names of the parameters that stay as they are."""
-        return set(self.buffers.frozen)
 
     @property
     def ties(self) -> dict[str, list[str]]:
@@ -288,16 +252,6 @@ class Stage(Differentiable):
         return [flat]
 
     @property
-    def owners(self) -> Mapping[str, tuple[object, str]]:
-        """(stage, name) of parameters whose storage is another one's, by their names here."""
-        return self.buffers.owners
-
-    @property
-    def tied_copies(self) -> set[str]:
-        """Names of parameters here that are counted elsewhere (set by the pipeline)."""
-        return self.buffers.tied_copies
-
-    @property
     def first_layer(self) -> Layer:
         """The layer that sees the input, within the first one."""
         return leaf(self.names.chain, 0)
@@ -317,22 +271,22 @@ class Stage(Differentiable):
         """
         for _, layer in self.named_layers:
             layer.begin_call()
-        if not self.buffers.optimizer_writes:
+        if not self.optimizer_writes:
             self.sync_compute()
-        elif self.buffers.written:
-            self.buffers.written = False
-            merge(self, self.buffers.merged)
+        elif self.written:
+            self.written = False
+            merge(self, self.merged)
 
     def sync_compute(self) -> None:
         """Copy parameters to what layers compute with, even after `optimizer_writes_compute`.
 
         Call it after you wrote parameters yourself.
         """
-        frozen = self.buffers.frozen, self.buffers.frozen_compute
+        frozen = self.frozen_parameters, self.frozen_compute
         for wide, compute in ((self.parameters, self.compute), frozen):
             if compute is not wide and not wide.is_divided and wide.flat.size:
                 self.kernels.copy(wide.flat, compute.flat)
-        merge(self, self.buffers.merged, anew=True)
+        merge(self, self.merged, anew=True)
 
     def optimizer_writes_compute(self) -> None:
         """Let optimizers write `compute` from now on, so that `refresh` does nothing.
@@ -340,21 +294,19 @@ class Stage(Differentiable):
         Nothing else may write parameters.
         """
         self.refresh()
-        self.buffers.optimizer_writes = self.compute is not self.parameters or bool(
-            self.buffers.merged
-        )
+        self.optimizer_writes = self.compute is not self.parameters or bool(self.merged)
 
     @property
     def kept_copy(self) -> Array | None:
         """Array that optimizers write besides the parameters: `compute.flat`, once they do."""
-        if self.buffers.optimizer_writes and self.compute is not self.parameters:
+        if self.optimizer_writes and self.compute is not self.parameters:
             return self.compute.flat
         return None
 
     @property
     def originals(self) -> FlatBuffer | None:
         """The parameters, if layers compute with nothing but a copy of them in a half dtype."""
-        if self.compute is self.parameters or self.buffers.merged:
+        if self.compute is self.parameters or self.merged:
             return None
         return self.parameters
 
@@ -438,7 +390,7 @@ class Stage(Differentiable):
 
     def use_parts(self, used: bool) -> None:
         """Let layers add to the parts of shared gradients, as in a step, or to the gradients."""
-        parts = self.buffers.parts
+        parts = self.parts
         if not parts:
             return
         source: Mapping[str, Array] = self.gradients

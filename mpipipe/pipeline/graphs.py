@@ -150,7 +150,7 @@ class StageGraphs:
         """Record anew if parameters have moved, or an attribute of a layer was set."""
         stage = self.stage
         flats = (stage.compute.flat, stage.gradients.flat)
-        owners = tuple(stage.buffers.owners.items())
+        owners = tuple(stage.owners.items())
         read = (*flats, owners, stage.version)
         if self._read and all(map(is_, flats, self._read)) and read[2:] == self._read[2:]:
             return
