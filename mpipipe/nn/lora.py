@@ -13,18 +13,21 @@ without adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer, StageOfLayer
+from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer
 from mpipipe.nn.parameters import Parameter, showing, zeros
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 # Elements of a matrix that are summed at once on the host: they stay in a core's cache.
 PIECE = 1 << 16
@@ -159,7 +162,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
-def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> None:
+def merge_into(stage: Stage, name: str, layer: Layer, target: Array) -> None:
     """Set the rows of `target` with adapters to W + (alpha / rank) B A, W called `name`.
 
     W is read once, and each row of the target is written once: on the host piece by piece, while it
@@ -190,17 +193,15 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
             kernels.copy(total, out)
 
 
-def merge(
-    stage: StageOfLayer, merged: Mapping[str, tuple[Layer, Array]], anew: bool = False
-) -> None:
+def merge(stage: Stage, anew: bool = False) -> None:
     """Renew the rows with adapters of a stage's matrices, or all rows `anew`."""
-    for name, (layer, target) in merged.items():
+    for name, (layer, target) in stage.merged.items():
         if anew:
             stage.kernels.copy(stage.parameters[name], target)
         merge_into(stage, name, layer, target)
 
 
-def _without_adapters(stage: Any, merged: bool) -> SimpleNamespace:
+def _without_adapters(stage: Stage, merged: bool) -> SimpleNamespace:
     """Return what loads and saves the parameters of a stage, as that of a plain one.
 
     Matrices come with their adapters, as new arrays, where they are `merged`; else they are the

@@ -170,7 +170,7 @@ class Stage(StageBuffers, Differentiable):
             setattr(layer, name.rpartition(".")[2], sums[name])
         if adapted:
             self.before_write.append(partial(setattr, self, "written", True))
-            merge(self, self.merged, anew=True)
+            merge(self, anew=True)
         _mark_frozen(self.named_layers)
         self.end_backward(False)
 
@@ -275,7 +275,7 @@ class Stage(StageBuffers, Differentiable):
             self.sync_compute()
         elif self.written:
             self.written = False
-            merge(self, self.merged)
+            merge(self)
 
     def sync_compute(self) -> None:
         """Copy parameters to what layers compute with, even after `optimizer_writes_compute`.
@@ -286,7 +286,7 @@ class Stage(StageBuffers, Differentiable):
         for wide, compute in ((self.parameters, self.compute), frozen):
             if compute is not wide and not wide.is_divided and wide.flat.size:
                 self.kernels.copy(wide.flat, compute.flat)
-        merge(self, self.merged, anew=True)
+        merge(self, anew=True)
 
     def optimizer_writes_compute(self) -> None:
         """Let optimizers write `compute` from now on, so that `refresh` does nothing.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,8 +31,11 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_features, check_positive, check_slice_count, checked_ids, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Saved, StageOfLayer, leaf
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, leaf
 from mpipipe.nn.parameters import matrix, row_slices
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 LABELS = "labels"  # their name among the inputs
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # logits of one tile
@@ -45,7 +48,7 @@ def tile_rows(vocab: int, itemsize: int, device: str) -> int:
     return max(1, TILE_BYTES[device] // (vocab * itemsize))
 
 
-def tiles(stage: StageOfLayer, count: int, step: int) -> Iterator[slice]:
+def tiles(stage: Stage, count: int, step: int) -> Iterator[slice]:
     """Yield `step` of `count` rows at a time; between them messages advance."""
     for start in range(0, count, step):
         if start and stage.poll is not None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Shape, Tree
+from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.kernels.interface import Kernels
-from mpipipe.nn.parameters import FlatBuffer, Parameter
-from mpipipe.nn.rope import RopeTables
+from mpipipe.nn.parameters import Parameter
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 # What a forward leaves for its backward, and `backward_input` for `backward_weight`: any object.
 Saved: TypeAlias = Any
@@ -45,32 +46,6 @@ class Position(NamedTuple):
     training: bool = True
     keeps: bool = True
     recompute: str = ""
-
-
-class StageOfLayer(Protocol):
-    """What layers and adapters ask of the stage that binds them; see nn.Stage."""
-
-    position: Position
-    headless: bool
-    poll: Callable[[], object] | None
-    device: str
-    dtype: np.dtype
-    seed: int
-    version: int
-    kernels: Kernels
-
-    def taken(self, name: str) -> Tree: ...
-    def give(self, name: str, tree: Tree) -> None: ...
-    def gradient_of(self, name: str) -> Tree: ...
-    def add_gradient(self, name: str, gradient: Tree) -> None: ...
-    @property
-    def tables(self) -> RopeTables: ...
-    @property
-    def parameters(self) -> FlatBuffer: ...
-    @property
-    def gradients(self) -> FlatBuffer: ...
-    @property
-    def compute(self) -> FlatBuffer: ...
 
 
 # -- Projections, which are rows of a matrix, and their low-rank adapters (nn/lora.py) -------------
@@ -240,7 +215,7 @@ class Layer(Differentiable):
     children: Mapping[str, Layer] = MappingProxyType({})
     adapters: Mapping[str, list[Adapter]] = MappingProxyType({})
     state: Mapping[str, Array] = MappingProxyType({})
-    stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
+    stage: Stage = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
@@ -297,7 +272,7 @@ class Layer(Differentiable):
         share the storage of another place: then `self.<name>` is another array.
         """
 
-    def bind(self, stage: StageOfLayer, name: str) -> None:
+    def bind(self, stage: Stage, name: str) -> None:
         """Become part of one stage, under this name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from keyword import iskeyword
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +26,12 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Pending, Position, Saved, StageOfLayer
+from mpipipe.nn.layers.layer import Differentiable, Layer, Pending, Position, Saved
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import zeros
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 
 def names_within(outer: Layer) -> Iterator[tuple[str, bool]]:
@@ -178,7 +181,7 @@ class Names(Differentiable):
     through: the chain alone where there are no names.
     """
 
-    def __init__(self, stage: StageOfLayer, layers: Sequence[Layer]) -> None:
+    def __init__(self, stage: Stage, layers: Sequence[Layer]) -> None:
         self.stage = stage
         self.chain = Sequential(layers)
         self.chain.stage = stage
