@@ -64,12 +64,12 @@ class SelfAttention(Layer):
     mixes_positions = True
     freezes_parts = True
 
-    qkv: np.ndarray
-    out: np.ndarray
-    qkv_bias: np.ndarray | None = None
-    out_bias: np.ndarray | None = None
-    q_norm: np.ndarray | None = None
-    k_norm: np.ndarray | None = None
+    qkv: Array
+    out: Array
+    qkv_bias: Array | None = None
+    out_bias: Array | None = None
+    q_norm: Array | None = None
+    k_norm: Array | None = None
 
     def __init__(
         self,

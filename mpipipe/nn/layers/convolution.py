@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import numpy as np
-
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
@@ -71,8 +69,8 @@ class Conv(Layer):
     freezes_parts = True
     ends = False
 
-    weight: np.ndarray
-    bias: np.ndarray | None = None
+    weight: Array
+    bias: Array | None = None
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class Embedding(Layer):
     recordable = True
     mixes_positions = False
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class LearnedPositions(Layer):
     recordable = True
     mixes_positions = True
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(
         self,

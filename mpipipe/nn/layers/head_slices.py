@@ -97,7 +97,7 @@ class HeadSlice(Layer):
     takes_integers = False
     mixes_positions = False
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpipipe.arrays import Array
 from mpipipe.nn.checks import check_features, check_positive, rows
 from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved, stacked_projections
@@ -40,8 +38,8 @@ class Linear(Layer):
     freezes_parts = True
     ends = False
 
-    weight: np.ndarray
-    bias: np.ndarray | None = None
+    weight: Array
+    bias: Array | None = None
 
     def __init__(
         self,
@@ -93,8 +91,8 @@ class _TwoProducts(Layer):
 
     takes_integers = False
 
-    down: np.ndarray
-    down_bias: np.ndarray | None = None
+    down: Array
+    down_bias: Array | None = None
 
     def __init__(self, dim: int, hidden: int, first: str, width: int, bias: bool, gain: float):
         check_positive(dim=dim, hidden=hidden)
@@ -161,8 +159,8 @@ class FeedForward(_TwoProducts):
     mixes_positions = False
     freezes_parts = True
 
-    up: np.ndarray
-    up_bias: np.ndarray | None = None
+    up: Array
+    up_bias: Array | None = None
 
     def __init__(self, dim: int, hidden: int, bias: bool = True, gain: float = 1.0):
         super().__init__(dim, hidden, "up", hidden, bias, gain)
@@ -201,8 +199,8 @@ class SwiGLU(_TwoProducts):
     mixes_positions = False
     freezes_parts = True
 
-    gate_up: np.ndarray
-    gate_up_bias: np.ndarray | None = None
+    gate_up: Array
+    gate_up_bias: Array | None = None
 
     def __init__(self, dim: int, hidden: int, gain: float = 1.0, bias: bool = False):
         super().__init__(dim, hidden, "gate_up", 2 * hidden, bias, gain)

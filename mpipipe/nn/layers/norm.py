@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_features, check_positive, rows
@@ -17,8 +15,8 @@ class _Norm(Layer):
 
     takes_integers = False
 
-    gain: np.ndarray
-    bias: np.ndarray | None = None
+    gain: Array
+    bias: Array | None = None
 
     def __init__(self, dim: int, eps: float):
         check_positive(dim=dim)

@@ -42,7 +42,7 @@ class SpectralConv(Layer):
     takes_integers = False
     freezes_parts = True
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(self, inputs: int, outputs: int, modes: tuple[int, ...], gain: float = 1.0):
         check_positive(inputs=inputs, outputs=outputs)
