@@ -165,8 +165,7 @@ def is_adapter(name: str) -> bool:
 def merge_into(stage: Stage, name: str, layer: Layer, target: Array) -> None:
     """Set the rows of `target` with adapters to W + (alpha / rank) B A, W called `name`.
 
-    W is read once, and each row of the target is written once: on the host piece by piece, while it
-    is in cache.
+    On the host this is done piece by piece, while a piece is in cache.
     """
     prefix, _, key = name.rpartition(".")
     parameters = stage.parameters
@@ -187,8 +186,8 @@ def merge_into(stage: Stage, name: str, layer: Layer, target: Array) -> None:
             step = max(1, PIECE // matrix.shape[1])
         for start in range(0, len(matrix), step):
             piece = slice(start, start + step)
-            kernels.linear_backward_weight(turned[:, piece], a, total[piece], False)
-            kernels.accumulate(total[piece], matrix[piece])
+            kernels.copy(matrix[piece], total[piece])
+            kernels.linear_backward_weight(turned[:, piece], a, total[piece])
         if total is not out:
             kernels.copy(total, out)
 

@@ -210,12 +210,7 @@ def test_stages_of_two_dtypes_keep_an_array_each(comm):
     with Pipeline([given[0], Narrowed()], dense.build("looped_bfs", 1, 2, 3), alone, nn.mean_squared_error) as pipeline:
         pipeline.step(x, t)
     one, other = given[0].gradients["0.weight"], given[1].gradients["1.weight"]
-    assert (
-        not given[1].owners
-        and not np.shares_memory(one, other)
-        and one.tobytes() == other.tobytes()
-        and one.any()
-    )
+    assert not given[1].owners and not np.shares_memory(one, other) and one.tobytes() == other.tobytes() and one.any()
     alone.Free()
 
 

@@ -61,12 +61,10 @@ class Kernels(Protocol):
         dy is (rows, outputs), weight (outputs, inputs), all of T.
         """
 
-    def linear_backward_weight(self, dy: Array, x: Array, grad: Array, add: bool = True) -> None:
+    def linear_backward_weight(self, dy: Array, x: Array, grad: Array) -> None:
         """Grad += dy^T x.
 
         grad (outputs, inputs) is of A, dy (rows, outputs) and x (rows, inputs) of T.
-
-        Without `add` grad is set to that, and what was there is not read.
         """
 
     def products(
@@ -105,8 +103,8 @@ class Kernels(Protocol):
     def scale(self, x: Array, factor: float, out: Array | None = None) -> Array:
         """Return x * factor, set in `out` where it is given, which may be x."""
 
-    def copy(self, source: Array, target: Array, add: bool = False) -> None:
-        """Target = source or, with `add`, target += source, with any strides.
+    def copy(self, source: Array, target: Array) -> None:
+        """Target = source, with any strides.
 
         Both have one shape, of five axes at most.
 

@@ -57,16 +57,9 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 @_of_halves
-def linear_backward_weight(
-    dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True
-) -> None:
+def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray) -> None:
     """As `Kernels.linear_backward_weight`; the product is rounded once."""
-    product = torch.mm(tensor_of(dy).t(), tensor_of(x))
-    total = tensor_of(grad)
-    if add:
-        total.add_(product)
-    else:
-        total.copy_(product)
+    tensor_of(grad).add_(torch.mm(tensor_of(dy).t(), tensor_of(x)))
 
 
 @_of_halves

@@ -57,13 +57,11 @@ def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
     return dx
 
 
-def linear_backward_weight(
-    dy: DeviceArray, x: DeviceArray, grad: DeviceArray, add: bool = True
-) -> None:
-    """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
+def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray) -> None:
+    """Grad += dy^T x."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
-    arrays.gemm(dy, x, grad, transpose_a=True, add=add)
+    arrays.gemm(dy, x, grad, transpose_a=True, add=True)
 
 
 def products(

@@ -50,16 +50,10 @@ def scale(x: HostArray, factor: float, out: HostArray | None = None) -> HostArra
     return elementwise(lambda part, out: np.multiply(part, factor, out=out), out, x)
 
 
-def copy(source: HostArray, target: HostArray, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source, with any strides; too large is infinite."""
+def copy(source: HostArray, target: HostArray) -> None:
+    """Target = source, with any strides; too large is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        if add:
-            elementwise(_add, target, target, source)
-        else:
-            elementwise(_copy, target, source)
-
-
-_add = partial(np.add, casting="same_kind")
+        elementwise(_copy, target, source)
 
 
 def _copy(source: HostArray, out: HostArray) -> None:

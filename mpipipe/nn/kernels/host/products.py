@@ -66,26 +66,19 @@ def even_pieces(count: int, least: int) -> list[slice]:
     return [slice(count * i // number, count * (i + 1) // number) for i in range(number)]
 
 
-def linear_backward_weight(dy: HostArray, x: HostArray, grad: HostArray, add: bool = True) -> None:
-    """Grad += dy^T x; without `add` grad = dy^T x.
+def linear_backward_weight(dy: HostArray, x: HostArray, grad: HostArray) -> None:
+    """Grad += dy^T x.
 
     A large product is made in pieces of the gradient, each added while it is still in cache.
-    Without `add` the pieces are the same, so that the product has the same bits.
     """
     if grad.size <= PIECE:
-        if add:
-            grad += np.matmul(dy.T, x)
-        else:
-            np.matmul(dy.T, x, out=grad)
+        grad += np.matmul(dy.T, x)
         return
     outputs, inputs = grad.shape
 
     def work(at: slice) -> None:
         part = grad[at]
-        if add:
-            part += np.matmul(dy[:, at].T, x)
-        else:
-            np.matmul(dy[:, at].T, x, out=part)
+        part += np.matmul(dy[:, at].T, x)
 
     step = max(16, PIECE // inputs)
     each(work, [slice(start, start + step) for start in range(0, outputs, step)])
