@@ -19,6 +19,8 @@ from mpipipe.nn.layers.layer import (
     Pending,
     Position,
     Saved,
+    WithPending,
+    WithSaved,
     full_name,
     leaf,
     mixes,
@@ -505,7 +507,7 @@ class Stage(StageBuffers, Differentiable):
 
     # -- forward and backward
 
-    def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Saved]:
+    def forward(self, x: Array, position: Position | None = None) -> WithSaved:
         """Compute the output of one micro-batch.
 
         Parameters
@@ -527,7 +529,7 @@ class Stage(StageBuffers, Differentiable):
             x = accepted_input(self, x)
         return self.names.entry.forward(x)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return self.names.entry.backward_input(dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.layer import Position, Saved
+from mpipipe.nn.layers.layer import Position, Saved, WithSaved
 
 
 @runtime_checkable
@@ -25,7 +25,7 @@ class Attend(Protocol):
     # Here of each slice of a sequence, for an object that attends to slices.
     slice_rows: Sequence[int] | None = None
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
+    def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         """Return (out, saved): all that `backward` needs."""
 
     def backward(
@@ -93,7 +93,7 @@ class Attend(Protocol):
 class ForwardAndBackward(Protocol):
     """The least that a user's own object has; it may have the other functions of `Attend`, too."""
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
+    def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         """As `Attend.forward`."""
 
     def backward(self, dout: Array, saved: Saved) -> tuple[Array, Array, Array]:
@@ -109,7 +109,7 @@ class AttendAdapter(Attend):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
+    def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         return self.inner.forward(q, k, v)
 
     def backward(

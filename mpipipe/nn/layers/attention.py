@@ -9,7 +9,16 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_positive, check_sequence, rows
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
-from mpipipe.nn.layers.layer import Layer, Pending, Position, Projection, Saved, stacked_projections
+from mpipipe.nn.layers.layer import (
+    Layer,
+    Pending,
+    Position,
+    Projection,
+    Saved,
+    WithPending,
+    WithSaved,
+    stacked_projections,
+)
 from mpipipe.nn.parameters import matrix, ones, vector
 from mpipipe.nn.rope import RopeScaling, checked_coordinates
 
@@ -161,7 +170,7 @@ class SelfAttention(Layer):
     def bound(self) -> None:
         self._attend = as_attend(self.attend).for_layer()
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_sequence(self, x, self.dim, self.positions)
         kernels = self.stage.kernels
         flat = rows(x)
@@ -183,7 +192,7 @@ class SelfAttention(Layer):
         out = kernels.linear(y, self.out, self.out_bias)
         return out.reshape(x.shape), (flat, y, saved, plain, position)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         x, y, of_attend, plain, position = saved
         kernels = self.stage.kernels
         batch, seq = dy.shape[:2]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
-from mpipipe.nn.layers.layer import Layer, Pending, Position, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Position, Saved, WithPending, WithSaved
 from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
 
 
@@ -40,7 +40,7 @@ class Sequential(Layer):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         poll = self.stage.poll
         lowest = self.lowest
         saved: list[Saved] = []
@@ -51,7 +51,7 @@ class Sequential(Layer):
             saved.append(of_layer if place >= lowest else None)
         return x, saved
 
-    def backward_input(self, dy: Array, saved: Saved, whole: bool = False) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved, whole: bool = False) -> WithPending:
         """As for all layers; `whole` for that which `backward` does."""
         poll = self.stage.poll
         pending: list = []
@@ -101,11 +101,11 @@ class Residual(Layer):
         self.layer = layer
         self.children = {"layer": layer}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         y, saved = self.layer.forward(x)
         return self.stage.kernels.add(x, y), saved
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         dx, pending = self.layer.backward_input(dy, saved)
         return self._added(dy, dx), pending
 
@@ -175,11 +175,11 @@ class Recompute(Layer):
         yield name, self
         yield from self.layer.walk(name)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return self.layer.backward_input(dy, self._again(*saved))
 
     def backward_weight(self, pending: Pending) -> None:

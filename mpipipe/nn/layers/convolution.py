@@ -16,7 +16,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes, check_field, check_positive, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, WithPending, WithSaved
 from mpipipe.nn.parameters import normal, vector
 
 PADDINGS = ("same", "periodic", "valid")
@@ -140,7 +140,7 @@ class Conv(Layer):
             )
         return tuple(sizes)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
         y = self._empty((len(x), *shape.sizes, self.outputs), x.dtype)
         kernels = self.stage.kernels
@@ -153,7 +153,7 @@ class Conv(Layer):
             kernels.copy(points.reshape(y[place].shape), y[place])
         return y, x
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array | None, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         if self.ends:
             return None, (dy, saved)
         # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number:

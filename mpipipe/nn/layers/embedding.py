@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_positive, check_sequence, check_slice_count, checked_ids
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
-from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved, WithPending, WithSaved
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import matrix, row_slices
 
@@ -74,7 +74,7 @@ class Embedding(Layer):
             return "the host looks which slice has each row"
         return ""
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         kernels = self.stage.kernels
         if self.starts:
             y, x = self._of_slices(x)
@@ -92,7 +92,7 @@ class Embedding(Layer):
             device = self.stage.device
         return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", device)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[None, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return None, (dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:
@@ -110,7 +110,7 @@ class Embedding(Layer):
             self._add(name, kernels.embed_backward, dy[start : start + len(ids)], ids)
             start += len(ids)
 
-    def _of_slices(self, x: Array) -> tuple[Array, Saved]:
+    def _of_slices(self, x: Array) -> WithSaved:
         """Return rows (..., dim), and for the backward their order and the ids in each slice."""
         kernels = self.stage.kernels
         device = self.stage.device
@@ -189,11 +189,11 @@ class LearnedPositions(Layer):
             self._attend = as_attend(self.attend).for_layer()
         self._numbers = lru_cache(maxsize=NUMBERS)(self._made)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         added, numbers = self._rows(x)
         return self.stage.kernels.add(x, added), numbers
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return dy, (dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:
@@ -257,12 +257,12 @@ class Head(Linear):
     def projections(self) -> dict[str, Projection]:
         return {}  # a loss may make the product
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         if self.stage.headless:
             return (x, None)
         return super().forward(x)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         if saved is None:
             return (dy, None)
         return super().backward_input(dy, saved)

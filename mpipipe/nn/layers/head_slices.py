@@ -31,7 +31,7 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_features, check_positive, check_slice_count, checked_ids, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Saved, leaf
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, WithPending, leaf
 from mpipipe.nn.parameters import matrix, row_slices
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class HeadSlice(Layer):
             return self._losses(*parts)
         return self._logits(*parts)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         dx = self._back(dy, saved, True, False)
         if not self.last:
             dy = (None, *dy[1:])

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # What a forward leaves for its backward, and `backward_input` for `backward_weight`: any object.
 Saved: TypeAlias = Any
 Pending: TypeAlias = Any
+# What the two return: an output, or the gradient of an input, with that.
+WithSaved: TypeAlias = "tuple[Array, Saved]"
+WithPending: TypeAlias = "tuple[Array, Pending]"
 
 
 class Position(NamedTuple):
@@ -89,7 +92,7 @@ class Differentiable(ABC):
     """A function of arrays with a backward that can be split in two, as layers and stages are."""
 
     @abstractmethod
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         """Compute the output of one micro-batch.
 
         The input has the stage's dtype and device, or is of integers.
@@ -103,7 +106,7 @@ class Differentiable(ABC):
         """
 
     @abstractmethod
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         """Compute the gradient of the input from that of the output.
 
         Returns

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from mpipipe.arrays import Array
 from mpipipe.nn.checks import check_features, check_positive, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved, stacked_projections
+from mpipipe.nn.layers.layer import (
+    Layer,
+    Pending,
+    Projection,
+    Saved,
+    WithPending,
+    WithSaved,
+    stacked_projections,
+)
 from mpipipe.nn.parameters import matrix, vector
 
 
@@ -59,7 +67,7 @@ class Linear(Layer):
     def projections(self) -> dict[str, Projection]:
         return {"linear": Projection("weight", 0, self.outputs)}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         if x.ndim != 2:
             check_features(self, x, self.inputs)
             y, saved = self.forward(rows(x))
@@ -68,7 +76,7 @@ class Linear(Layer):
             check_features(self, x, self.inputs)
         return self.stage.kernels.linear(x, self.weight, self.bias), x
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array | None, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         if dy.ndim != 2:
             dx, pending = self.backward_input(rows(dy), saved)
             if dx is not None:
@@ -104,14 +112,14 @@ class _TwoProducts(Layer):
         if bias:
             self.declared |= {self._first_bias: vector(width), "down_bias": vector(dim)}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_features(self, x, self.dim)
         linear = self.stage.kernels.linear
         flat = rows(x)
         inner = linear(flat, getattr(self, self._first), getattr(self, self._first_bias))
         return linear(self._f(inner), self.down, self.down_bias).reshape(x.shape), (flat, inner)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         x, inner = saved
         dflat = rows(dy)
         backward = self.stage.kernels.linear_backward_input
@@ -227,8 +235,8 @@ class Gelu(Layer):
     recordable = True
     mixes_positions = False
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         return self.stage.kernels.gelu(x), x
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return self.stage.kernels.gelu_backward(dy, saved), None

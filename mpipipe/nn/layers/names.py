@@ -26,7 +26,15 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Pending, Position, Saved
+from mpipipe.nn.layers.layer import (
+    Differentiable,
+    Layer,
+    Pending,
+    Position,
+    Saved,
+    WithPending,
+    WithSaved,
+)
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import zeros
 
@@ -318,11 +326,11 @@ class Keep(Layer):
     def __init__(self, name: str):
         self.gives = (checked_name(name),)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         self.stage.give(self.gives[0], x)
         return x, None
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return sum_of(dy, self.stage.gradient_of(self.gives[0])), None
 
 
@@ -350,7 +358,7 @@ class Join(Layer):
                 "axis of Join", found=repr(axis), expected="an axis after the first one, or None"
             )
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         other: Any = self.stage.taken(self.takes[0])
         kernels = self.stage.kernels
         axis = self.axis
@@ -376,7 +384,7 @@ class Join(Layer):
             return kernels.add(x, other), None
         return arrays.concatenate((x, other), axis), x.shape[axis]
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         dx = dother = dy
         if saved is not None:
             axes = (slice(None),) * ((self.axis or 0) % dy.ndim)
@@ -429,7 +437,7 @@ class AdaptiveNorm(Layer):
         }
         self.children = {"modulation": self.modulation}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_features(self, x, self.size)
         condition: Any = self.stage.taken(self.takes[0])
         shape = (len(x), self.condition_size)
@@ -452,7 +460,7 @@ class AdaptiveNorm(Layer):
             scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         points, both, scales, of_linear = saved
         kernels = self.stage.kernels
         dpoints = dy.reshape(points.shape)

@@ -11,7 +11,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes, check_field, check_positive
-from mpipipe.nn.layers.layer import Layer, Pending, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, WithPending, WithSaved
 from mpipipe.nn.parameters import normal
 
 
@@ -62,7 +62,7 @@ class SpectralConv(Layer):
     # imaginary parts of low, A and B, have met W alone: the first matrix on the way back takes A +
     # iB.
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_field(self, x, len(self.modes), self.inputs)
         space = x.shape[1:-1]
         kernels = self.stage.kernels
@@ -75,7 +75,7 @@ class SpectralConv(Layer):
         y = self._apply(ready.reshape(len(x), 4, -1), space, back, range(len(space)))
         return arrays.cast(y, x.dtype).reshape(*x.shape[:-1], self.outputs), (low, space)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         low, space = saved
         kernels = self.stage.kernels
         frequencies, rows, _ = low.shape
